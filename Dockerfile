@@ -20,8 +20,8 @@ RUN python3 -m venv /opt/pipetune
 
 # What changes seldom comes first: a change of the code installs the code alone.
 WORKDIR /opt/source
-COPY requirements.txt requirements-gpu.txt ./
-RUN pip install -r requirements.txt
+COPY requirements.txt constraints.txt requirements-gpu.txt ./
+RUN pip install -r requirements.txt -c constraints.txt
 ARG GPU_EXTRAS=0
 RUN if [ "$GPU_EXTRAS" = 1 ]; then pip install -r requirements-gpu.txt --no-build-isolation; fi
 COPY . .

@@ -46,10 +46,10 @@ clean:
 	find . -path './$(VENV)' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info runs/quickstart
 
-$(VENV)/installed: requirements.txt
+$(VENV)/installed: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Pipetune needs Python 3.10 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed

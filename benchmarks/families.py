@@ -1,18 +1,16 @@
-"""Which decoders of the installed transformers can be trained: each derived and held against transformers, small.
+"""Derive every decoder of the installed transformers and compare it with transformers, small; two or three minutes.
 
-`python -m benchmarks.families` proves them one after the other and prints what came out; `--write` puts that into the
-table in docs/models.md, which tells for each architecture with which releases of transformers it holds, and what with
-the one that was asked last. Architectures are taken with the defaults of their config class, with one kind of block
-each. Where a file declares a family, that declaration is held against transformers.
-
-Takes two or three minutes on two cores.
+`python -m benchmarks.families` prints what came out; `--write` puts it into docs/models.md, with the releases of
+transformers that each architecture holds with. Architectures have the defaults of their config class and one block of
+each kind. Families that a file declares are compared by their declaration.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterable
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +31,9 @@ from models.tensor_parallel import obstacle
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- proven: begin -->\n", "<!-- proven: end -->\n"
-TOO_LARGE = ("phi4_multimodal",)  # whose parts for images and sound are made in full: a minute, to be refused
+TOO_LARGE = ("phi4_multimodal",)  # its parts for images and sound would be built in full: a minute
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-# What the config of a `model_type` has to say besides its defaults, which are no sound model of some.
+# Additions to the defaults of config classes that are no sound model.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "deepseek_v2": {
@@ -50,19 +48,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rotary_dim": 64},
     "minimax_m3_vl_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
 }
-HEADER = (
-    "| `model_type` | how | attention | packed documents | loss of the router | generation | shared rows | tensor plan "
-    "| largest difference | transformers |\n|---|---|---|---|---|---|---|---|---|---|\n"
-)
-RELEASE = transformers.__version__.rpartition(".")[0]
-REFUSED = "refused: "
+VERSION = transformers.__version__
+RELEASE = VERSION.rpartition(".")[0]
+REFUSED, USUAL = "refused", "no limits"
+HEADER = "| | `model_type` |\n|---|---|\n"
 
 
 class Verdict(NamedTuple):
-    """What came out for a `model_type`: what holds, or why it is refused.
+    """What holds for a `model_type`, or why it is refused.
 
     Attributes:
-        divided: whether several processes can share its layers.
+        divided: whether tensor parallelism is possible.
     """
 
     model_type: str
@@ -70,41 +66,30 @@ class Verdict(NamedTuple):
     reason: str = ""
     divided: bool = False
 
-    def row(self, releases: Iterable[str] = ()) -> str:
-        """A line of the table.
-
-        Args:
-            releases: others of transformers with which it holds.
-        """
+    @property
+    def traits(self) -> str:
+        """Say what is special, as the table does."""
         if self.proof is None:
-            return f"| `{self.model_type}` | {REFUSED}{self.reason} | | | | | | | | {RELEASE} |\n"
-        how = "declared" if self.model_type in FAMILIES else "derived"
-        attention = "the layer's own" if self.proof.attention[0] == EAGER else "every kernel"
-        packed = "one by one in linear attention" if self.proof.linear else "together"
-        routed = "losses of the router" in self.proof.figures
-        worst = max(self.proof.figures.values())
-        cells = (
-            how,
-            attention,
-            packed,
-            "yes" if routed else "",
-            "yes" if self.proof.generates else "no",
-            "yes" if self.proof.shares_rows else "no",
-            "yes" if self.divided else "no",
-        )
-        return (
-            f"| `{self.model_type}` | {' | '.join(cells)} | {worst:.0e} | {', '.join(sorted({*releases, RELEASE}))} |\n"
-        )
+            return REFUSED
+        traits = {
+            "router loss": "losses of the router" in self.proof.figures,
+            "linear attention": self.proof.linear,
+            "only the layer's own attention": self.proof.attention[0] == EAGER,
+            "no generation": not self.proof.generates,
+            "no sequence parallelism": not self.proof.shares_rows,
+            "no tensor parallelism": not self.divided,
+        }
+        return "; ".join(name for name, holds in traits.items() if holds) or USUAL
 
 
 def config_of(model_type: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
-    """A config at the size that its models have, and its config.json."""
+    """Make a config of the published size, and its config.json."""
     config = CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {}) | changes)
     return config, {name: value for name, value in config.to_dict().items() if value is not None}
 
 
 def candidates() -> list[str]:
-    """The causal models of the installed transformers that declare a pipeline plan, and those that a file declares."""
+    """List the causal models that declare a pipeline plan, and those that a file declares."""
     named = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return [name for name in named if name in FAMILIES or getattr(CONFIG_MAPPING[name], "base_model_pp_plan", None)]
 
@@ -125,38 +110,50 @@ def verdict(model_type: str) -> Verdict:
         return Verdict(model_type, None, " ".join(str(error).split()).partition(";")[0])
 
 
-def summary(verdicts: list[Verdict]) -> str:
-    """How many hold with the installed transformers."""
-    held = sum(each.proof is not None for each in verdicts)
-    versions = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
-    return f"With {versions}, {held} of the {len(verdicts)} architectures hold.\n"
+def read(text: str) -> tuple[dict[str, str], dict[str, tuple[str, set[str]]]]:
+    """Read the generated part of docs/models.md.
+
+    Returns:
+        The line about each release of transformers; the traits of each architecture, and the releases that it holds
+        with.
+    """
+    summaries = {
+        found[1]: found[0] for found in re.finditer(r"^With transformers (\d+\.\d+)\..*\n", text, re.MULTILINE)
+    }
+    known = {}
+    for traits, names in re.findall(r"^\| (.*) \| (`.*) \|$", text.partition(HEADER)[2], re.MULTILINE):
+        for name, only in re.findall(r"`(\w+)`(?: \(([\d., ]+)\))?", names):
+            everywhere = () if traits == REFUSED else summaries
+            known[name] = traits, set(only.split(", ") if only else everywhere)
+    return summaries, known
 
 
 def written(verdicts: list[Verdict], before: str) -> str:
-    """The generated part of docs/models.md.
-
-    Args:
-        before: what stands there, of which the lines about other releases of transformers stay.
-    """
-    lines = before.splitlines(keepends=True)
-    told = {line for line in lines if line.startswith("With") and f"transformers {RELEASE}." not in line}
-    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `") and line not in HEADER}
+    """Make the generated part of docs/models.md; what `before` says of other releases stays."""
+    summaries, known = read(before)
+    held = sum(each.proof is not None for each in verdicts)
+    versions = f"transformers {VERSION} and torch {torch.__version__.partition('+')[0]}"
+    summaries[RELEASE] = f"With {versions}, {held} of the {len(verdicts)} architectures hold.\n"
     for each in verdicts:
-        row = rows.get(each.model_type, "")
-        known = row.rstrip(" |\n").rpartition("| ")[2]
-        others = set(filter(None, known.split(", "))) - {RELEASE} if REFUSED not in row else set()
+        traits, releases = known.get(each.model_type, (REFUSED, set()))
+        releases = releases - {RELEASE}
         if each.proof:
-            rows[each.model_type] = each.row(others)
-        elif others:  # with which it holds
-            rows[each.model_type] = row.replace(known, ", ".join(sorted(others)))
-        elif REFUSED not in row or Version(known) <= Version(RELEASE):  # the newest one's reason is told
-            rows[each.model_type] = each.row()
-    table = sorted(rows.values(), key=lambda row: (REFUSED in row, row))
-    return "".join(sorted(told | {summary(verdicts)})) + "\n" + HEADER + "".join(table)
+            known[each.model_type] = each.traits, releases | {RELEASE}
+        elif not releases:
+            known[each.model_type] = REFUSED, set()
+        else:
+            known[each.model_type] = traits, releases
+    rows: dict[str, list[str]] = defaultdict(list)
+    for name, (traits, releases) in sorted(known.items()):
+        some = traits != REFUSED and releases != set(summaries)
+        rows[traits].append(f"`{name}`" + (f" ({', '.join(sorted(releases, key=Version))})" if some else ""))
+    order = sorted(rows, key=lambda traits: (traits == REFUSED, traits != USUAL, traits))
+    table = "".join(f"| {traits} | {', '.join(rows[traits])} |\n" for traits in order)
+    return "".join(summaries[each] for each in sorted(summaries, key=Version)) + "\n" + HEADER + table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hold every decoder of transformers against its derived family.")
+    parser = argparse.ArgumentParser(description="Compare every decoder of transformers with its derived family.")
     parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -165,8 +162,9 @@ def main() -> None:
     verdicts = []
     for model_type in candidates():
         verdicts.append(verdict(model_type))
-        console.print(verdicts[-1].row().strip(), soft_wrap=True)
-    console.print(summary(verdicts).strip())
+        name, proof, reason, _ = verdicts[-1]
+        worst = f"largest difference {max(proof.figures.values()):.0e}" if proof else reason
+        console.print(f"{name}: {verdicts[-1].traits}; {worst}", soft_wrap=True)
     if options.write:
         before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
         known, _, after = rest.partition(END)

@@ -12,7 +12,6 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
   of the loopback interface, which others may use.
 - `wide`: two processes that share each row (`sequence: 2`) or each layer (a `model` axis) of 8,192 tokens.
 - `peers`: against ZeRO-3 and transformers' Trainer (`benchmarks.peers`).
-- `checkpoints`: what saving costs (`benchmarks.checkpoints`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import checkpoints, peers
+from benchmarks import peers
 from benchmarks.parts import Figures, Part, run_parts, table_of
 from benchmarks.turns import Turn, Turns
 
@@ -227,5 +226,5 @@ def train_way(folder: Path, case: str, dims: list[int], threads: int, keys: dict
 
 if __name__ == "__main__":
     parts: dict[str, Part] = {name: (partial(measure, name), partial(table, name)) for name in CASES}
-    parts |= {"peers": (peers.measure, peers.table), "checkpoints": (checkpoints.measure, checkpoints.table)}
+    parts |= {"peers": (peers.measure, peers.table)}
     run_parts("Speed of a pipeline on a CPU.", parts, {"train": train_way})

@@ -1,7 +1,8 @@
-"""Signals that come while a process still imports, which takes seconds: none ends it without a word.
+"""Handle signals while a process still imports, which takes seconds.
 
-An entry point imports this first. A request to stop ends the process at once, as nothing is trained yet. Only the
-config says whether another signal announces a preemption: until then it is noted, and heeded before the first step.
+An entry point imports this first. A request to stop ends the process at once with a line, as nothing is trained yet.
+Only the config says whether another signal announces a preemption: until then it is remembered, and the run leaves
+before its first step.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-# By which somebody asks a run to save and leave; a terminal that closes sends SIGHUP.
+# Signals that ask a run to save and leave; a terminal that closes sends SIGHUP.
 REQUESTS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
     REQUESTS.remove(signal.SIGHUP)
 PREEMPTION = ("SIGUSR1", "SIGUSR2")  # the usual ones of `preemption_signals`
 ALL = (*REQUESTS, *(signal.Signals[name] for name in PREEMPTION))
 
-started_by = os.getppid()  # a launcher that dies in the imports is another one afterwards
-came: list[int] = []  # signals that were noted, the first one first
+started_by = os.getppid()  # before the imports: a process whose launcher dies gets another parent
+received: list[int] = []  # remembered signals, the first one first
 
 
 def note(preemption: Iterable[str] = PREEMPTION) -> None:
-    """Leave at a request from now on, and note the signals of `preemption`; others are given back."""
+    """Leave at a request from now on, and remember the signals of `preemption`; restore the defaults of others."""
     wanted = [signal.Signals[name] for name in preemption]
     give_back(signal.Signals[name] for name in PREEMPTION if name not in preemption)
     for number in (*REQUESTS, *wanted):
@@ -34,27 +35,27 @@ def note(preemption: Iterable[str] = PREEMPTION) -> None:
 
 
 def give_back(numbers: Iterable[int] = ALL) -> None:
-    """Have these do what they do by default, also those that were noted before."""
+    """Restore the default handlers; raise a signal again that was remembered before."""
     for number in numbers:
         if signal.getsignal(number) in (_note, _leave):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            if number in came:
+            if number in received:
                 signal.raise_signal(number)
 
 
 def leave(number: int) -> NoReturn:
-    """End with the exit code of a process that the signal ended; rank 0 says that nothing was trained."""
+    """Exit as if the signal had ended the process; rank 0 says that nothing was trained."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         with suppress(OSError):
-            told = "stopped before step 1 of this start: this start trained nothing; the same command goes on"
-            print(told, flush=True)
+            line = "stopped before step 1 of this start: this start trained nothing; the same command goes on"
+            print(line, flush=True)
     os._exit(128 + number)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    came.append(number)
+    received.append(number)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    if not came:  # else the run is about to leave, and has Slurm start it again
+    if not received:  # else the run is about to leave, and has Slurm start it again
         leave(number)

@@ -1,19 +1,18 @@
-"""One writer at a time: a lease that a process holds as long as it may write to some place.
+"""Let one process at a time write to a place, also where several hosts share it.
 
-The lease is a file, `<name>-<number>`, that says who holds it. It is created exclusively, so of several processes one
-gets it. Its holder keeps a kernel lock on it and touches it every INTERVAL. Whether the holder of one that is found is
-alive,
+A lease is a file, `<name>-<number>`, that names its holder. It is created exclusively, so one of several processes gets
+it. The holder keeps a kernel lock on it and touches it every INTERVAL. Another process finds out whether it is alive:
 
-* the kernel lock tells at once where it was taken under this kernel, which drops it when a process ends, however it
-  ends. (Containers share host names and process numbers, so these tell nothing.)
-* its heartbeat tells elsewhere: alive when the modification time moves, dead when it is EXPIRY old and did not move
-  while this process watched. Age is the difference to a file written now, so only the file system's clock counts.
+* under the same kernel by the lock, which the kernel drops when a process ends. (Containers share host names and
+  process numbers, so these prove nothing.)
+* elsewhere by the heartbeat: alive when the modification time moves, dead when it is EXPIRY intervals old and did not
+  move while this process watched. Age is the difference to a file written now, so only the file system's clock counts.
 
-A dead lease is followed by the next number, which again only one process can create; then the dead one is removed. Who
-finds others beside its new one than those that it judged gives way and looks again. A holder that stood still for so
-long that another followed it learns it from `successor`, before it writes anything more.
+After a dead lease a process creates the next number, which again only one can, then removes the dead one. If it finds
+other leases than those it examined, it gives way and looks again. A holder that was suspended until another took over
+learns so from `successor` before it writes anything more.
 
-Costs a touch every 10 s, and a small read for each question.
+Costs a touch every 10 s, and a small read for each call of `successor`.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from typing import NamedTuple
 from common.whole_files import regular
 
 INTERVAL = 10.0  # seconds between two heartbeats
-GIVING_WAY = 0.1  # seconds within which who has to finds out
-EXPIRY, WATCH = 6, 2  # a holder is dead after so many intervals without a heartbeat, seen for at least so many
+GIVING_WAY = 0.1  # seconds that a process may take to give way
+EXPIRY, WATCH = 6, 2  # intervals without a heartbeat after which a holder is dead; those at least that were watched
 
 
 class Holder(NamedTuple):
-    """Who has a lease; `kernel` is empty where the file system has no locks, `token` is random."""
+    """The holder of a lease; `kernel` is empty where the file system has no locks, `token` is random."""
 
     host: str
     pid: int
@@ -54,11 +53,11 @@ class Holder(NamedTuple):
 
 
 class Held(Exception):
-    """Somebody else has the lease.
+    """Another process has the lease.
 
     Attributes:
-        holder: None where its process has not written yet who it is, or died before.
-        patience: seconds after which a silent holder counts as dead; 0 where it is alive for certain.
+        holder: None where its process has not written it yet, or died before.
+        patience: seconds after which a silent holder counts as dead; 0 where it is certainly alive.
     """
 
     def __init__(self, holder: Holder | None, patience: float = 0.0) -> None:
@@ -80,8 +79,8 @@ class Lease:
 
     Args:
         folder: where the file lies.
-        name: of what is written to.
-        lost: told by another thread who has taken over; see `successor`.
+        name: the file's, without its number.
+        lost: called in another thread with the new holder, where one took over; see `successor`.
         interval: seconds between two heartbeats.
     """
 
@@ -91,10 +90,10 @@ class Lease:
         self._watched: dict[tuple[Path, Holder | None], tuple[int, float]] = {}  # last touch; when it counts as dead
 
     def take(self) -> Holder:
-        """Get it, without waiting; what is written there as its holder.
+        """Get the lease without waiting for its holder; return what was written as the holder.
 
         Raises:
-            Held: somebody has it who is or may be alive. Who asks again learns in the end which of the two.
+            Held: another process has it that is or may be alive; a later call knows which of the two.
             OSError: the folder cannot be written.
         """
         while True:
@@ -110,15 +109,15 @@ class Lease:
         return self._holder
 
     def successor(self) -> str | None:
-        """Who has taken over, `nobody` where the file was removed; None as long as the lease is held."""
-        with suppress(OSError):  # a disk that does not answer tells nothing
+        """Name who has taken over, `nobody` where the file was removed; None while the lease is held."""
+        with suppress(OSError):  # a disk that does not answer proves nothing
             found = _read(self._path)
             if found is None or found.holder != self._holder:
                 return next((str(lease.holder) for lease in self._leases()), "nobody")
         return None
 
     def release(self) -> None:
-        """Let the next one have it."""
+        """Give the lease up."""
         self._ended.set()
         if self.successor() is None:
             with suppress(OSError):
@@ -134,7 +133,7 @@ class Lease:
         os.close(self._file)
 
     def _try(self) -> bool:
-        """Take it once; False where another process came in between."""
+        """Try to take the lease; return False where another process came in between."""
         found = self._leases()
         for lease in found:
             self._see_dead(lease)
@@ -205,7 +204,7 @@ def _read(path: Path) -> Found | None:
 
 
 def kernel_name() -> str:
-    """Which boot of which machine this is; processes that find the same name see each other's locks."""
+    """Name this boot of this machine; processes with the same name see each other's locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

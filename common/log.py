@@ -1,4 +1,4 @@
-"""The lines of a run on standard output: rich's console, on which nothing that a file holds can act."""
+"""Print a run's lines on standard output by rich, with foreign text made safe for a terminal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from common.terminal import safe_text
 
 
 class Log(Console):
-    """A console that takes no markup, wraps no lines, and shows control characters; its own colours stay."""
+    """A console without markup and line wrapping that escapes control characters; its own colours stay."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, soft_wrap=True, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The pieces of a line, text made safe."""
+        """Make the pieces of a line safe."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(safe_text(segment.text), segment.style)

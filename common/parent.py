@@ -1,4 +1,4 @@
-"""A child process that ends with its parent, however the parent ends. Costs one system call."""
+"""End a child process with its parent, however the parent ends. Costs one system call."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from functools import partial
 
 PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
-_libc = ctypes.CDLL(None)  # here, as a child that is forked beside threads had better load nothing
+_libc = ctypes.CDLL(None)  # loaded here, as a child that is forked beside threads had better load nothing
 
 
-def together() -> Callable[[], None]:
-    """Give subprocess a `preexec_fn` by which any program ends with this process."""
+def end_with_this_process() -> Callable[[], None]:
+    """Make a `preexec_fn` for subprocess, by which the child ends with this process."""
     return partial(end_with_parent, os.getpid())
 
 
 @contextmanager
 def without_sigterm() -> Iterator[None]:
-    """Hold SIGTERM back while a child is forked: what its handler raises would be lost in the hooks of the fork."""
+    """Block SIGTERM while a child is forked: an exception of its handler would be lost in the hooks of the fork."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield

@@ -1,4 +1,4 @@
-"""Writing a file as a whole: either the old or the new one is there, whenever a process is killed or power fails.
+"""Write a file as a whole: a kill or a power cut leaves either the old or the new one.
 
 Costs one or two waits for the disk.
 """
@@ -23,10 +23,10 @@ Tell = Callable[[str], object]
 
 @contextmanager
 def replacing(path: Path, tag: str = "partial") -> Iterator[BinaryIO]:
-    """A file to write; it takes the place of `path` when the block ends without an error.
+    """Open a file to write; it replaces `path` when the block ends without an error.
 
     Args:
-        tag: what its own name ends with, until then; of several writers of one file each needs another.
+        tag: end of its temporary name; several writers of one file need different ones.
     """
     partial = path.with_name(f".{path.name}.{tag}")
     with open(partial, "wb") as file:
@@ -44,11 +44,7 @@ def replace_text(path: Path, text: str, tag: str = "partial") -> None:
 
 
 def regular(path: str, flags: int) -> int:
-    """Open a regular file, for `open(..., opener=regular)`: a FIFO would keep its reader waiting for ever.
-
-    Raises:
-        OSError: it is a FIFO, a device, a socket or a folder.
-    """
+    """Open a file for `open(..., opener=regular)`; raise OSError for a FIFO, device, socket or folder."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -63,12 +59,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_checked(path: Path) -> bytes:
-    """Read what `replace_checked` wrote.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged, or another user's.
-    """
+    """Read what `replace_checked` wrote; raise ValueError where it is damaged, or another user's."""
     content = read_regular(path)
     if path.stat().st_uid != os.getuid():
         raise ValueError("of another user")
@@ -84,7 +75,7 @@ def _warn(line: str) -> None:
 
 
 def kept(path: Path, parse: Callable[[bytes], Kept], read: Read = read_checked, tell: Tell = _warn) -> Kept | None:
-    """Take up what an earlier start kept in a file, if anything; what cannot be used is told and passed over."""
+    """Parse what an earlier start kept in a file, if anything; warn of a file that cannot be used, and ignore it."""
     try:
         return parse(read(path))
     except (OSError, ValueError) as error:
@@ -100,11 +91,7 @@ def replace_checked(path: Path, text: str, tag: str = "partial") -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's contents, or a folder's list of names, are on the disk.
-
-    Raises:
-        OSError: they cannot be brought there.
-    """
+    """Wait until a file's contents, or a folder's list of names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,6 @@
-"""What a model is: families, layers, checkpoints of both layouts, the loss.
+"""Model families, layers, checkpoints of both layouts, the loss.
 
-`load_model` gives a whole model in one process; `models.pipeline` splits the same layers over stages (it imports
-DeepSpeed, so it is not imported here).
+`load_model` gives a whole model in one process; `models.pipeline` splits the same layers over stages.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from models.errors import CheckpointError
 if TYPE_CHECKING:
     from models.api import CausalLM, load_model
 
-# torchao, which transformers imports where it is installed, tells of the kernels of other GPUs that it does not find;
-# torch's ONNX exporter of libraries that it could do without.
+# torchao, which transformers imports where it is installed, warns of missing kernels of other GPUs; torch's ONNX
+# exporter of missing libraries that it does not need.
 for _noisy in ("torchao", "torch.utils._pytree", "torch.onnx._internal.exporter._registration"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 

@@ -1,7 +1,4 @@
-"""Open a model folder: read its spec, load the whole model or this process's share of it.
-
-The highest module beside the converters: it alone joins what config.json says with the proof that the family holds.
-"""
+"""Open a model folder: read its spec, load the whole model or this process's shards of it."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
@@ -17,12 +15,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
-from models.checkpoint.layout import TEMPLATES, resolve
-from models.checkpoint.source import open_source
+from models.checkpoint.layout import TEMPLATES, has_huggingface_weights, resolve
+from models.checkpoint.source import HuggingFaceSource, open_source
 from models.config_json import model_fields, reason_of
 from models.derived import proven
+from models.derived.outline import Underivable
 from models.errors import CheckpointError
-from models.process_groups import Peers
+from models.process_groups import RankGroup
 from models.router import experts_implementation
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare, obstacle
@@ -30,14 +29,14 @@ from models.tensor_parallel import TensorShare, obstacle
 SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md"]
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """Read `folder`/config.json and prove its family against transformers.
+def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
+    """Read `folder`/config.json, or take its content, and prove its family against transformers.
 
     Raises:
         CheckpointError: no such file, not JSON, no `model_type`, or values that transformers refuses.
     """
     path = folder / "config.json"
-    raw, part = model_fields(path)
+    raw, part = model_fields(path, content)
     whole = raw["model_type"] if part["model_type"] != raw["model_type"] else None
     try:
         family = declared_family(part)
@@ -45,15 +44,19 @@ def read_spec(folder: Path) -> ModelSpec:
         config = CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(fields))  # which it changes
         if not (family and family.translate):  # else transformers has nothing to compare with
             family = proven(config, fields, family, whole)
+    except Underivable as error:
+        if family and has_huggingface_weights(folder):  # config.json may name the class of another model
+            HuggingFaceSource(folder, ModelSpec(family, config, raw, fields))
+        raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # transformers raises many kinds for a config that makes no sense
         raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
     config._experts_implementation = experts_implementation()
     spec = ModelSpec(family, config, raw, fields, is_part=whole is not None)
-    if spec.n_blocks < 1:
-        raise CheckpointError(f"{path}: num_hidden_layers: expected at least 1, found {spec.n_blocks}")
     spec.set_attention(family.attention[0])
     try:
-        spec.build_on_meta()
+        for layer in (0, 1, spec.n_layers - 1):
+            spec.shapes(layer)
+        spec.positions()
     except Exception as error:  # whatever the layers make of it
         reason = f"{type(error).__name__}: {reason_of(error, fields)}"
         raise CheckpointError(f"{path}: no model can be built from it: {reason}") from None
@@ -87,12 +90,7 @@ def load_share(
 ) -> CausalLM:
     """Load this process's shard of every layer, for tensor parallelism.
 
-    All processes of the group call it and then ask the same: they see the same logits, so they choose the same tokens.
-
-    Raises:
-        CheckpointError: see `load_model`; or the processes cannot share the layers.
-
-    All processes must ask the same: they see the same logits and so choose the same tokens.
+    All processes of the group call it and must then ask the same: they see the same logits and choose the same tokens.
 
     Raises:
         CheckpointError: see `load_model`; or the processes cannot share the layers.
@@ -101,25 +99,22 @@ def load_share(
     spec = read_spec(folder)
     if reason := obstacle(spec, group.size()):
         raise CheckpointError(f"{folder}: tensor parallelism: {reason}")
-    source, share = open_source(folder, spec), TensorShare(spec, Peers(group.size(), group.rank(), group))
+    source, share = open_source(folder, spec), TensorShare(spec, RankGroup(group.size(), group.rank(), group))
     return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), share=share).eval()
 
 
 def download(model_name: str, save_path: Path) -> None:
-    """Download a model from the HuggingFace hub, resuming where it stopped.
-
-    Weights, config and tokenizer come, and nothing that could run. Safetensors are preferred; .bin files are fetched
-    only where a repository has nothing else.
+    """Download weights, config and tokenizer from the HuggingFace hub, and no code; resume where it stopped.
 
     Raises:
         CheckpointError: no such model, no access, or no network.
     """
     try:
         names = HfApi().list_repo_files(model_name)
-        has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in names)
-        weights = ["model*.safetensors"] if has_safetensors else ["pytorch_model*.bin"]
         # Other folders of a repository hold the same weights in other formats.
         near = [name for name in names if "/" not in name or name.startswith(f"{TEMPLATES}/")]
+        has_safetensors = any(name.endswith(".safetensors") for name in near)
+        weights = ["model*.safetensors"] if has_safetensors else ["pytorch_model*.bin"]
         wanted = [name for name in near if any(fnmatchcase(name, each) for each in (*SIDE_PATTERNS, *weights))]
         snapshot_download(model_name, local_dir=save_path, allow_patterns=wanted)
     except Exception as error:  # the hub's own errors, the HTTP library's, the file system's

@@ -21,8 +21,8 @@ from models.spec import ModelSpec
 from models.weight_gradients import linear_layers
 
 FP8_PACKAGE = "torchao==0.18.0"
-FP8_CAPABILITY = (8, 9)  # from which on torch._scaled_mm, which torchao calls, has kernels: Ada, Hopper and later
-FP8_MULTIPLE = 16  # of features and of tokens, likewise
+FP8_CAPABILITY = (8, 9)  # torch._scaled_mm, which torchao calls, has kernels for Ada, Hopper and later
+FP8_MULTIPLE = 16  # features and tokens have to be a multiple of it for that kernel
 
 
 def torchao_installed() -> bool:
@@ -43,7 +43,7 @@ def to_fp8(block: nn.Module, emulate: bool = False) -> None:
     """Make the linear layers inside a module multiply in fp8; their parameters stay.
 
     Args:
-        emulate: round as said and multiply in fp32, which any device can.
+        emulate: round likewise and multiply in fp32, which any device can.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -54,15 +54,15 @@ def to_fp8(block: nn.Module, emulate: bool = False) -> None:
 class BlockOptions:
     """Options of the blocks."""
 
-    # The numbers of the layers that keep their input, one hidden state, instead of some thirty, and are computed a
-    # second time in the backward pass, which makes a third more arithmetic.
+    # Layers that keep only their input, one hidden state instead of some thirty, and are computed a second time in the
+    # backward pass: a third more arithmetic.
     recompute: frozenset[int] = frozenset()
-    offload: bool = False  # what a block keeps waits in host memory (`models.offload`)
-    # torch.compile fuses the small operations between the matrix products. All lengths share one program, and blocks of
-    # one kind another's; it is made at the first steps, for some seconds up to a minute. Attention document by document
-    # stays outside of it: the documents change with every micro-batch.
+    offload: bool = False  # `models.offload`
+    # torch.compile fuses the small operations between the matrix products. It compiles at the first steps, for seconds
+    # up to a minute, one program for all lengths and all blocks of a kind. Attention document by document is not
+    # compiled: the documents change with every micro-batch.
     compile: bool = False
-    fp8: bool = False  # the factors of linear layers' products are rounded to 8 bits (`models.block_options`)
+    fp8: bool = False
 
     def apply(self, number: int, block: Block, returns: Returns) -> None:
         """Prepare layer `number`; the layers of a chunk share `returns`."""

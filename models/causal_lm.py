@@ -1,7 +1,7 @@
 """The whole model in one process: the same layers as in the pipeline, one after the other.
 
-Tests, demo.py and evaluation use it. It is the reference that every pipeline is compared with. For generation in stages
-a process holds a part of the layers, or its share of each.
+It is the reference that every pipeline is compared with. For generation in several processes each holds some of the
+layers, or its shards of all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models.attention.cache import KeyValueCache
 from models.layers import Activations, Block, Embedding, Head
 from models.loading import LayerStates, build_layer, tie_weights
-from models.process_groups import ALONE, Sharing
+from models.process_groups import ONE_RANK, RankGroups
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
 
@@ -33,12 +33,12 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        share, part = share or TensorShare(spec, ALONE), part or range(spec.n_layers)
-        self.positions = spec.positions(Sharing(tensor=share.peers))
+        share, part = share or TensorShare(spec, ONE_RANK), part or range(spec.n_layers)
+        self.positions = spec.positions(RankGroups(tensor=share.ranks))
         built = (build_layer(spec, layer, states, self.positions, dtype, device, share) for layer in part)
         self.layers = nn.ModuleList(built)
         if spec.tied and len(part) == spec.n_layers:
-            tie_weights(spec, self.embedding, self.head)
+            tie_weights(self.embedding, self.head)
 
     @property
     def embedding(self) -> Embedding:
@@ -62,8 +62,7 @@ class CausalLM(nn.Module):
         """Compute logits [B, S, V] for `input_ids` [B, S].
 
         Args:
-            position_ids: [B, S]; 0 .. S-1 (after what the cache holds) where absent. They restart at 0 with each
-                document of a packed row, which keeps the documents apart.
+            position_ids: [B, S], restarting at 0 with each document; 0 .. S-1 behind what the cache holds if absent.
             cache: keys and values of the tokens before, extended in place; for generation.
         """
         logits: Tensor = self.head(self.activations(input_ids, position_ids, cache))
@@ -79,8 +78,8 @@ class CausalLM(nn.Module):
         """
         if position_ids is None:
             length, device = inputs.shape[1], inputs.device
-            alone = torch.arange(length, device=device).expand(inputs.shape[:2])
-            position_ids = alone if cache is None else cache.positions(length, device)
+            first = torch.arange(length, device=device).expand(inputs.shape[:2])
+            position_ids = first if cache is None else cache.positions(length, device)
         activations: Activations = (inputs, position_ids)
         for layer in self.layers:
             if isinstance(layer, Embedding):

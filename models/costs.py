@@ -1,7 +1,7 @@
 """Count what a layer computes and keeps, on fake tensors, which have shapes and no numbers.
 
-Nothing is derived by hand, and every family is right by construction. Masks and angles are made for a short row and
-enlarged to the length asked for; experts share the tokens evenly. Costs 0.1 s a kind of layer and no memory.
+The layer itself runs, so the counts hold for every family. Masks and angles are made for a short row and enlarged to
+the length asked for; experts share the tokens evenly. It takes 0.1 s for each kind of layer, and no memory.
 
 * `saved_by`: bytes that autograd keeps, each storage once, residuals in fp32 included.
 * `work_of`: the kernels of a forward and a backward pass with their FLOPs and bytes. Compiled, what lies between two
@@ -37,58 +37,45 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dty
 
 from models.attention.positions import LINEAR, SLIDING, attention_kind
 from models.layers import Block, Embedding, Head
-from models.process_groups import Peers, Sharing
+from models.process_groups import RankGroup, RankGroups
 from models.router import top_k
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
 from models.weight_gradients import linear_layers
 
-SHORT = 23  # the length of the row that masks and angles are made for: no other dimension of a model is a prime like it
-EXPERTS = "planned"  # what transformers knows `_even_experts` by
-SCORELESS = "planned_attention"  # and `_scoreless`
+SHORT = 23  # length of the row that masks and angles are made for; a prime that is no other dimension of a model
+EXPERTS, SCORELESS = "planned", "planned_attention"  # transformers' names of `_even_experts` and `_scoreless`
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A layer and a micro-batch to measure.
+    """A layer and a micro-batch to measure."""
 
-    Attributes:
-        layer: its number.
-        rows, length: of a micro-batch.
-        flash: attention without scores in memory, whatever the family's usual kernel does.
-        sharers: how many processes share the layer, of which one is looked at.
-    """
-
-    layer: int
+    layer: int  # its number
     rows: int
     length: int
     dtype: torch.dtype
-    flash: bool = False
-    sharers: int = 1
+    flash: bool = False  # attention without scores in memory, even where the family's default kernel has them
+    tensor: int = 1  # processes that share the layer; one of them is measured
 
 
 @dataclass(frozen=True)
 class FakeLayer:
-    """A layer with its arguments."""
+    """A layer with what it takes."""
 
     module: Embedding | Block | Head
     arguments: dict[str, Any]  # masks and angles, which the blocks of a stage share
-    _hidden: Tensor
-    _ids: Tensor
+    hidden: Tensor
+    ids: Tensor
 
     def run(self) -> Tensor:
         """Run the forward pass; of a head the norm alone."""
         if isinstance(self.module, Block):
-            return self.module._run(self._hidden, self._ids, self.arguments)[0]
+            return self.module._run(self.hidden, self.ids, self.arguments)[0]
         if isinstance(self.module, Embedding):
-            return self.module((self._ids, self._ids))[0]
-        output: Tensor = self.module.norm(self._hidden)
+            return self.module((self.ids, self.ids))[0]
+        output: Tensor = self.module.norm(self.hidden)
         return output
-
-    def run_backward(self, output: Tensor) -> None:
-        """Run the backward pass down to the gradients."""
-        sources = [self._hidden, *self.module.parameters()]
-        torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
 
 
 @contextmanager
@@ -99,8 +86,8 @@ def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
     config._experts_implementation = EXPERTS
     spec = replace(spec, config=config, _shapes={})
     spec.set_attention(SCORELESS if case.flash else spec.attention[0])
-    share = TensorShare(spec, Peers(case.sharers))
-    positions = spec.positions(Sharing(tensor=share.peers))
+    share = TensorShare(spec, RankGroup(case.tensor))
+    positions = spec.positions(RankGroups(tensor=share.ranks))
     spec.shapes(layer)  # while tensors are real ones
     short = torch.zeros(rows, SHORT, spec.config.hidden_size)
     kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
@@ -124,8 +111,8 @@ class Saved:
     inside: int  # saved by the layer, its input included where it is saved
     arguments: int  # masks and angles, which the blocks of a stage share
     largest: int  # of the tensors
-    # What the gradients of weights are made of, where they wait, as those of embedding and head do not: the linear
-    # layers' inputs and the gradients of their outputs.
+    # Inputs of linear layers and gradients of their outputs: kept where gradients of weights are computed later, which
+    # those of embedding and head are not.
     waiting: int
 
 
@@ -178,9 +165,7 @@ def _scoreless(
 ) -> tuple[Tensor, None]:
     """Run attention that keeps no scores: [B, heads, S, D].
 
-    Half of the pairs count as skipped, so through a window each token gets twice as many keys as it sees.
-
-    Half of the pairs count as skipped, so through a window each token is given twice as many keys as it sees.
+    A kernel skips half of the pairs that are counted, so through a window each token gets twice the keys that it sees.
     """
     seen = key.shape[2] if document_window is None else min(key.shape[2], 2 * document_window)
     key, value = key[:, :, :seen], value[:, :, :seen]
@@ -213,7 +198,7 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _even_experts)
 
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-LOOKUPS = {"embedding", "index_select", "gather", "index"}  # which read of their first input what they give
+LOOKUPS = {"embedding", "index_select", "gather", "index"}  # they read no more of their first input than they return
 ATTENTION_BACKWARD = 2.5  # times the forward pass, whose scores it computes again (arXiv:2205.14135)
 
 Sizes = dict[int, int]  # bytes by storage
@@ -259,7 +244,8 @@ def work_of(spec: ModelSpec, case: LayerCase, compiled: bool = False) -> LayerWo
         with Recorder() as forward:
             output = fake.run()
         with Recorder() as backward:
-            fake.run_backward(output)
+            sources = [fake.hidden, *fake.module.parameters()]
+            torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
         blocks = compiled and isinstance(fake.module, Block)
     noted = [*forward.noted, *backward.noted]
     return LayerWork(*(tuple(_fused(each.noted, noted) if blocks else each.noted) for each in (forward, backward)))
@@ -345,9 +331,6 @@ class ModelFlops:
 
         Args:
             supervised: trained tokens of all samples.
-
-        Args:
-            supervised: tokens that bear loss, over all samples.
         """
         tokens = sum(lengths)
         pairs = {window: sum(length * min(length, window) for length in lengths) for window in set(self._windows)}

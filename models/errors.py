@@ -1,7 +1,7 @@
-"""The one exception that a damaged or unsuitable checkpoint raises.
+"""The exception that a damaged or unsuitable checkpoint raises.
 
-Its text is a single line for the person who gave the folder: which file, which tensor, what was expected. The doors
-print it and leave with exit code 2; a traceback would only hide it.
+Its text is a single line for the user: which file, which tensor, what was expected. The entry points print it without a
+traceback and exit with code 2.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""What a model family declares.
+"""What a model family declares: how its config.json reads, its layers in transformers, its weights' names on disk.
 
-A family states, once, everything that Pipetune must know about an architecture: how its config.json reads, which
-transformers classes it wraps, which tensors on disk belong to which layer, and what is tied. The pipeline, both
-converters, the direct loader and the exporter read the same table; the reverse direction is the table inverted
-(`weight_map.py`), never typed again.
+The pipeline, the converters, the loader and the exporter read the same table, in both directions (`weight_map.py`).
 
 Layers are numbered as everywhere in Pipetune: 0 is the embedding, 1..N the blocks, N+1 the final norm and head.
 """
@@ -21,6 +18,9 @@ from transformers import PreTrainedConfig
 from models.attention.kernels import ALL
 from models.attention.positions import Positions, Rotary
 from models.errors import CheckpointError
+
+# Names inside of the first and the last layer; one weight where config.json says `tie_word_embeddings`.
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,6 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Tie:
-    """The two names of a weight that is both embedding and head."""
-
-    embedding: str
-    head: str
-
-
-@dataclass(frozen=True)
 class Native:
     """transformers' own layout of a model that came with code of its own.
 
@@ -79,33 +71,26 @@ class Family:
     """The declaration of one architecture.
 
     Attributes:
-        name: the family's short name, as in the READMEs.
         decoder_layer: transformers' class of one block, called as `decoder_layer(config, index)`.
-        norm: makes the final norm.
         rotary: transformers' class that turns position ids into (cos, sin), or None for models without it.
         embedding, block, head: the naming table of each kind of layer.
-        tie: the pair of weights that `config.tie_word_embeddings` makes one.
         carried: regular expressions of names on disk that no module owns but that a round trip must give back
             (buffers that older releases of transformers stored).
         block_in_whole: rules for blocks that count first, each where its names are on disk: those of a model of images
             and text, of which this one is a part.
         prefix: how names on disk begin; some checkpoints leave it out, or have another one in its place.
-        positions: the class that derives masks, angles and biases for the blocks; `Positions` where absent.
-        embedding_norm: makes the norm right after the embedding, where there is one.
-        embedding_scale: what embedded tokens are multiplied with, where they are.
-        rounds_scale: whether that is rounded to the dtype of the weights first.
-        head_bias: whether the last layer has one.
+        positions: the class that makes masks, angles and biases for the blocks; `Positions` where absent.
+        rounds_scale: whether the embedding's scale is rounded to the dtype of the weights first.
         projection: the class of the last layer, for heads that do more than multiply; `Head` where absent.
-        attention: the kernels that compute this family's attention exactly, by transformers' names; the usual one
-            first.
-        initialise: gives what makes fresh weights of a module; those of the usual kinds where absent.
-        proof: how it was held against transformers, for people; empty where transformers has no such family.
+        attention: the kernels that compute this family's attention exactly, by transformers' names, the default first.
+        initialise: makes the function that gives a module fresh weights; the usual ones where absent.
+        proof: the result of the comparison with transformers, for the log; empty where transformers has no such family.
         frozen: weights of a block that no gradient reaches, such as those that choose keys; the optimizer, whose decay
             would shrink them, leaves them alone.
         generates: whether tokens can come one by one, through a cache.
-        shares_rows: whether several processes can share rows, as tokens meet in attention only.
-        tensor_plan: how a block is cut for tensor parallelism (`models.tensor_parallel`), where transformers does not
-            say or gathers what could stay cut.
+        shares_rows: whether several processes can share packed sequences, as tokens meet in attention only.
+        tensor_plan: how a block is sharded for tensor parallelism (`models.tensor_parallel`), where transformers has
+            no plan or gathers what could stay sharded.
         router: the submodule of a block that sends tokens to experts, in families that have them.
         translate: turns the fields of a config.json that transformers does not know into those of one that it does.
         variant: picks another declaration by the fields of config.json, where one `model_type` names several
@@ -120,7 +105,6 @@ class Family:
     embedding: tuple[Rule, ...]
     block: tuple[Rule, ...]
     head: tuple[Rule, ...]
-    tie: Tie
     carried: tuple[str, ...] = ()
     block_in_whole: tuple[Rule, ...] = ()
     prefix: str = "model."

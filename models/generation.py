@@ -1,11 +1,10 @@
-"""Writing continuations, token by token, several at once, with a key-value cache.
+"""Generate text token by token, for several prompts at once, with a key-value cache.
 
-Any model that `load_model` gives can be asked this way, in either layout and without a line of remote code. A prompt is
-read by a forward pass of its own, exactly as if it stood alone; after that all texts under way take one token a pass,
-for which the weights are read once. A text that is finished makes room for the next request. Where the layers lie in
-several processes, the texts are dealt to as many groups: while tokens are chosen for one, the others are computed.
+A prompt is read by a forward pass of its own; after that all texts take one token a pass. A finished text makes room
+for the next request. Where the layers lie in several processes, the texts are divided into as many groups: while tokens
+are chosen for one, the others are computed.
 
-Cost: on a CPU a pass of eight rows takes little more than a pass of one, as both wait for the weights.
+On a CPU a pass of eight rows takes little more than a pass of one, as both wait for the weights.
 """
 
 from __future__ import annotations
@@ -32,16 +31,14 @@ class Sampling:
     """How a request samples: penalty, temperature, top_k, top_p, in this order."""
 
     temperature: float = 0.7  # 0 takes the likeliest token each time (greedy)
-    top_p: float = (
-        0.9  # sample from the smallest set of tokens that holds so much of the probability (arXiv:1904.09751)
-    )
-    top_k: int | None = None  # sample from the likeliest so many tokens; from all where absent
+    top_p: float = 0.9  # sample from the smallest set of tokens with this probability (arXiv:1904.09751)
+    top_k: int | None = None  # sample from this many of the likeliest tokens; from all if absent
     # Divides the logits of tokens that the text has already, and multiplies those below zero (arXiv:1909.05858).
     repetition_penalty: float = 1.0
-    seed: int | None = None  # of the request's own random numbers; torch's common ones where absent
+    seed: int | None = None  # of the request's own random numbers; torch's global ones if absent
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """Make the random numbers of a request."""
+        """Make the generator of a request's random numbers."""
         return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
 
@@ -60,7 +57,8 @@ def choose(
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     scores, tokens = logits.topk(min(sampling.top_k or len(logits), len(logits)))
-    probabilities = torch.softmax((scores - scores[0]) / sampling.temperature, dim=-1)  # however small it is
+    # Minus the largest, or a small temperature would make infinities.
+    probabilities = torch.softmax((scores - scores[0]) / sampling.temperature, dim=-1)
     outside = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
     outside[0] = False  # the likeliest token is always a choice
     probabilities[outside] = 0.0
@@ -72,7 +70,7 @@ class Request:
 
     def __init__(self, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY) -> None:
         self.text = list(prompt)  # and the answer so far
-        self.done = False  # or the answer is complete; whoever reads it may say so too
+        self.done = False  # set when the answer is complete; whoever reads the answer may set it earlier
         self._most = len(prompt) + max_new_tokens
         self._stop = stop
         self._sampling = sampling
@@ -98,9 +96,9 @@ def generate_many(
     """Yield tokens as they come, each with its request; None ends an answer.
 
     Args:
-        requests: as many as `rows` are taken before the first token, and from then on one for each answer that has
-            ended, no sooner: a request may be made of the answers before it.
-        rows: how many are under way at once; `ROWS` for each group where absent.
+        requests: `rows` of them are taken before the first token, and then one when an answer has ended, not earlier,
+            as a request may depend on the answers before it.
+        rows: how many are generated at once; `ROWS` for each group if absent.
 
     Raises:
         CheckpointError: the model does not know a token, or gives numbers that are not finite.
@@ -122,7 +120,7 @@ def generate_many(
                 yield request, request.take(each)
             left = [row for row, request in enumerate(going) if not request.done]
             kept = [row for row in left if len(going[row].text) - 1 != turn]
-            again = [going[row] for row in left if row not in kept]  # what is remembered of them is of no use any more
+            again = [going[row] for row in left if row not in kept]  # all their angles change: to be read again
             new = [*again, *islice(waiting, room[group] - len(left))]
             going = groups[group] = [going[row] for row in kept]
             if going:
@@ -152,8 +150,8 @@ class Pass(NamedTuple):
 
     group: int
     kept: list[int]  # the rows of the group that stay, in this order, before anything else
-    texts: list[list[int]]  # a piece of text for each row, equally long
-    arriving: bool  # the piece is a row of its own, which joins the others; else it follows what the rows have
+    texts: list[list[int]]  # the next tokens of each row, equally many
+    arriving: bool  # whether the text is a new row; else it continues the rows
 
 
 class Passes:

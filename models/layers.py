@@ -1,11 +1,10 @@
-"""The three kinds of layer and what flows between them.
+"""Embedding, block and head: wrappers of transformers' modules, with what passes from stage to stage.
 
-A micro-batch flows through every stage as the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding
-takes `(input_ids [B, S], position_ids)`. Where n processes share rows, hidden states and input ids are those of S / n
-tokens. Mixture-of-experts models add a third tensor, their router's running sums (`models/router.py`). Position ids
-restart at 0 with each document of a packed row, and a padding token where position p would be has -1 - p. Everything
-that depends on who may see whom (causal masks, rotary angles) is derived from them on each stage, so that no S x S mask
-ever crosses a stage boundary. The layers wrap transformers' modules and add nothing to their arithmetic.
+A micro-batch is the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding takes
+`(input_ids [B, S], position_ids)`. Where n processes share rows, hidden states and input ids are those of S / n tokens.
+Mixture-of-experts models add a third tensor, their router's running sums (`models/router.py`). Position ids restart at
+0 with each document of a packed row, and a padding token at position p has -1 - p. Each stage makes masks and rotary
+angles of them, so that no S x S mask is sent from stage to stage.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from models.attention.cache import KeyValueCache
 from models.attention.positions import Arguments, Positions, attention_kind
 from models.family import Family
 from models.offload import Offloading, Parked, Returns, Trip
-from models.process_groups import ALONE, Peers, copied, gathered
+from models.process_groups import ONE_RANK, RankGroup, copied, gathered
 from models.router import RouterRecorder, n_experts, top_k
 
 Activations = tuple[Tensor, ...]
@@ -63,8 +62,8 @@ class Block(nn.Module):
         for name in family.frozen:
             make_buffer(self.block, name)
         self.kind = attention_kind(config, index)
-        self.recompute = False  # what it computes, in the backward pass again
-        self.offload: Returns | None = None  # where what is kept until then waits in host memory, if it does
+        self.recompute = False  # in the backward pass
+        self.offload: Returns | None = None  # moves what is kept until then to host memory
         self.index = index
         self._positions = positions
         # None in the dense blocks that a family may have.
@@ -107,10 +106,10 @@ class Head(nn.Module):
     which never holds the logits of all tokens.
     """
 
-    cap: float | None = None  # logits are squeezed between -cap and cap by a tanh, in some families
-    scale = 1.0  # what hidden states are multiplied with before they are projected
-    peers: Peers = ALONE  # of whom each has some words,
-    words = 0  # of so many
+    cap: float | None = None  # some families squeeze logits between -cap and cap by a tanh
+    scale = 1.0  # of hidden states before the projection
+    ranks: RankGroup = ONE_RANK  # each has a shard of the vocabulary
+    words = 0  # in the whole vocabulary, where there are several ranks
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -133,7 +132,7 @@ class Head(nn.Module):
         return normalised if self.project_in_loss else self.project(hidden)
 
     def projection(self) -> Tensor:
-        """Get the projection [V, H], or this process's words of it."""
+        """Get the projection [V, H], or this process's shard of it."""
         return self.lm_head.weight
 
     def scaled(self, hidden: Tensor) -> Tensor:
@@ -143,11 +142,11 @@ class Head(nn.Module):
     def project(self, hidden: Tensor) -> Tensor:
         """Project normalised hidden states [..., H] to logits [..., V]."""
         hidden = self.scaled(hidden)
-        if self.peers.size > 1:
-            hidden = copied(hidden, self.peers)
+        if self.ranks.size > 1:
+            hidden = copied(hidden, self.ranks)
         logits = F.linear(hidden, self.projection(), self.lm_head.bias)
-        if self.peers.size > 1:
-            logits = gathered(logits, self.peers, self.words)
+        if self.ranks.size > 1:
+            logits = gathered(logits, self.ranks, self.words)
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, distributed
 
 from models.attention.kernels import AMPERE
-from models.process_groups import ALONE, Peers, add_up
+from models.process_groups import ONE_RANK, RankGroup, add_up
 
 CPU_CHUNK, GPU_CHUNK = 2**28, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
 HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 has no numbers below 6e-8
@@ -39,21 +39,21 @@ def linear_cross_entropy(
     targets: Tensor,
     cap: float | None = None,
     z_loss_weight: float = 0.0,
-    peers: Peers = ALONE,
+    ranks: RankGroup = ONE_RANK,
     words: int = 0,
 ) -> Tensor:
     """Sum the cross-entropy of the logits `hidden @ weight.T` over tokens, in fp32.
 
     Args:
         hidden: [T, H]; T may be 0.
-        weight: [V, H], of the same dtype; this process's part of it where there are peers.
+        weight: [V, H], of the same dtype; or this rank's shard of it.
         targets: [T] int64, each in [0, V).
         cap: squeezes the logits between -cap and cap first, by a tanh.
         z_loss_weight: weight of (max log-softmax)^2, summed likewise.
-        peers, words: who have the other words, and V, which is 0 where there are none.
+        ranks, words: the ranks that share the vocabulary, and V where there are several.
 
     Returns:
-        A scalar, the same for all peers. Its backward pass can run once.
+        A scalar, the same for all ranks. Its backward pass can run once.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -61,9 +61,9 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(kind, enabled=False):  # it would round the sums
         if torch.is_grad_enabled():
-            loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, cap, z_loss_weight, peers, words)
+            loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, cap, z_loss_weight, ranks, words)
             return loss
-        return _Sums(hidden, weight, targets, cap, z_loss_weight, peers, words).loss
+        return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words).loss
 
 
 def chunk_tokens(words: int, on_cpu: bool) -> int:
@@ -97,30 +97,30 @@ class _Sums:
         targets: Tensor,
         cap: float | None,
         z_loss_weight: float,
-        peers: Peers,
+        ranks: RankGroup,
         words: int,
         hidden_wanted: bool = False,
         weight_wanted: bool = False,
     ) -> None:
-        self._cap, self._z_loss_weight, self._peers = cap, z_loss_weight, peers
-        self._own = peers.part(words or len(weight))
+        self._cap, self._z_loss_weight, self._ranks = cap, z_loss_weight, ranks
+        self._own = ranks.part(words or len(weight))
         self._wanted = hidden_wanted or weight_wanted
         self.scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
         self.loss = torch.zeros((), device=hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if hidden_wanted else None
         self.weight_gradient = torch.empty_like(weight, dtype=torch.float32) if weight_wanted else None
         tokens = max(len(hidden), 1)  # without any, one empty chunk makes gradients of 0
-        widest = math.ceil((words or len(weight)) / peers.size)  # as peers need the same chunks
+        widest = math.ceil((words or len(weight)) / ranks.size)  # so that all ranks have the same chunks
         chunks = math.ceil(tokens / chunk_tokens(widest, hidden.is_cpu))
         for chunk in _slices(tokens, math.ceil(tokens / chunks)):
             self._add(chunk, hidden[chunk], weight, targets[chunk, None])
-        if self.hidden_gradient is not None and peers.size > 1:
-            add_up(self.hidden_gradient, peers)
+        if self.hidden_gradient is not None and ranks.size > 1:
+            add_up(self.hidden_gradient, ranks)
 
     def _add(self, chunk: slice, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         logits = _logits(hidden, weight)
         slopes = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
-        in_cache = logits.is_cpu and self._peers.size == 1  # whom peers would have to wait for
+        in_cache = logits.is_cpu and self._ranks.size == 1  # as ranks would wait for each other each time
         rows = max(CPU_CACHE // (4 * len(weight)), 1) if in_cache else len(logits)
         for part in _slices(len(logits), rows):
             self.loss += self._loss(logits[part], targets[part])
@@ -138,8 +138,8 @@ class _Sums:
         if self._cap is not None:
             logits = uncapped.div_(self._cap).tanh_() * self._cap
         top = logits.amax(dim=-1, keepdim=True)
-        if self._peers.size > 1:
-            distributed.all_reduce(top, distributed.ReduceOp.MAX, self._peers.group)
+        if self._ranks.size > 1:
+            distributed.all_reduce(top, distributed.ReduceOp.MAX, self._ranks.group)
         logits.sub_(top)
         here = (targets >= self._own.start) & (targets < self._own.stop)
         targets = (targets - self._own.start).masked_fill(~here, 0)
@@ -147,8 +147,8 @@ class _Sums:
         largest = logits == 0 if self._z_loss_weight else None
         shared = top.new_zeros(()) if largest is None else largest.sum(dim=-1, keepdim=True)
         total = logits.exp_().sum(dim=-1, keepdim=True)
-        if self._peers.size > 1:
-            at_target, total, shared = add_up(torch.stack([at_target, total, shared.expand_as(total)]), self._peers)
+        if self._ranks.size > 1:
+            at_target, total, shared = add_up(torch.stack([at_target, total, shared.expand_as(total)]), self._ranks)
         log_total = total.log()  # the largest logit is 0 now, so the largest log-softmax is minus this
         loss = (log_total - at_target).sum() + self._z_loss_weight * log_total.square().sum()
         if not self._wanted:

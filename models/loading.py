@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig
 from models.attention.positions import Positions
 from models.checkpoint.source import warn_of_nan
 from models.errors import CheckpointError
-from models.process_groups import ALONE
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from models.process_groups import ONE_RANK
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
 
@@ -59,8 +60,7 @@ class SeededStates:
             module = self.spec.build(layer).apply(initialise)
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         if self.spec.tied and layer == self.spec.n_layers - 1:
-            tie = self.spec.family.tie
-            state[tie.head] = self.read_layer(0)[tie.embedding]
+            state[HEAD_WEIGHT] = self.read_layer(0)[EMBEDDING_WEIGHT]
         return state
 
 
@@ -84,7 +84,7 @@ def build_layer(
     """
     with torch.device("meta"):
         module = spec.build(layer, positions)
-    share = share or TensorShare(spec, ALONE)
+    share = share or TensorShare(spec, ONE_RANK)
     share.narrow(layer, module)
     read = partial(_read, spec, states, share, dtype, device)
     like = _as_trained(spec, module, dtype)
@@ -117,11 +117,10 @@ def _as_trained(spec: ModelSpec, module: nn.Module, dtype: torch.dtype) -> dict[
     return {name: torch.empty_like(weight, dtype=fixed.get(name, dtype), device="meta") for name, weight in weights}
 
 
-def tie_weights(spec: ModelSpec, embedding: nn.Module, head: nn.Module) -> None:
+def tie_weights(embedding: nn.Module, head: nn.Module) -> None:
     """Make the two ends of a tied model in one process one parameter."""
-    tie = spec.family.tie
-    owner, _, name = tie.head.rpartition(".")
-    setattr(head.get_submodule(owner), name, embedding.get_parameter(tie.embedding))
+    owner, _, name = HEAD_WEIGHT.rpartition(".")
+    setattr(head.get_submodule(owner), name, embedding.get_parameter(EMBEDDING_WEIGHT))
 
 
 def _initialise(config: PreTrainedConfig, module: nn.Module) -> None:

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from models.attention.sequence_parallel import SummedOverRows
+from models.attention.sequence_parallel import summed_over_parts
 from models.layers import Activations, Head
 from models.lean_loss import chunk_tokens, linear_cross_entropy
-from models.process_groups import ALONE, Peers
+from models.process_groups import ONE_RANK, RankGroup
 from models.router import router_loss, top_k
 
 ALIGNED = 8  # columns of a matrix: products of 16-bit numbers are fast for whole multiples
@@ -79,7 +79,7 @@ def token_loss(
     rows, projection = head.scaled(rows), head.projection()
     if (bias := head.lm_head.bias) is not None:
         rows, projection = _with_bias(rows, projection, bias)
-    return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight, head.peers, head.words)
+    return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight, head.ranks, head.words)
 
 
 def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -110,7 +110,7 @@ def micro_batch_loss(
     z_loss_weight: float = 0.0,
     router_loss_weight: float = 0.0,
     own: TokenLoss | None = None,
-    rows: Peers = ALONE,
+    rows: RankGroup = ONE_RANK,
 ) -> Tensor:
     """Compute a micro-batch's part of the global loss, in fp32.
 
@@ -128,6 +128,6 @@ def micro_batch_loss(
     z_loss_weight, own = (z_loss_weight, own) if head.training else (0.0, None)
     loss = token_loss(activations[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
     if router_loss_weight and head.training:
-        sums = activations[2] if rows.size == 1 else SummedOverRows.apply(activations[2], rows)
+        sums = activations[2] if rows.size == 1 else summed_over_parts(activations[2], rows)
         loss = loss + router_loss_weight * router_loss(sums, top_k(head.config)) * share
     return loss

@@ -28,11 +28,12 @@ from torch import Tensor, nn
 
 from models.attention.positions import Positions
 from models.block_options import PLAIN, BlockOptions
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.layers import Activations, Block, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
-from models.process_groups import NONE_SHARED, Sharing
+from models.process_groups import NO_GROUPS, RankGroups
 from models.router import n_experts
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
@@ -61,7 +62,7 @@ class PipelineModel(PipelineModule):
         dtype: the dtype to train in.
         spread_experts: as in `models.tensor_parallel`.
         micro_batch_loss: of head, activations and labels: `models.loss.micro_batch_loss` with the weights of its parts.
-        sharing: with whom the process shares its rows and its layers.
+        groups: with whom the process shares its rows and its layers.
         read_together: this stage's layers in the order in which they are built, where its replicas read them together.
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
@@ -80,18 +81,18 @@ class PipelineModel(PipelineModule):
         blocks: BlockOptions = PLAIN,
         spread_experts: bool = False,
         micro_batch_loss: MicroBatchLoss = micro_batch_loss,
-        sharing: Sharing = NONE_SHARED,
+        groups: RankGroups = NO_GROUPS,
         read_together: Sequence[int] = (),
     ) -> None:
         self.spec = spec
-        self._sharing = sharing
+        self._groups = groups
         self._read_together = read_together
         self._bounds = [0, *accumulate(parts)]
         self._dtype = dtype
         self.micro_batch_loss = micro_batch_loss
         # Of a chunk's layers, which see the micro-batches in order.
-        self.positions = [spec.positions(sharing) for _ in parts]
-        self.share = TensorShare(spec, sharing.tensor, spread_experts)
+        self.positions = [spec.positions(groups) for _ in parts]
+        self.share = TensorShare(spec, groups.tensor, spread_experts)
         device = torch.device(get_accelerator().current_device_name())
         chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
         layers = [
@@ -100,8 +101,8 @@ class PipelineModel(PipelineModule):
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
             super().__init__(layers, topology=topology, loss_fn=self.loss)
-        for weight in self.parameters():  # so that the gradient norm counts once what all peers have
-            weight.ds_pipe_replicated |= self.share.peers.rank > 0 and not weight.model_parallel
+        for weight in self.parameters():  # so that the gradient norm counts once what all ranks have
+            weight.ds_pipe_replicated |= self.share.ranks.rank > 0 and not weight.model_parallel
         returns = [Returns() for _ in parts]
         for number, layer in self.named_children():
             if isinstance(layer, Block):
@@ -117,7 +118,7 @@ class PipelineModel(PipelineModule):
         """Make what flows between stages for [rows, length], on the meta device."""
         config = self.spec.config
         with torch.device("meta"):
-            hidden = torch.empty(rows, length // self._sharing.sequence.size, config.hidden_size, dtype=self._dtype)
+            hidden = torch.empty(rows, length // self._groups.sequence.size, config.hidden_size, dtype=self._dtype)
             position_ids = torch.empty(rows, length, dtype=torch.int64)
             router_sums = (torch.empty(2, n_experts(config)),) if self.spec.family.router else ()
         return hidden, position_ids, *router_sums
@@ -136,11 +137,11 @@ class PipelineModel(PipelineModule):
 
     def save_state_dict(self, *arguments: Any, **named: Any) -> None:
         """Write this stage's layers, if whole; else `TensorShare.whole` joins them."""
-        if self.share.peers.size == 1:
+        if self.share.ranks.size == 1:
             super().save_state_dict(*arguments, **named)
 
     def _partition_layers(self, method: str = "parts") -> None:
-        assert self._grid.model_parallel_size == self.share.peers.size, "the model axis is that of the peers"
+        assert self._grid.model_parallel_size == self.share.ranks.size, "the model axis is that of the ranks"
         together, replicas = self._read_together, self._grid.get_data_parallel_group()
         self._shared_reading = SharedReading(replicas, together) if together else None
         self.parts = self._bounds
@@ -155,9 +156,9 @@ class PipelineModel(PipelineModule):
         tied: dict[str, dict[str, Any]] = {}
         if not self.spec.tied or first == last:
             if self.spec.tied and self.stage_id == first:
-                tie_weights(self.spec, self._layer(0), self._layer(self.spec.n_layers - 1))
+                tie_weights(self._layer(0), self._layer(self.spec.n_layers - 1))
             return tied
-        replicas, parts = range(self._grid.data_parallel_size), range(self.share.peers.size)
+        replicas, parts = range(self._grid.data_parallel_size), range(self.share.ranks.size)
         for replica, part in product(replicas, parts):
             place = {"data": replica} | ({"model": part} if len(parts) > 1 else {})
             ranks = [self._grid.stage_to_global(stage_id=stage, **place) for stage in (first, last)]
@@ -166,8 +167,7 @@ class PipelineModel(PipelineModule):
                 continue
             holds_embedding = self.global_rank == ranks[0]
             module = self._layer(0 if holds_embedding else self.spec.n_layers - 1)
-            tie = self.spec.family.tie
-            weight = module.get_parameter(tie.embedding if holds_embedding else tie.head)
+            weight = module.get_parameter(EMBEDDING_WEIGHT if holds_embedding else HEAD_WEIGHT)
             weight.ds_pipe_replicated = not holds_embedding  # so that the gradient norm counts it once
             owner = nn.Module()
             owner.register_parameter("weight", weight)

@@ -1,10 +1,11 @@
-"""Groups of processes that share rows or layers, and what they do with a tensor, forward and backward.
+"""Process groups that share sequences or layers, and how a tensor passes between them, forward and backward.
 
-A tensor is held alike by all of them, in parts side by side, or in summands (Megatron-LM, arXiv:1909.08053).
+A tensor is the same on all ranks of a group, in shards side by side, or in summands (Megatron-LM, arXiv:1909.08053).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,12 @@ from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
-class Peers:
-    """A group of processes that share something.
+class RankGroup:
+    """The ranks that share something, and this process's place among them.
 
     Attributes:
-        size: how many they are.
-        rank: which of them this one is, from 0.
-        group: by which they reach each other; None where there is only one.
+        rank: from 0 within the group.
+        group: None where there is only one rank, or where only shapes count.
     """
 
     size: int = 1
@@ -28,112 +28,94 @@ class Peers:
     group: ProcessGroup | None = None
 
     def part(self, count: int) -> slice:
-        """Get this process's slice of `count` things, as even as can be."""
+        """Get this rank's slice of `count` things, divided as evenly as possible."""
         each, more = divmod(count, self.size)
         begin = self.rank * each + min(self.rank, more)
         return slice(begin, begin + each + (self.rank < more))
 
 
-ALONE = Peers()
+ONE_RANK = RankGroup()
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """The groups that share a process's rows, and its layers.
+class RankGroups:
+    """The groups of a process: one shares its sequences, the other its layers."""
 
-    Attributes:
-        sequence: who have the other tokens of the same rows (`models.attention.sequence_parallel`).
-        tensor: who have the other parts of the same layers (`models.tensor_parallel`).
-    """
-
-    sequence: Peers = ALONE
-    tensor: Peers = ALONE
+    sequence: RankGroup = ONE_RANK  # `models.attention.sequence_parallel`
+    tensor: RankGroup = ONE_RANK  # `models.tensor_parallel`
 
 
-NONE_SHARED = Sharing()
+NO_GROUPS = RankGroups()
 
 
-@torch.compiler.disable
-def copied(tensor: Tensor, peers: Peers) -> Tensor:
-    """Pass on what all hold alike; the backward pass sums its gradients."""
-    copy: Tensor = _Copied.apply(tensor, peers)
-    return copy
-
-
-@torch.compiler.disable
-def summed(tensor: Tensor, peers: Peers) -> Tensor:
-    """Sum over the processes, in place; the gradient goes to each summand."""
-    total: Tensor = _Summed.apply(tensor, peers)
-    return total
-
-
-@torch.compiler.disable
-def gathered(tensor: Tensor, peers: Peers, width: int) -> Tensor:
-    """Join shards of the last dimension: [..., own] -> [..., width]."""
-    whole: Tensor = _Gathered.apply(tensor, peers, width)
-    return whole
-
-
-@torch.compiler.disable
-def split(tensor: Tensor, peers: Peers) -> Tensor:
-    """Take this process's shard of the last dimension: [..., width] -> [..., own]."""
-    part: Tensor = _Split.apply(tensor, peers)
-    return part
-
-
-def add_up(tensor: Tensor, peers: Peers) -> Tensor:
-    """Sum a contiguous tensor over the group, in place."""
-    if peers.group is not None:
-        distributed.all_reduce(tensor, group=peers.group)
-    return tensor
-
-
-def _join(part: Tensor, peers: Peers, width: int) -> Tensor:
-    """Join shards of unequal size by a sum, as not every backend gathers them."""
-    whole = part.new_zeros(*part.shape[:-1], width)
-    whole[..., peers.part(width)] = part
-    return add_up(whole, peers)
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, peers: Peers) -> Tensor:
-        context.peers = peers
-        return tensor.view_as(tensor)
+class _Apply(torch.autograd.Function):
+    """Apply one function to a tensor and another one to its gradient."""
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return add_up(gradients[0].clone(memory_format=torch.contiguous_format), context.peers), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, peers: Peers) -> Tensor:
-        context.mark_dirty(tensor)
-        return add_up(tensor, peers)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, part: Tensor, peers: Peers, width: int) -> Tensor:
-        context.part = peers.part(width)
-        return _join(part, peers, width)
+    def forward(
+        context: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        context.of_gradient = backward
+        result = forward(tensor)
+        if result is tensor:
+            context.mark_dirty(tensor)
+        return result
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0][..., context.part], None, None
+        return context.of_gradient(gradients[0]), None, None
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, whole: Tensor, peers: Peers) -> Tensor:
-        context.peers, context.width = peers, whole.shape[-1]
-        return whole[..., peers.part(context.width)].contiguous()
+def communicate(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Give `forward` of a tensor; `backward` makes its gradient of the result's."""
+    result: Tensor = _Apply.apply(tensor, forward, backward)
+    return result
 
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _join(gradients[0], context.peers, context.width), None
+
+@torch.compiler.disable
+def copied(tensor: Tensor, ranks: RankGroup) -> Tensor:
+    """Pass on a tensor that is the same on all ranks; the backward pass sums its gradients."""
+    return communicate(
+        tensor,
+        lambda tensor: tensor.view_as(tensor),
+        lambda gradient: add_up(gradient.clone(memory_format=torch.contiguous_format), ranks),
+    )
+
+
+@torch.compiler.disable
+def summed(tensor: Tensor, ranks: RankGroup) -> Tensor:
+    """Sum over the ranks, in place; the gradient goes to each summand."""
+    return communicate(tensor, lambda tensor: add_up(tensor, ranks), lambda gradient: gradient)
+
+
+@torch.compiler.disable
+def gathered(tensor: Tensor, ranks: RankGroup, width: int) -> Tensor:
+    """Join shards of the last dimension: [..., own] -> [..., width]."""
+    return communicate(
+        tensor, lambda part: _join(part, ranks, width), lambda gradient: gradient[..., ranks.part(width)]
+    )
+
+
+@torch.compiler.disable
+def split(tensor: Tensor, ranks: RankGroup) -> Tensor:
+    """Take this rank's shard of the last dimension: [..., width] -> [..., own]."""
+    width = tensor.shape[-1]
+    return communicate(
+        tensor,
+        lambda whole: whole[..., ranks.part(width)].contiguous(),
+        lambda gradient: _join(gradient, ranks, width),
+    )
+
+
+def add_up(tensor: Tensor, ranks: RankGroup) -> Tensor:
+    """Sum a contiguous tensor over the group, in place."""
+    if ranks.group is not None:
+        distributed.all_reduce(tensor, group=ranks.group)
+    return tensor
+
+
+def _join(part: Tensor, ranks: RankGroup, width: int) -> Tensor:
+    """Join shards of unequal size by a sum, as not every backend gathers them."""
+    whole = part.new_zeros(*part.shape[:-1], width)
+    whole[..., ranks.part(width)] = part
+    return add_up(whole, ranks)

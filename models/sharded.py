@@ -22,7 +22,7 @@ from models.layers import Activations, Block, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
-from models.process_groups import NONE_SHARED, Sharing
+from models.process_groups import NO_GROUPS, RankGroups
 from models.spec import ModelSpec
 
 
@@ -34,7 +34,7 @@ class ShardedModel(nn.ModuleList):
         dtype: the dtype to train in.
         shards: DeepSpeed's config of a stage-3 run, by which each layer is sharded as soon as it is built; None where
             each process holds the whole model.
-        micro_batch_loss, sharing, read_together: as in `models.pipeline`.
+        micro_batch_loss, groups, read_together: as in `models.pipeline`.
 
     Raises:
         CheckpointError: the weights are not those of the layers.
@@ -48,12 +48,12 @@ class ShardedModel(nn.ModuleList):
         shards: dict[str, Any] | None,
         blocks: BlockOptions = PLAIN,
         micro_batch_loss: MicroBatchLoss = micro_batch_loss,
-        sharing: Sharing = NONE_SHARED,
+        groups: RankGroups = NO_GROUPS,
         read_together: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self._micro_batch_loss = micro_batch_loss
-        positions, returns = spec.positions(sharing), Returns()
+        positions, returns = spec.positions(groups), Returns()
         self.positions = [positions]
         device = torch.device(get_accelerator().current_device_name())
         everybody = torch.distributed.group.WORLD
@@ -63,7 +63,7 @@ class ShardedModel(nn.ModuleList):
             if isinstance(layer, Block):
                 blocks.apply(number, layer, returns)
             elif isinstance(layer, Head) and spec.tied:
-                tie_weights(spec, self[0], layer)
+                tie_weights(self[0], layer)
             if shards is not None:
                 self._shard(layer, shards)
             self.append(layer)

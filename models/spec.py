@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig
 from models.attention.kernels import WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
-from models.family import Family
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT, Family
 from models.layers import Block, Embedding, Head
-from models.process_groups import NONE_SHARED, Sharing
+from models.process_groups import NO_GROUPS, RankGroups
 from models.router import n_experts
 from models.weight_map import WeightMap
 
@@ -27,12 +27,9 @@ class ModelSpec:
     """One concrete architecture: a family at a given size.
 
     Attributes:
-        family: the declaration that config.json's `model_type` names.
-        config: transformers' configuration object, read from old and new field names alike.
         raw: config.json as it stands.
-        fields: what it says of the model, in the field names of a config that transformers knows; of a model of images
-            and text what it says of the part for text.
-        is_part: whether the checkpoint holds more than this model.
+        fields: what it says of the decoder, in field names that transformers knows.
+        is_part: whether the checkpoint holds more than the decoder, as those of images and text do.
     """
 
     family: Family
@@ -57,7 +54,7 @@ class ModelSpec:
         if self.family.rotary is None:
             return None
         rope = getattr(self.config, "rope_parameters", None) or {}
-        longest = self.config.max_position_embeddings  # where YaRN is written in by hand, that of before
+        longest = self.config.max_position_embeddings  # that of pretraining where somebody has added YaRN by hand
         stretched = {DYNAMIC: longest, YARN: rope.get("original_max_position_embeddings")}.get(
             str(rope.get("rope_type"))
         )
@@ -76,7 +73,7 @@ class ModelSpec:
         """The two names, `<layer>.<name>`, of a tied weight."""
         if not self.tied:
             return None
-        return f"0.{self.family.tie.embedding}", f"{self.n_layers - 1}.{self.family.tie.head}"
+        return f"0.{EMBEDDING_WEIGHT}", f"{self.n_layers - 1}.{HEAD_WEIGHT}"
 
     @property
     def attention(self) -> tuple[str, ...]:
@@ -85,10 +82,10 @@ class ModelSpec:
             return self.family.attention
         return tuple(kernel for kernel in self.family.attention if kernel not in WITHOUT_DROPOUT)
 
-    def positions(self, sharing: Sharing = NONE_SHARED) -> Positions:
-        """Make what the blocks of one process share."""
+    def positions(self, groups: RankGroups = NO_GROUPS) -> Positions:
+        """Make what the blocks of one process get besides hidden states."""
         made: Positions = (self.family.positions or Positions)(self.config, self.family.rotary)
-        made.share(sharing)
+        made.set_groups(groups)
         return made
 
     def set_attention(self, implementation: str) -> None:
@@ -106,7 +103,7 @@ class ModelSpec:
 
         Args:
             layer: 0 for the embedding, 1..N for the blocks, N+1 for the head.
-            positions: what the blocks of one process share; a block built only for its shapes needs none.
+            positions: None for a block that is built only for its shapes.
         """
         if layer == 0:
             return Embedding(self.family, self.config)
@@ -122,12 +119,6 @@ class ModelSpec:
                 module: nn.Module = self.build(layer)
             self._shapes[layer] = {name: tensor.shape for name, tensor in module.state_dict().items()}
         return self._shapes[layer]
-
-    def build_on_meta(self) -> None:
-        """Lay out one layer of each kind, to find values that make no sense."""
-        for layer in (0, 1, self.n_layers - 1):
-            self.shapes(layer)
-        self.positions()
 
 
 def key_heads(config: PreTrainedConfig) -> int:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 from models.layers import Embedding, Head
-from models.process_groups import ALONE, Peers, add_up, copied, gathered, split, summed
+from models.process_groups import ONE_RANK, RankGroup, add_up, copied, gathered, split, summed
 from models.router import n_experts
 from models.shard import Shard
 from models.spec import ModelSpec, key_heads
@@ -46,10 +46,10 @@ HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")  # what bloc
 class RowwiseLinear(nn.Linear):
     """A linear layer with some inputs on each process; the bias counts once."""
 
-    peers: Peers = ALONE
+    ranks: RankGroup = ONE_RANK
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output = summed(F.linear(inputs, self.weight), self.peers)
+        output = summed(F.linear(inputs, self.weight), self.ranks)
         return output if self.bias is None else output + self.bias
 
 
@@ -58,19 +58,19 @@ class TensorShare:
 
     Args:
         spec: of the model.
-        peers: who have the other parts; without a group they know what each has, and no more.
+        ranks: who have the other parts; without a group they know what each has, and no more.
         spread: whether experts are spread; else they are sharded.
     """
 
-    def __init__(self, spec: ModelSpec, peers: Peers, spread: bool = False) -> None:
-        self.peers = peers
+    def __init__(self, spec: ModelSpec, ranks: RankGroup, spread: bool = False) -> None:
+        self.ranks = ranks
         self._spec, self._spread = spec, spread
         self._plan = plan_of(spec)
         self._key_heads = key_heads(spec.config)
 
     def shard(self, name: str) -> Shard | None:
         """Get the shard of a weight `<layer>.<name>`; None if it is whole here."""
-        if self.peers.size == 1:
+        if self.ranks.size == 1:
             return None
         layer, _, inner = name.partition(".")
         shape = self._spec.shapes(int(layer)).get(inner)
@@ -79,7 +79,7 @@ class TensorShare:
         if shape is None or word is None:
             return None
         if self._spread and self._plan.get(owner) == EXPERTS:
-            experts = self.peers.part(shape[0])
+            experts = self.ranks.part(shape[0])
             return Shard(tuple(shape), 0, (range(experts.start, experts.stop),))
         if word not in (*BY_OUTPUT, *BY_INPUT) or (word in BY_INPUT and len(shape) == 1):
             return None
@@ -87,7 +87,7 @@ class TensorShare:
         above = 2 if word == "packed_colwise" else 1
         width = shape[side] // above
         units = self._key_heads if word in BY_HEADS and "att" in owner else width
-        part, each = self.peers.part(units), width // units
+        part, each = self.ranks.part(units), width // units
         ranges = (range(top + part.start * each, top + part.stop * each) for top in range(0, shape[side], width))
         return Shard(tuple(shape), side, tuple(ranges))
 
@@ -99,13 +99,13 @@ class TensorShare:
 
     def connect(self, layer: int, module: nn.Module) -> None:
         """Make a layer of shards compute what the whole one would."""
-        if self.peers.size == 1:
+        if self.ranks.size == 1:
             return
         for name, weight in module.named_parameters():
             is_part: Any = weight
             is_part.model_parallel = self.shard(f"{layer}.{name}") is not None  # for DeepSpeed's norm of the gradient
         if isinstance(module, Head):
-            module.peers, module.words = self.peers, self._spec.config.vocab_size
+            module.ranks, module.words = self.ranks, self._spec.config.vocab_size
         elif isinstance(module, Embedding):
             words = module.embed_tokens
             vars(words)["forward"] = partial(self._look_up, words)
@@ -122,11 +122,11 @@ class TensorShare:
                 state[name] = (
                     tensor.to("cpu", copy=True) if shard is None else tensor.new_empty(shard.shape, device="cpu")
                 )
-            for rank in range(self.peers.size if shard else 0):
-                its = TensorShare(self._spec, replace(self.peers, rank=rank), self._spread).shard(f"{layer}.{name}")
+            for rank in range(self.ranks.size if shard else 0):
+                its = TensorShare(self._spec, replace(self.ranks, rank=rank), self._spread).shard(f"{layer}.{name}")
                 assert its
-                part = tensor.contiguous() if rank == self.peers.rank else tensor.new_empty(its.part_shape)
-                distributed.broadcast(part, group=self.peers.group, group_src=rank)
+                part = tensor.contiguous() if rank == self.ranks.rank else tensor.new_empty(its.part_shape)
+                distributed.broadcast(part, group=self.ranks.group, group_src=rank)
                 if keep:
                     its.put(part, state[name])
         return state
@@ -138,32 +138,32 @@ class TensorShare:
             if word in BY_OUTPUT:
                 readers.append(name)
             if word == "rowwise_split_input":
-                module.register_forward_pre_hook(lambda _, inputs: split(inputs[0], self.peers))
+                module.register_forward_pre_hook(lambda _, inputs: split(inputs[0], self.ranks))
             if word == "colwise_gather_output":
                 width = self._spec.shapes(layer)[f"{name}.weight"][0]
-                module.register_forward_hook(lambda _, inputs, output, width=width: gathered(output, self.peers, width))
+                module.register_forward_hook(lambda _, inputs, output, width=width: gathered(output, self.ranks, width))
             if word in BY_INPUT and module.bias is not None:
                 module.__class__ = RowwiseLinear
-                module.peers = self.peers
+                module.ranks = self.ranks
             elif word in BY_INPUT:
-                module.register_forward_hook(lambda _, inputs, output: summed(output, self.peers))
+                module.register_forward_hook(lambda _, inputs, output: summed(output, self.ranks))
             if word == EXPERTS:
                 self._connect_experts(module)
             if word == ALIKE:  # its inputs are of this process's heads
                 for weight in module.parameters():
-                    weight.register_hook(lambda gradient: add_up(gradient.contiguous().clone(), self.peers))
+                    weight.register_hook(lambda gradient: add_up(gradient.contiguous().clone(), self.ranks))
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in readers):
             self._connect_owner(owner, modules, [name for name in readers if name.rpartition(".")[0] == owner])
 
     def _connect_experts(self, module: Any) -> None:
         module.register_forward_hook(_touch)
-        module.register_forward_hook(lambda _, inputs, output: summed(output, self.peers))
+        module.register_forward_hook(lambda _, inputs, output: summed(output, self.ranks))
         if any(weight.shape[-1] % ALIGNED for weight in module.parameters() if weight.dim() == 3):
             module.config = copy(module.config)
             module.config._experts_implementation = "eager"  # the grouped product does not take such parts
         nowhere = 0
         if self._spread:
-            module.num_experts = own = len(range(module.num_experts)[self.peers.part(module.num_experts)])
+            module.num_experts = own = len(range(module.num_experts)[self.ranks.part(module.num_experts)])
             # Without transformers' word for tokens that none of them takes, one of them has to, for nothing.
             taken = hasattr(module, "_is_expert_parallel") or module.config._experts_implementation != "eager"
             nowhere = own if taken else 0
@@ -179,7 +179,7 @@ class TensorShare:
             reader.register_forward_pre_hook(self._to_readers, with_kwargs=True)
         if "att" not in owner or not any(self._plan[name] in BY_HEADS for name in readers):
             return
-        own = len(range(self._key_heads)[self.peers.part(self._key_heads)])
+        own = len(range(self._key_heads)[self.ranks.part(self._key_heads)])
         for name in HEADS:
             if (whole := getattr(module, name, None)) is not None:
                 setattr(module, name, whole * own // self._key_heads)
@@ -192,8 +192,8 @@ class TensorShare:
 
     def _to_readers(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if inputs:
-            return (copied(inputs[0], self.peers), *inputs[1:]), named
-        return inputs, named | {"hidden_states": copied(named["hidden_states"], self.peers)}
+            return (copied(inputs[0], self.ranks), *inputs[1:]), named
+        return inputs, named | {"hidden_states": copied(named["hidden_states"], self.ranks)}
 
     def _to_experts(
         self, nowhere: int, _: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
@@ -204,27 +204,27 @@ class TensorShare:
             nowhere: the expert of tokens that come to none of this process's.
         """
         hidden, experts, weights = inputs
-        hidden, weights = copied(hidden, self.peers), copied(weights, self.peers)
+        hidden, weights = copied(hidden, self.ranks), copied(weights, self.ranks)
         if not self._spread:
             return hidden, experts, weights
-        own = self.peers.part(n_experts(self._spec.config))
+        own = self.ranks.part(n_experts(self._spec.config))
         inside = (experts >= own.start) & (experts < own.stop)
         return hidden, torch.where(inside, experts - own.start, nowhere), weights.masked_fill(~inside, 0)
 
     def _look_up(self, words: nn.Embedding, ids: Tensor) -> Tensor:
         """Look up embeddings whose words are spread over the processes."""
-        own = self.peers.part(self._spec.config.vocab_size)
+        own = self.ranks.part(self._spec.config.vocab_size)
         padding = words.padding_idx
         padding = padding - own.start if padding is not None and own.start <= padding < own.stop else None
         outside = (ids < own.start) | (ids >= own.stop)
         found = F.embedding((ids - own.start).masked_fill(outside, 0), words.weight, padding)
-        return summed(found.masked_fill(outside[..., None], 0), self.peers)
+        return summed(found.masked_fill(outside[..., None], 0), self.ranks)
 
     def _draw_apart(self, module: nn.Module, forward: Any, *inputs: Any, **named: Any) -> Any:
         """Run with this process's own random numbers; afterwards all draw alike again."""
-        if not module.training or self.peers.group is None:  # without a group only shapes count
+        if not module.training or self.ranks.group is None:  # without a group only shapes count
             return forward(*inputs, **named)
-        seed = int(torch.randint(2**62, (), device="cpu")) + self.peers.rank
+        seed = int(torch.randint(2**62, (), device="cpu")) + self.ranks.rank
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             torch.manual_seed(seed)
             return forward(*inputs, **named)
@@ -239,7 +239,7 @@ def _touch(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Ten
 
 def part_shapes(spec: ModelSpec, layer: int, size: int) -> dict[str, torch.Size]:
     """Get the shapes of the largest shards of a layer over `size` processes."""
-    share = TensorShare(spec, Peers(size))
+    share = TensorShare(spec, RankGroup(size))
     shards = {name: (shape, share.shard(f"{layer}.{name}")) for name, shape in spec.shapes(layer).items()}
     return {name: torch.Size(shard.part_shape) if shard else shape for name, (shape, shard) in shards.items()}
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.family import Family, Rule
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT, Family, Rule
 
 
 class Binding(NamedTuple):
@@ -131,12 +131,12 @@ class WeightMap:
     @property
     def tied_head(self) -> str:
         """The head's name on disk; tied checkpoints mostly leave it out."""
-        return self.binding_of(self.head_layer, self.family.tie.head).disk[0]
+        return self.binding_of(self.head_layer, HEAD_WEIGHT).disk[0]
 
     @property
     def tied_embedding(self) -> str:
         """The name on disk of the embedding that a tied head shares."""
-        return self.binding_of(0, self.family.tie.embedding).disk[0]
+        return self.binding_of(0, EMBEDDING_WEIGHT).disk[0]
 
     @cached_property
     def _disk_patterns(self) -> list[tuple[Rule, list[re.Pattern[str]]]]:

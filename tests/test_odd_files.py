@@ -118,7 +118,7 @@ def tensorboard(folder: Path) -> None:
 def reported(folder: Path, first_step: int) -> None:
     """As a run begins its reports."""
     with publish.writing(folder):
-        Reporter(folder, 4, True, 1, first_step)
+        Reporter(folder, 4, 1, first_step)
 
 
 NO_SPEC: Any = None  # only folders with weights need one

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import early_signals
+from common.terminal import typed_name
 from models.checkpoint.layout import resolve
+from models.shapes import shape_of
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
 from training.distributed.processes import Place
@@ -28,14 +30,18 @@ from training.metrics.devices import KNOWN, parse_devices
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
 
+# Options that mean nothing without another one.
+NEEDED = {"dry_run": "auto", "include": "hostfile", "exclude": "hostfile", "html": "inspect", "search": "plan"}
+NEEDED |= {"calibrate": "plan", "links": "plan", "per_host": "links"}
 
-def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namespace:
-    """Parse the command line; without a pipeline, hide the options that need one."""
+
+def make_parser(description: str = "", in_stages: bool = True) -> argparse.ArgumentParser:
+    """Make the parser; without a pipeline, hide the options that need one."""
 
     def staged(text: str) -> str:
         return text if in_stages else argparse.SUPPRESS
 
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(prog=typed_name(), description=description)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--config", help="YAML file of the run")
     which.add_argument("--auto", action="store_true", help=staged("choose a config for --model and --data, and train"))
@@ -63,28 +69,29 @@ def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namesp
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where ranks of a proof record steps
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
+    return parser
+
+
+def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namespace:
+    """Parse the command line and check that its options go together."""
+    parser = make_parser(description, in_stages)
     arguments = parser.parse_intermixed_args()
     if arguments.data:  # has swallowed the overrides behind it
         arguments.overrides += filter(_is_override, arguments.data)
         arguments.data = [word for word in arguments.data if not _is_override(word)]
-    if sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check))) > 1:
-        parser.error("--inspect, --plan, --prove and --check: expected one of them")
+    actions = "--inspect, --plan, --prove and --check"
+    acts = sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check)))
+    if acts > 1:
+        parser.error(f"{actions}: expected one of them")
     if {bool(arguments.model), bool(arguments.data), bool(arguments.save)} != {arguments.auto}:
         parser.error("--auto, --model, --data and --save: expected all of them, or --config")
-    if arguments.dry_run and not arguments.auto:
-        parser.error("--dry-run needs --auto")
-    if arguments.auto and (arguments.inspect or arguments.plan or arguments.prove or arguments.check):
-        parser.error("--inspect, --plan, --prove and --check need --config")
-    if (arguments.include or arguments.exclude) and not arguments.hostfile:
-        parser.error("--include and --exclude need --hostfile")
-    if arguments.html and not arguments.inspect:
-        parser.error("--html needs --inspect N")
-    if (arguments.search or arguments.calibrate or arguments.links) and not arguments.plan:
-        parser.error("--search, --calibrate and --links need --plan")
-    if arguments.per_host is not None and not arguments.links:
-        parser.error("--per-host needs --links")
+    if arguments.auto and acts:
+        parser.error(f"{actions} need --config")
     if arguments.devices and not (arguments.plan or arguments.dry_run):
         parser.error("--devices needs --plan or --dry-run")
+    for option, needed in NEEDED.items():
+        if getattr(arguments, option) and not getattr(arguments, needed):
+            parser.error(f"--{option.replace('_', '-')} needs --{needed}")
     return arguments
 
 
@@ -140,7 +147,7 @@ def run_entry_point(
             raise ConfigError("--prove: proves pipelines; expected train_ds.py")
         if arguments.prove and place is not None:
             raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
-        if place is None and not hosts:
+        if place is None and not hosts and not (arguments.plan and shape_of(config.model_path)):
             resolve(config.model_path)
         if arguments.plan and plan:
             if place is None or place.rank == 0:

@@ -22,8 +22,8 @@ from training.checkpoint.resume import resume
 from training.checkpoint.saving import Checkpointer
 from training.checkpoint.tidying import best_so_far, make_room
 from training.config.changes import settings_of
+from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.keys import TrainConfig
-from training.config.passed_on import unheeded
 from training.distributed.disk import Disk
 from training.distributed.processes import Place, agreed
 from training.distributed.rank_monitor import RankMonitor
@@ -186,7 +186,12 @@ class Job:
             progress.leave(progress.done, stop)
         set_numerics(config)
         self.callbacks.on_build(self)
-        lines = [*task.describe_model(self), *self.division.report, *self.report, *unheeded(config, task.in_stages)]
+        lines = [
+            *task.describe_model(self),
+            *self.division.report,
+            *self.report,
+            *describe_ignored_keys(config, task.in_stages),
+        ]
         for line in [*lines, *describe_numerics(config)]:
             log.print(line)
         task.describe_data(self)

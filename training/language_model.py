@@ -21,8 +21,7 @@ from training.checkpoint.side_files import read_side_files
 from training.config.deepspeed_config import (
     check_device,
     check_fp8,
-    check_shared_rows,
-    check_tensor,
+    check_sharing,
 )
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader, training_loader
@@ -72,8 +71,7 @@ class LanguageModel(Task):
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)
-        check_tensor(config, spec)
-        check_shared_rows(config, spec)
+        check_sharing(config, spec)
         reader = RecordReader(config, folder, log)
         self.dataset, held_out = self._sets(config, reader)
         self.held_out = held_out

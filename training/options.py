@@ -59,5 +59,5 @@ def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
 
 def run_options(config: TrainConfig) -> list[Callback]:
     """List the callbacks of any run."""
-    timeline: list[Callback] = [ProfiledSteps()] if config.profile_steps else []
+    timeline: list[Callback] = [ProfiledSteps(config.profile_steps)] if config.profile_steps else []
     return [Reporting(), BadSteps(), *timeline, BoundedMemory()]

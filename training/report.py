@@ -17,6 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from common.terminal import typed_name
 from models.errors import GONE
 from training.metrics.devices import GIGA
 from training.metrics.reporter import METRICS_FILE, read_metrics
@@ -28,11 +29,17 @@ FEW = 50  # fewer steps are drawn as points too: a single step makes no line
 Lines = Sequence[dict[str, Any]]
 
 
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=typed_name(), description="Draw a run's loss, learning rate, throughput and memory."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="DIR", help="folder of the run (save_path)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"the picture; DIR/{REPORT_FILE} by default")
+    return parser
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw a run's loss, learning rate, throughput and memory.")
-    parser.add_argument("run_dir", type=Path, help="folder of the run (save_path)")
-    parser.add_argument("--output", type=Path, help=f"where the picture goes; RUN_DIR/{REPORT_FILE} by default")
-    arguments = parser.parse_args()
+    arguments = make_parser().parse_args()
     try:
         print(draw(arguments.run_dir, arguments.output))
     except (OSError, ValueError) as error:

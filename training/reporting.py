@@ -60,22 +60,23 @@ class Reporting(Callback):
 
     def on_start(self, run: Run) -> None:
         config, progress, parts = run.config, run.progress, run.topology.parts
-        folder, first, reports = Path(config.save_path), progress.done + 1, not progress.log.quiet
+        folder, first = Path(config.save_path), progress.done + 1
         with agreed(), writing(folder):
-            trackers = open_trackers(config, folder, first) if reports else []
-            if reports:
-                write_run_info(folder, config, parts, first)
-                replace_text(folder / CONFIG_FILE, yaml.safe_dump(config.dump(), sort_keys=False))
+            if progress.log.quiet:
+                return
+            trackers = open_trackers(config, folder, first)
+            write_run_info(folder, config, parts, first)
+            replace_text(folder / CONFIG_FILE, yaml.safe_dump(config.dump(), sort_keys=False))
             last, each = progress.total_steps, config.steps_per_print
-            self._reporter = Reporter(folder, last, reports, each, first, trackers, progress.evaluate_first, parts)
+            self._reporter = Reporter(folder, last, each, first, trackers, progress.evaluate_first, parts)
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
-        assert self._reporter is not None
-        self._reporter.report(metrics)
+        if self._reporter is not None:
+            self._reporter.report(metrics)
 
     def on_evaluation(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        assert self._reporter is not None
-        self._reporter.report_evaluation(step, metrics)
+        if self._reporter is not None:
+            self._reporter.report_evaluation(step, metrics)
 
     def on_end(self, run: Run, step: int) -> None:
         """Close first: the live view must not stand below what later callbacks print."""

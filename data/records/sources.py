@@ -47,7 +47,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TRAIN = ("tr", "训练")  # how its words begin
 SHOWN = 5  # names in a line
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")  # whoever reads a file says which of them it cannot unpack
-MOST_FILES = 100_000  # that a glob may match, and that are looked at in a folder
+MOST_PLACES = 100_000  # files and folders that a glob may lead through
 
 
 class Source(BaseModel):
@@ -145,7 +145,7 @@ def _expand(path: str, tell: Callable[[str], object]) -> list[Path]:
         raise DataError(f"{path}: not a regular file; expected a file, a folder or a glob")
     else:
         matches = _matches(place, path)
-        files = [match for match in matches if match.is_file()]
+        files = sorted(match for match in matches if match.is_file())
         if not files:
             hub = HUB_NAME.fullmatch(path) and not place.parent.exists()
             get = f", such as what hf download --repo-type dataset {path} --local-dir FOLDER writes" if hub else ""
@@ -153,20 +153,10 @@ def _expand(path: str, tell: Callable[[str], object]) -> list[Path]:
         _check_shards(files, place.name)
         if splits := _splits_of(files)[1]:
             tell(f"warning: {path}: matches the splits {splits}; all of them are read")
-        left = _left_out([match for match in matches if match.is_dir()], None, files)
+        left = _left_out(sorted(match for match in matches if match.is_dir()), None, files)
     if left:
         tell(f"data: not read in {path}: {left}")
     return files
-
-
-def _matches(pattern: Path, path: str) -> list[Path]:
-    """List what a glob matches, hidden names aside."""
-    matches = sorted({Path(match) for match in islice(glob.iglob(str(pattern), recursive=True), MOST_FILES + 1)})
-    if len(matches) > MOST_FILES:
-        raise DataError(f"{path}: matches more than {MOST_FILES:,} files and folders; expected a narrower glob")
-    for match in matches:
-        _check_link(match)
-    return matches
 
 
 def _check_link(place: Path) -> None:
@@ -183,7 +173,7 @@ def _in_folder(place: Path, path: str) -> list[Path]:
     if not (files := _data_files(place)) and (place / "data").is_dir():
         files = _data_files(place / "data")
     if not files:
-        found = (file for file in islice(_files_below(place), MOST_FILES) if bare_suffix(file) in DATA_SUFFIXES)
+        found = (file for file in islice(_below(place, False), MOST_PLACES) if bare_suffix(file) in DATA_SUFFIXES)
         below = sorted({str(file.parent.relative_to(place)) for file in found if file.is_file()} - {"."})
         there = f"one of its folders {_some(below)}, or " if below else ""
         raise DataError(f"{path}: no data files in this folder; expected {there}{', '.join(DATA_SUFFIXES)}")
@@ -194,7 +184,7 @@ def _left_out(folders: Iterable[Path], base: Path | None, files: list[Path]) -> 
     """Name what lies in folders and is not among the files; count it for each folder below."""
     taken, left = set(files), Counter[str]()
     for folder in folders:
-        for file in islice(_files_below(folder), MOST_FILES):
+        for file in islice(_below(folder, only_folders=False), MOST_PLACES):
             if file not in taken and file.is_file() and file.name.lower() not in DESCRIPTIONS:
                 first, *rest = file.relative_to(base or folder.parent).parts
                 left[f"{first}/" if rest else first] += 1
@@ -261,11 +251,37 @@ def _data_files(place: Path) -> list[Path]:
     return sorted(file for file in found if bare_suffix(file) and file.is_file())
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """List a folder's files and those of all folders below, hidden names aside."""
-    for place, folders, files in os.walk(folder, followlinks=True):  # passes over what it may not read
+def _matches(pattern: Path, path: str) -> set[Path]:
+    """Match a glob part by part, since `/**` would run for hours before its first result."""
+    start = Path(pattern.anchor)
+    found = {start}
+    seen = 0
+    parts = pattern.relative_to(start).parts
+    for number, part in enumerate(parts, start=1):
+        before, found = found, set()
+        for place in before:
+            if part == "**":
+                matches = _below(place, only_folders=number < len(parts))
+            else:
+                matches = (place / name for name in glob.iglob(part, root_dir=place))
+            for match in matches:
+                if number == len(parts) or not match.suffix:
+                    _check_link(match)
+                found.add(match)
+                seen += 1
+                if seen > MOST_PLACES:
+                    raise DataError(f"{path}: leads to more than {MOST_PLACES:,} places; expected a narrower glob")
+    return found
+
+
+def _below(place: Path, only_folders: bool) -> Iterator[Path]:
+    """List a folder and all below it, hidden names aside: what two stars match."""
+    yield place
+    for folder, folders, files in os.walk(place, followlinks=True):  # passes over what it may not read
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(place, name) for name in files if not name.startswith("."))
+        yield from (Path(folder, name) for name in folders)
+        if not only_folders:
+            yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
 def bare_suffix(file: Path) -> str:

@@ -24,7 +24,7 @@ from models.attention.kernels import EAGER
 from models.attention.packed import Documents, unmarked
 from models.attention.positions import FULL, Arguments, Positions, Rotary
 from models.attention.sequence_parallel import PartOfRows, over_parts
-from models.family import Family, Rule, Tie
+from models.family import Family, Rule
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
@@ -132,6 +132,5 @@ FAMILY = Family(
     ),
     block=(Rule("transformer.h.{i}.*", "block.*"),),
     head=(Rule("transformer.ln_f.*", "norm.*"), Rule("lm_head.weight", "lm_head.weight")),
-    tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
     prefix="transformer.",
 )

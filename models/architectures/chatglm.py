@@ -14,7 +14,7 @@ from transformers.models.glm.modeling_glm import GlmDecoderLayer, GlmRMSNorm, Gl
 
 from models.architectures import llama
 from models.errors import CheckpointError
-from models.family import Family, Native, Rule, Tie, published
+from models.family import Family, Native, Rule, published
 
 BLOCK = "transformer.encoder.layers.{i}."
 PUBLISHED = {
@@ -77,7 +77,6 @@ FAMILY = Family(
         Rule("transformer.encoder.final_layernorm.weight", "norm.weight"),
         Rule("transformer.output_layer.weight", "lm_head.weight"),
     ),
-    tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
     prefix="transformer.",
     carried=(r"\.rotary_pos_emb\.inv_freq$",),
     tensor_plan=llama.GLM.tensor_plan,

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from models.attention.flex import FLEX
 from models.attention.kernels import EAGER, FLASH
-from models.family import Family, Rule, Tie
+from models.family import Family, Rule
 from models.layers import SoftCappedHead
 
 QKV = tuple(f"block.self_attn.{part}_proj.*" for part in "qkv")  # what other layouts fuse
@@ -27,7 +27,6 @@ FAMILY = Family(
     embedding=(Rule("model.embed_tokens.weight", "embed_tokens.weight"),),
     block=(Rule("model.layers.{i}.*", "block.*"),),
     head=(Rule("model.norm.weight", "norm.weight"), Rule("lm_head.weight", "lm_head.weight")),
-    tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
     carried=(r"\.rotary_emb\.inv_freq$",),
 )
 

@@ -1,15 +1,14 @@
-"""Who may see whom: what the blocks of a process need besides hidden states, derived from position ids.
+"""Masks, rotary angles and ALiBi biases: what blocks need besides hidden states, made from position ids.
 
-Position ids restart at 0 with each document of a packed row. From them each stage makes, once per micro-batch, the
-keyword arguments of its blocks: masks, rotary angles, ALiBi biases. A family names the class that does it. Padding
-stands on the right, where no real token attends to it, and is treated like any token: its ids, -1 - p, become p for
-masks and biases, so that a padded row still needs no mask.
+Position ids restart at 0 with each document of a packed row. Padding stands on the right, where no real token attends
+to it, and is treated like any token: its ids, -1 - p, become p for masks and biases, so that a padded row still needs
+no mask.
 
-Where documents begin is a question to the device, unless whoever lays out the micro-batches answers it ahead
+To read from position ids where documents begin, the host waits for the device, unless the loader has set them ahead
 (`Positions.expect`).
 
-Where processes share rows, position ids are those of whole rows on each of them, hidden states its own tokens' only. So
-scopes are made for whole rows, and of what belongs to a token each process takes its own part.
+With sequence parallelism, position ids are those of whole rows, hidden states the process's own tokens only. So masks
+are made for whole rows, and of what belongs to a token each process takes its own part.
 """
 
 from __future__ import annotations
@@ -22,19 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from models.attention import flex
 from models.attention.cache import KeyValueCache
 from models.attention.flex import FLEX
-from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH
+from models.attention.kernels import CUDNN, EAGER, FLASH, FLASH_3, TORCH
 from models.attention.packed import VARLEN, Documents, unmarked
 from models.attention.rope import DocumentRotary, depends_on_length
 from models.attention.sequence_parallel import Exchanged, PartOfRows, share_attention
-from models.process_groups import NONE_SHARED, Sharing
+from models.process_groups import NO_GROUPS, RankGroups
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 Arguments = dict[str, Any]  # keyword arguments of a decoder layer
 Angles = tuple[Tensor, Tensor]  # cos and sin
@@ -55,15 +52,15 @@ def _same_memory(known: Tensor, other: Tensor) -> bool:
 
 
 class Positions:
-    """Causal masks and rotary angles, as llama and most families take them.
+    """Makes causal masks and rotary angles, as llama and most families take them.
 
     It remembers the last micro-batch only: the blocks of a stage run one after the other on the same position ids. It
     is no nn.Module on purpose: the rotary frequencies stay fp32 when the model is cast to bf16.
     """
 
     cache_argument = "past_key_values"
-    slopes: Tensor | None = None  # of ALiBi, of all heads, [heads] fp32, where they were last asked for
-    sharing: Sharing = NONE_SHARED
+    slopes: Tensor | None = None  # of ALiBi, of all heads, [heads] fp32, on the device of the last micro-batch
+    groups: RankGroups = NO_GROUPS
     part: PartOfRows | None = None  # the tokens of hidden states, where they are not whole rows
 
     def __init__(self, config: PreTrainedConfig, rotary: Rotary = None) -> None:
@@ -77,40 +74,25 @@ class Positions:
         self._expected: deque[Documents] = deque()
         self._documents: tuple[Tensor, int | None, Documents] | None = None
 
-    def share(self, sharing: Sharing) -> None:
-        """Set the processes that share rows and layers with this one."""
-        self.sharing = sharing
-        if sharing.sequence.size > 1:
+    def set_groups(self, groups: RankGroups) -> None:
+        """Set the groups that share sequences and layers."""
+        self.groups = groups
+        if groups.sequence.size > 1:
             share_attention()
-            self.part = Exchanged(sharing.sequence)
+            self.part = Exchanged(groups.sequence)
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
-        """Take this process's tokens of something for whole rows.
-
-        Args:
-            dim: the dimension that counts tokens; negative.
-
-        Args:
-            dim: which dimension counts tokens; negative.
-        """
+        """Take this process's tokens of a tensor for whole rows; `dim`, negative, counts tokens."""
         return whole if self.part is None or whole.shape[dim] == 1 else self.part.own(whole, dim)
 
     def expect(self, documents: Iterable[Documents]) -> None:
-        """Set the documents of the coming micro-batches, in the order of their forward passes.
-
-        The position ids of other micro-batches are read.
-
-        Micro-batches that nobody told about are looked at.
-        """
+        """Set the documents of the coming micro-batches, in the order of their forward passes."""
         self._expected = deque(documents)
 
     def __call__(
         self, kind: str, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None
     ) -> Arguments:
-        """Make the arguments of a block for `hidden` [B, S, H] at `position_ids` [B, S].
-
-        Where rows are shared, `hidden` has the process's own tokens only.
-        """
+        """Make the arguments of a block for `hidden` [B, S, H] at `position_ids` [B, S]."""
         state = (_version(position_ids), hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._last is None or not _same_memory(self._last[0], position_ids) or self._last[1] != state:
             whole = hidden if self.part is None else hidden.new_empty(*position_ids.shape, 0)
@@ -128,7 +110,7 @@ class Positions:
         """Make the arguments of every kind of attention in the model.
 
         Args:
-            hidden: tells shape, dtype and device; where rows are shared, it has whole rows and no numbers.
+            hidden: for its shape, dtype and device; with sequence parallelism it has whole rows and no numbers.
         """
         seen = cache.longest if cache is not None else 0
         with fp32_products():
@@ -151,7 +133,7 @@ class Positions:
         if known is None or not _same_memory(known[0], position_ids) or known[1] != version:
             found = self._expected.popleft() if self._expected else Documents.of(unmarked(position_ids))
             if found.shape != tuple(position_ids.shape):
-                raise ValueError(f"documents of {found.shape} were told for position ids {tuple(position_ids.shape)}")
+                raise ValueError(f"expected documents of {found.shape}, found position ids {tuple(position_ids.shape)}")
             self._documents = known = (position_ids, version, found)
         return known[2]
 
@@ -160,11 +142,11 @@ class Positions:
     ) -> Arguments:
         """Make the mask in the kernel's form; `documents` are None with a cache."""
         kernel = self.config._attn_implementation
-        if kind == LINEAR:  # by its nature no token sees what follows
+        if kind == LINEAR:  # which lets no token see what follows
             return {"attention_mask": None} | ({} if cache is not None else {"documents": documents})
         window = self.config.sliding_window if kind == SLIDING else None
         if cache is not None:
-            # Without a mask these kernels do what is plainly causal. Of others nothing is asked: ONNX traces lengths.
+            # Only these kernels are causal without a mask. Others always get one, as ONNX traces lengths.
             plain = kernel in (TORCH, CUDNN) and _is_causal(positions, cache, window)
             return {"attention_mask": None if plain else cached_mask(positions, cache, window, hidden.dtype)}
         assert documents is not None
@@ -176,15 +158,14 @@ class Positions:
             return {"attention_mask": None, **extra, **documents.flash_arguments(hidden.device)}
         if kernel in (TORCH, CUDNN):
             return {"attention_mask": None, "documents": documents, "document_window": window}
-        packed = packed_mask(positions, window, hidden.dtype) if documents.packed else None
-        return {"attention_mask": self.mask(kind, hidden) if packed is None else packed}
+        return {"attention_mask": causal_mask(positions, window, hidden.dtype) if kernel == EAGER else None}
 
     def slopes_on(self, device: torch.device) -> Tensor:
         """Get this process's slopes on `device`, where they stay: copying makes the host wait."""
         assert self.slopes is not None
         self.slopes = self.slopes.to(device)
-        slopes = self.slopes[self.sharing.tensor.part(len(self.slopes))]
-        return slopes[self.sharing.sequence.part(len(slopes))]
+        slopes = self.slopes[self.groups.tensor.part(len(self.slopes))]
+        return slopes[self.groups.sequence.part(len(slopes))]
 
     def angles(self, hidden: Tensor, position_ids: Tensor, longest: int) -> dict[str, Angles]:
         """Compute the rotary angles (cos, sin) of every kind of attention.
@@ -197,17 +178,11 @@ class Positions:
             return dict.fromkeys(self.kinds, self.rotary(hidden, position_ids, longest))
         return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, unmarked(position_ids)))
 
-    def mask(self, kind: str, hidden: Tensor) -> Any:
-        """Make the mask of unpacked rows; None where plain causal attention is enough."""
-        return _MASKS[kind](
-            config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=None
-        )
 
+def causal_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Make the additive mask [B, 1, S, S] of causal attention within documents.
 
-def packed_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Make the additive mask [B, 1, S, S] of packed rows.
-
-    The same as transformers makes, which waits for the device to see whether rows are packed.
+    It is transformers', which waits for the device to see whether rows are packed.
     """
     number = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(dim=1)
     order = torch.arange(position_ids.shape[1], device=position_ids.device)
@@ -229,12 +204,13 @@ def _is_causal(positions: Tensor, cache: KeyValueCache, window: int | None) -> b
 
 
 def _numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make a mask that is added to scores, [B, 1, queries, keys]."""
     return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), torch.finfo(dtype).min)[:, None]
 
 
 @contextmanager
 def fp32_products() -> Iterator[None]:
-    """Turn TF32 off: transformers 5.17 makes angles by a product, 10 bits of positions."""
+    """Turn TF32 off: transformers 5.17 makes angles by a product, in which it leaves 10 bits of a position."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

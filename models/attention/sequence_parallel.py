@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models.attention.kernels import ALL, EAGER
-from models.process_groups import Peers
+from models.process_groups import RankGroup, add_up, communicate
 
 Kernel = Callable[..., tuple[Tensor, Any]]  # as transformers calls attention
 
@@ -53,10 +53,10 @@ class PartOfRows(ABC):
 class Exchanged(PartOfRows):
     """The part of one process of a group."""
 
-    peers: Peers
+    ranks: RankGroup
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
-        tokens = self.peers.part(whole.shape[dim])
+        tokens = self.ranks.part(whole.shape[dim])
         return whole.narrow(dim, tokens.start, tokens.stop - tokens.start).contiguous()  # a view would keep the whole
 
     def attend(
@@ -66,17 +66,16 @@ class Exchanged(PartOfRows):
         key, value = (self._repeated(each, heads) for each in (key, value))
         changed: dict[str, Any] = {"num_key_value_groups": heads // key.shape[1]}
         if isinstance(sinks := getattr(module, "sinks", None), Tensor):  # of each head, as GPT-OSS has them
-            changed["sinks"] = sinks[self.peers.part(heads)]
+            changed["sinks"] = sinks[self.ranks.part(heads)]
         if options.get("s_aux") is not None:
-            options["s_aux"] = options["s_aux"][self.peers.part(heads)]
-        whole = (_Exchange.apply(each, self.peers, 1, 2) for each in (query, key, value))
+            options["s_aux"] = options["s_aux"][self.ranks.part(heads)]
+        whole = (_exchanged(each, self.ranks, 1, 2) for each in (query, key, value))
         output, _ = kernel(_Changed(module, changed), *whole, mask, **options)
-        result: Tensor = _Exchange.apply(output, self.peers, 1, 2)
-        return result
+        return _exchanged(output, self.ranks, 1, 2)
 
     def _repeated(self, keys: Tensor, heads: int) -> Tensor:
         """Repeat key heads until they divide evenly, each beside its queries."""
-        count, size = keys.shape[1], self.peers.size
+        count, size = keys.shape[1], self.ranks.size
         times = size // math.gcd(size, count)
         if heads // count % times:
             times = heads // count
@@ -113,42 +112,28 @@ class _Changed:
         return getattr(vars(self)["_module"], name)
 
 
-class _Exchange(torch.autograd.Function):
-    """Send a part of dimension `split` to each other process, and join theirs in `joined`."""
-
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, peers: Peers, split: int, joined: int) -> Tensor:
-        context.back = peers, joined, split
-        return _exchange(tensor, peers, split, joined)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(gradients[0], *context.back), None, None, None
+def _exchanged(tensor: Tensor, ranks: RankGroup, split: int, joined: int) -> Tensor:
+    """Send a part of dimension `split` to each other rank, and join theirs in dimension `joined`."""
+    return communicate(
+        tensor,
+        lambda tensor: _exchange(tensor, ranks, split, joined),
+        lambda gradient: _exchange(gradient, ranks, joined, split),
+    )
 
 
-def _exchange(tensor: Tensor, peers: Peers, split: int, joined: int) -> Tensor:
-    sent = tensor.unflatten(split, (peers.size, -1)).movedim(split, 0).contiguous()
+def _exchange(tensor: Tensor, ranks: RankGroup, split: int, joined: int) -> Tensor:
+    sent = tensor.unflatten(split, (ranks.size, -1)).movedim(split, 0).contiguous()
     received = torch.empty_like(sent)
-    torch.distributed.all_to_all_single(received, sent, group=peers.group)
+    torch.distributed.all_to_all_single(received, sent, group=ranks.group)
     return received.movedim(0, joined).flatten(joined, joined + 1)
 
 
-class SummedOverRows(torch.autograd.Function):
-    """Sum over the processes of shared rows; each gets the gradient of its own tokens.
+def summed_over_parts(part: Tensor, ranks: RankGroup) -> Tensor:
+    """Sum over the ranks that share sequences; each gets the gradient of its own tokens.
 
-    As each of them goes on with it, and each step averages over them, the gradient counts once for each.
+    As each rank goes on with the sum, and each step averages over them, the gradient counts once for each.
     """
-
-    @staticmethod
-    def forward(context: Any, part: Tensor, peers: Peers) -> Tensor:
-        context.size = peers.size
-        total = part.clone()
-        torch.distributed.all_reduce(total, group=peers.group)
-        return total
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0] * context.size, None
+    return communicate(part, lambda part: add_up(part.clone(), ranks), lambda gradient: gradient * ranks.size)
 
 
 def over_parts(kernel: Kernel) -> Kernel:

@@ -1,9 +1,9 @@
-"""What lies in a model folder: which layout, which weight files, which files are only carried along.
+"""Detect the layout of a model folder, and list its weight files and side files.
 
-Two layouts exist. The HuggingFace layout is config.json with safetensors or .bin files, single or sharded. The
-pipeline layout is config.json with one `layer_XX-model_states.pt` a layer, the files that DeepSpeed itself writes for
-a PipelineModule; a run's checkpoint folder is one. Beside the layers lie `pipetune.json`, which remembers how the
-original was laid out so that an export can give it back, and `carried.safetensors`, tensors that no layer owns.
+The HuggingFace layout is config.json with safetensors or .bin files, single or sharded. The pipeline layout is
+config.json with one `layer_XX-model_states.pt` a layer, as DeepSpeed writes them for a PipelineModule; a run's
+checkpoint is one. Beside the layers lie `pipetune.json`, by which an export restores the original's files, and
+`carried.safetensors`, tensors that belong to no layer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a model's name on the HuggingFace h
 RECORD = "checkpoint.json"  # of a run's checkpoint, which is a pipeline folder
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf"}
-_SINGLE = ("model.safetensors", "pytorch_model.bin")
-_INDEXES = tuple(f"{name}.index.json" for name in _SINGLE)
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def _in_the_folder(name: str) -> str:
@@ -56,13 +55,11 @@ def layer_file(layer: int) -> str:
 
 def not_found(path: Path) -> CheckpointError:
     """Report a missing file; in a checkpoint of several hosts, which of them has it."""
-    hosts: list[str] = []
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    with suppress(Exception):  # no record, or a damaged one
         written = json.loads(read_regular(path.parent / RECORD))["hosts"]
-        hosts = [host for host, files in written.items() if path.name in files]
-    if hosts:
+        host = next(host for host, files in written.items() if path.name in files)
         return CheckpointError(
-            f"{path}: not here, as it was written on host {hosts[0]}; expected the hosts of the run that saved it, in "
+            f"{path}: not here, as it was written on host {host}; expected the hosts of the run that saved it, in "
             "the same order, or a folder that convert_model.py gather brought together"
         )
     return CheckpointError(f"{path}: not found; the folder is incomplete")
@@ -75,8 +72,6 @@ def resolve(folder: str | Path) -> Path:
         CheckpointError: there is no such folder, it holds an adapter, or `latest` names none in it.
     """
     path = Path(folder)
-    if "\0" in str(path):
-        raise CheckpointError("a path with a NUL character; expected a model folder")
     with reading(path):
         if path.is_file():
             raise CheckpointError(f"{path}: a file; expected a model folder")
@@ -86,8 +81,8 @@ def resolve(folder: str | Path) -> Path:
                 fetch = f", or first: python convert_model.py download --model-name {folder} --save-path DIR"
             raise CheckpointError(f"{path}: not found; expected a model folder{fetch}")
         if (path / ADAPTER).is_file():
-            done = "merge it into its base first (merge_and_unload, save_pretrained)"
-            raise CheckpointError(f"{path}: an adapter ({ADAPTER}), no whole model; {done}")
+            remedy = "merge it into its base first (merge_and_unload, save_pretrained)"
+            raise CheckpointError(f"{path}: an adapter ({ADAPTER}), no whole model; {remedy}")
         latest = path / LATEST
         if not latest.is_file() or (path / "config.json").is_file():
             return path
@@ -123,7 +118,7 @@ def layout_of(folder: Path) -> Layout:
 
 
 def has_huggingface_weights(folder: Path) -> bool:
-    """Whether the folder has weights; training from scratch needs none."""
+    """Test whether a folder has weights; training from scratch needs none."""
     return any((folder / index).is_file() for index in _INDEXES) or bool(weight_files(folder))
 
 
@@ -133,45 +128,49 @@ def weight_index(folder: Path) -> dict[str, str] | None:
     Raises:
         CheckpointError: the index cannot be read, or the files that it lists lie beside a single one.
     """
-    for name, single in zip(_INDEXES, _SINGLE, strict=True):
-        path = folder / name
-        if name == _INDEXES[1] and weight_files(folder, (".safetensors",)):
-            return None  # a .bin index beside safetensors is a leftover
-        if path.is_file():
-            with reading(path):
-                try:
-                    weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-                    files = {
-                        str(tensor): _in_the_folder(str(file).removeprefix("./")) for tensor, file in weight_map.items()
-                    }
-                except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-                    raise CheckpointError(f"{path}: expected a weight_map, of files in its folder") from None
-            two = single not in files.values() and (folder / single).is_file()
-            if two and all((folder / file).is_file() for file in files.values()):
-                raise CheckpointError(f"{folder / single}: beside the weights of {name}; expected one of the two")
-            return None if two else files  # with some of its files gone the index is a leftover
-    return None
+    found = weight_files(folder)
+    bins = not found or found[0].suffix == ".bin"
+    paths = [folder / name for name in _INDEXES[: 1 + bins]]  # a .bin index beside safetensors is a leftover
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
+        return None
+    with reading(path):
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            files = {str(tensor): _in_the_folder(str(file).removeprefix("./")) for tensor, file in weight_map.items()}
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise CheckpointError(f"{path}: expected a weight_map, of files in its folder") from None
+    single = folder / path.name.removesuffix(".index.json")
+    if single.name in files.values() or not single.is_file():
+        return files
+    if all((folder / file).is_file() for file in files.values()):
+        raise CheckpointError(f"{single}: beside the weights of {path.name}; expected one of the two")
+    return None  # with some of its files gone the index is a leftover
 
 
-def weight_files(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".bin")) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """List a HuggingFace folder's weight files: safetensors if there are any, else .bin.
 
     Only transformers' own names count: repositories also ship other files with tensors in them.
     """
-    for pattern in ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin"):
-        if pattern.endswith(suffixes) and (files := sorted(folder.glob(pattern))):
-            return files
-    return []
+    patterns = ("model.safetensors", "model-*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
+    return next((files for pattern in patterns if (files := sorted(folder.glob(pattern)))), [])
 
 
 class Manifest(BaseModel):
-    """The layout of the HuggingFace folder that a pipeline folder came from."""
+    """The HuggingFace folder that a pipeline folder came from.
+
+    Attributes:
+        files: weight files in order, each with its tensors' names on disk in order.
+        dtypes: of each tensor, under its name on disk, as safetensors spells it ("BF16").
+        side_files: that were copied byte for byte.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    files: dict[FileName, list[str]]  # weight files in order, each with its tensors' names on disk in order
-    dtypes: dict[str, str]  # of each tensor, under its name on disk, as safetensors spells it ("BF16")
-    side_files: list[FileName]  # that were copied byte for byte
+    files: dict[FileName, list[str]]
+    dtypes: dict[str, str]
+    side_files: list[FileName]
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:

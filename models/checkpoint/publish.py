@@ -1,16 +1,14 @@
-"""Folders that appear whole or not at all, and that replace nothing of a user's.
+"""Write a folder so that it appears whole or not at all, and replaces nothing of a user's.
 
-A writer works in a hidden folder beside its target. What it wrote goes to the disk, a mark is added that lists it, and
-a rename puts it into place, so neither a killed conversion nor a power cut leaves anything that looks like a model.
+A writer works in a hidden folder beside its target. Its files are synced, a mark that lists them is added, and a rename
+puts the folder into place, so neither a kill nor a power cut leaves anything that looks like a model.
 
-Only a folder that the mark says is Pipetune's is ever replaced: one that holds another file, or a file that changed
-since, belongs to a user. It is renamed away first, looked at again there, where no path leads to it any more, and
-removed last.
+Only a folder whose mark lists all that is in it is ever replaced: with another file, or one that changed since, it
+belongs to a user. The old folder is renamed into the hidden one, checked again there, and removed last.
 
-The hidden folder carries a mark too, on which its writer holds a lock that the kernel drops when the writer is gone.
-The next writer of the same target removes what nobody has a lock on; what writers under another kernel left has to be
-untouched for a day. A hidden folder without a mark, of a writer that was killed at its first moment or its last, is
-empty, and goes after a minute.
+The hidden folder has a mark too, on which its writer holds a lock that the kernel drops when the writer ends. The next
+writer of the same target removes hidden folders without a lock; those of another kernel must be untouched for a day. A
+hidden folder without a mark, of a writer killed in its first or last moment, is empty, and goes after a minute.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ from models.checkpoint.tensor_io import sync_files
 from models.errors import CheckpointError
 
 MARK = ".pipetune-files.json"
-NEW, OLD = "new", "old"  # in the hidden folder: what is being written, and what it replaces
-UNLOCKED = "unlocked"  # what the hidden folder's mark is called until its writer has the lock
+NEW, OLD = "new", "old"  # in the hidden folder: the folder being written, and the one that it replaces
+UNLOCKED = "unlocked"  # name of the hidden folder's mark until its writer has the lock
 ABANDONED = 24 * 3600.0  # seconds
-UNMARKED = 60.0  # seconds; a writer that lives needs none of them
+UNMARKED = 60.0  # seconds; a writer needs far less to mark its folder
 
 
 @contextmanager
 def publish_folder(target: Path, overwrite: bool = False, kept: Iterable[Path] = ()) -> Iterator[Path]:
-    """Give an empty folder to write; it becomes `target` on success, else it goes.
+    """Create an empty folder to write; it becomes `target` on success, and is removed on failure.
 
     Args:
-        target: the folder to be; its parents are made. Of a link, the folder that it points to.
+        target: its parents are created. Of a link, the folder that it points to.
         overwrite: replace a folder that Pipetune wrote, which stays in place until the new one is whole.
         kept: folders that `target` must not replace, nor any folder in them or around them.
 
@@ -58,7 +56,7 @@ def publish_folder(target: Path, overwrite: bool = False, kept: Iterable[Path] =
         sweep(real.parent.glob(f".{glob.escape(real.name)}.partial-*"))
         _check(real, overwrite, needed)
         real.parent.mkdir(parents=True, exist_ok=True)
-        with workplace(real) as new:
+        with hidden_folder(real) as new:
             old = new.with_name(OLD)
             if real.exists():
                 _try_renaming(real, old)
@@ -70,21 +68,17 @@ def publish_folder(target: Path, overwrite: bool = False, kept: Iterable[Path] =
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Turn an OSError while writing into one line.
-
-    Raises:
-        CheckpointError: in one line, what the system says of a full or read-only disk.
-    """
+    """Raise an OSError of the block, such as that of a full disk, as a CheckpointError."""
     try:
         yield
     except OSError as error:
-        place = Path(error.filename2 or error.filename or target)  # such as a folder where a file is to be
+        place = Path(error.filename2 or error.filename or target)  # the file, where something else is in its place
         place = place if place.parent == target and not place.name.startswith(".") else target
         raise CheckpointError(f"{place}: cannot be written: {error.strerror or error}; nothing was changed") from error
 
 
 def try_publishing(target: Path, kept: Iterable[Path]) -> None:
-    """Check ahead whether `publish_folder` could overwrite a target; raises as it does."""
+    """Check ahead whether `publish_folder` could overwrite a target; raise as it does."""
     with suppress(_Tried), publish_folder(target, True, kept):
         raise _Tried
 
@@ -159,7 +153,7 @@ def _foreign(folder: Path) -> str | None:
 
 
 def _within(inner: Path, outer: Path) -> bool:
-    """Whether a folder is another one or lies in it."""
+    """Test whether a folder is another one or lies in it."""
     return any(os.path.samefile(each, outer) for each in (inner, *inner.parents))
 
 
@@ -174,8 +168,8 @@ def _try_renaming(target: Path, old: Path) -> None:
 
 
 @contextmanager
-def workplace(target: Path) -> Iterator[Path]:
-    """Give an empty folder inside a hidden one beside the target; clean up in the end."""
+def hidden_folder(target: Path) -> Iterator[Path]:
+    """Create an empty folder inside a hidden one beside the target; remove both in the end."""
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         with open(work / UNLOCKED, "w", encoding="utf-8") as mark:
@@ -205,7 +199,7 @@ def sweep(found: Iterable[Path]) -> None:
 
 
 def _clear(work: Path) -> None:
-    """Remove a hidden folder; an earlier target in it goes back if its place is empty."""
+    """Remove a hidden folder; put an old target in it back if its place is empty."""
     target = work.with_name(work.name[1:].rpartition(".partial-")[0])
     with suppress(OSError):
         if (work / OLD).exists() and not target.exists():

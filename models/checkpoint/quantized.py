@@ -1,11 +1,11 @@
-"""Checkpoints whose weights lie in 4 or 8 bits: read as what they stand for, in the dtype that config.json names.
+"""Dequantize checkpoints with weights of 4 or 8 bits to the dtype that config.json names.
 
-Two forms are in use for training's starting points. fp8 (DeepSeek-V3, Qwen3, MiniMax-M2) has a scale for each block of
+Two forms are in use for models to train. fp8 (DeepSeek-V3, Qwen3, MiniMax-M2) has a scale for each block of
 a matrix: a weight is its 8-bit number times its block's scale. mxfp4 (gpt-oss) has 4-bit numbers, two a byte, and an
 exponent for each 32 of them, and stores the matrices of experts transposed. Both are a product in fp32, rounded once,
-as transformers does it. All weights are trained, and so what is converted and exported is no longer quantized.
+as in transformers. All weights are trained, so a converted or exported checkpoint is no longer quantized.
 
-Cost: a tensor of the size that is read, and of an expert's size in fp32.
+Cost: the dequantized tensor, and one of an expert's size in fp32.
 """
 
 from __future__ import annotations
@@ -35,16 +35,12 @@ class Quantized(NamedTuple):
 
     numbers: str
     scales: str
-    dtype: torch.dtype  # it is read as
-    block: tuple[int, int] | None  # rows and columns that share a scale, of fp8
-    where: object  # the folder, for a message
+    dtype: torch.dtype  # dequantized
+    block: tuple[int, int] | None  # rows and columns that share a scale; None for mxfp4
+    folder: object  # for messages
 
     def info(self, numbers: TensorInfo, scales: TensorInfo) -> TensorInfo:
-        """Get dtype and shape as the tensor is read.
-
-        Raises:
-            CheckpointError: the scales do not fit the numbers.
-        """
+        """Get dtype and shape of the dequantized tensor; CheckpointError where the scales do not fit the numbers."""
         if self.block:
             self._sizes(numbers.shape, scales.shape)
             return TensorInfo(self.dtype, numbers.shape)
@@ -67,9 +63,9 @@ class Quantized(NamedTuple):
         return (numbers.float() * factors).to(self.dtype)
 
     def _sizes(self, numbers: torch.Size, scales: torch.Size) -> tuple[torch.Size, list[int]]:
-        """Rows and columns of scales, and those of numbers that share one.
+        """Get the rows and columns of scales, and those of the numbers that share a scale.
 
-        Where there are not as many scales as config.json's blocks, each has an equal share, as transformers has it.
+        With another number of scales than config.json's blocks, each has an equal share, as in transformers.
         """
         assert self.block is not None
         outer, matrix, grid = numbers[:-2], numbers[-2:], scales[-2:] if len(scales) > 1 else torch.Size((1, 1))
@@ -85,7 +81,7 @@ class Quantized(NamedTuple):
     def _misfit(self, numbers: torch.Size, scales: torch.Size) -> CheckpointError:
         blocks = f" in blocks of {list(self.block)}" if self.block else ""
         what = f"scales {list(scales)} do not fit {list(numbers)}{blocks}"
-        return CheckpointError(f"{self.where}: {self.numbers}: {what}")
+        return CheckpointError(f"{self.folder}: {self.numbers}: {what}")
 
     def _from_mxfp4(self, numbers: Tensor, scales: Tensor) -> Tensor:
         pairs = torch.tensor([[FP4[byte & 15], FP4[byte >> 4]] for byte in range(256)])

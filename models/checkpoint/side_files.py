@@ -1,4 +1,4 @@
-"""Copy what stands beside a model's weights: config, tokenizer, templates, and tensors that belong to no layer."""
+"""Copy the files beside a model's weights: config, tokenizer, templates, and tensors that belong to no layer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def copy_files(source: Path, target: Path, names: list[str], in_folders: bool = 
     """Copy files byte for byte, also through links into HuggingFace's cache.
 
     Args:
-        in_folders: the names have folders; else all files lie side by side.
+        in_folders: keep the folders in the names; else all files lie side by side.
 
     Raises:
         CheckpointError: one is missing, or as `paths_of`.
@@ -55,10 +55,10 @@ def copy_side_files(source: Path, target: Path, spec: ModelSpec, in_folders: boo
     """Complete a folder of layer files: config, tokenizer, manifest, carried tensors.
 
     Args:
-        source: of either layout: what the layers or the training came from; from scratch it needs no weights.
-        target: of the layer files.
+        source: folder of either layout that the layers or the training came from; from scratch it needs no weights.
+        target: folder of the layer files.
         spec: of the source.
-        in_folders: as `copy_files`; a run's checkpoint has none.
+        in_folders: as `copy_files`; a run's checkpoint has no folders.
     """
     manifest = Manifest.read(source)
     if manifest is None and layout.has_huggingface_weights(source):
@@ -91,6 +91,4 @@ def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
 
 def _safetensors_name(file: str) -> str:
     """Rename pytorch_model-00001-of-00002.bin to model-00001-of-00002.safetensors."""
-    return (
-        file if file.endswith(".safetensors") else f"{file.removeprefix('pytorch_').removesuffix('.bin')}.safetensors"
-    )
+    return file.removeprefix("pytorch_").removesuffix(".bin").removesuffix(".safetensors") + ".safetensors"

@@ -1,7 +1,7 @@
-"""Where a layer's weights come from, whichever layout holds them.
+"""Read a model's weights layer by layer from a folder of either layout.
 
-A source gives one layer at a time, under the names of the layer's module, so that a converter holds one layer and a
-training rank reads only its own. `open_source` picks the source by what lies in the folder.
+A source reads one layer at a time, under the names of the layer's module, so a converter holds one layer and a training
+rank reads only its own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorIn
 from models.checkpoint.tensor_io import in_parallel, write_behind
 from models.config_json import QUANTIZATION, TIED
 from models.errors import CheckpointError
+from models.family import HEAD_WEIGHT
 from models.spec import ModelSpec
 from models.weight_map import Binding, reshape_rows
 
-TensorFile = SafetensorsFile | MappedFile  # of named tensors, read when they are asked for; KeyError for other names
+TensorFile = SafetensorsFile | MappedFile  # named tensors, mapped when they are read; KeyError for other names
 
 
 class PipelineSource:
@@ -78,7 +79,7 @@ class HuggingFaceSource:
         stored = self._list_files()
         self._file_of = {name: file for file, names in stored.items() for name in names}
         self._quantized = quantized_tensors(spec.raw, self._file_of, folder)
-        # The names of each file's tensors: those on disk but for quantized ones.
+        # The names of each file's tensors; a quantized one has a single name.
         self.files = {file: without_parts(names, self._quantized) for file, names in stored.items()}
         for name, each in self._quantized.items():
             self._file_of[name] = self._file_of[each.numbers]
@@ -93,7 +94,7 @@ class HuggingFaceSource:
         if not spec.tied and expected - self.names == {head := self._ends[1]}:
             what = f"expected {TIED}: true in config.json where the head is the embedding"
             raise CheckpointError(f"{folder}: missing weights: {head}; {what}")
-        # Of names that belong to no layer, those that have to come back.
+        # Names that belong to no layer, but have to be in an export.
         self.carried = sorted(name for name in self.names - expected if self.weight_map.is_carried(name))
         _check_names(folder, self.names - set(self.carried), expected - optional, f"for {spec.family.name}")
 
@@ -110,12 +111,12 @@ class HuggingFaceSource:
             pieces = reshape_rows([self.read(name) for name in binding.disk], wanted, binding.groups)
             state |= dict(zip(binding.names, pieces, strict=True))
         if layer == self.weight_map.head_layer and self.spec.tied:
-            self._check_repeated_head(state[self.spec.family.tie.head])
+            self._check_repeated_head(state[HEAD_WEIGHT])
         self._release()
         return {name: state[name] for name in shapes}
 
     def describe(self, layer: int, name: str) -> str:
-        return f"{self.folder}: {listed(self.weight_map.binding_of(layer, name).disk, most=1)}"
+        return f"{self.folder}: {first_few(self.weight_map.binding_of(layer, name).disk, most=1)}"
 
     def size(self) -> int:
         """Count the bytes of all weights as they are stored."""
@@ -159,7 +160,7 @@ class HuggingFaceSource:
         try:
             self._open[file].info(disk_name)
         except KeyError:
-            raise CheckpointError(f"{self.folder / file}: no tensor {disk_name}, which the index promises") from None
+            raise CheckpointError(f"{self.folder / file}: no tensor {disk_name}, but the index lists it") from None
         return self._open[file]
 
     def _release(self) -> None:
@@ -191,7 +192,7 @@ class HuggingFaceSource:
         for file, names in files.items():
             if not (self.folder / file).is_file():
                 raise CheckpointError(f"{self.folder / file}: not found, but the index lists it; a shard is missing")
-            # Computed, not learned: cleaned checkpoints lack these where their index still lists them.
+            # Computed, not trained: cleaned checkpoints lack these, though their index still lists them.
             if computed := {name for name in names if name.endswith(".inv_freq")}:
                 self._open[file] = _open_tensors(self.folder / file)
                 gone = computed - set(self._open[file])
@@ -212,7 +213,7 @@ def _open_tensors(path: Path) -> TensorFile:
     return SafetensorsFile(path) if path.suffix == ".safetensors" else MappedFile(path)
 
 
-def listed(names: Iterable[str], most: int = 5) -> str:
+def first_few(names: Iterable[str], most: int = 5) -> str:
     """Join a few names, with how many more there are."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -221,9 +222,9 @@ def listed(names: Iterable[str], most: int = 5) -> str:
 
 def _check_names(where: Path, found: set[str], expected: set[str], what: str) -> None:
     if unexpected := found - expected:
-        raise CheckpointError(f"{where}: unexpected weights {what}: {listed(sorted(unexpected))}")
+        raise CheckpointError(f"{where}: unexpected weights {what}: {first_few(sorted(unexpected))}")
     if missing := expected - found:
-        raise CheckpointError(f"{where}: missing weights: {listed(sorted(missing))}")
+        raise CheckpointError(f"{where}: missing weights: {first_few(sorted(missing))}")
 
 
 def _check_shape(where: Path, name: str, found: torch.Size, expected: torch.Size) -> None:
@@ -242,7 +243,7 @@ def warn_of_nan(state: Mapping[str, Tensor], describe: Callable[[str], str]) -> 
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """Whether a tensor holds NaN; a sum is the fastest check."""
+    """Test whether a tensor holds NaN; a sum is the fastest check."""
     if tensor.is_floating_point() and tensor.itemsize == 1:
         tensor = tensor.to(torch.float16)  # torch adds up no eight bits
     return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
@@ -258,7 +259,7 @@ def check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype and bits; NaN equals NaN."""
+    """Test whether two tensors have the same dtype and bits; NaN equals NaN."""
     return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
         one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8)
     )

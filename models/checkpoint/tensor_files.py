@@ -1,22 +1,21 @@
-"""Reading and writing safetensors files tensor by tensor.
+"""Read and write weight files tensor by tensor: safetensors, and archives of torch.
 
-The format (https://huggingface.co/docs/safetensors) is eight bytes of header length, a JSON header with every tensor's
-dtype, shape and place, then the raw bytes. The library's own `save_file` wants all tensors of a file at once, and its
-`safe_open` keeps what was read in memory as long as the file is open: for a 5 GB shard either is 5 GB. Here the library
-checks a file when it is opened; each tensor is then a mapping of its own part of the file, which goes with the tensor.
-Tensors are written to their place in any order once the headers are down.
+Safetensors (https://huggingface.co/docs/safetensors) are eight bytes of header length, a JSON header with every
+tensor's dtype, shape and place, then the raw bytes. The library's own `save_file` needs all tensors of a file at once,
+and its `safe_open` keeps all that was read in memory while the file is open: 5 GB for a shard of 5 GB. So the library
+only checks a file when it is opened; each tensor is then mapped by itself, and unmapped with it. Writing begins with
+the headers; the tensors follow in any order.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import pickle
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -32,11 +31,12 @@ from transformers.modeling_utils import str_to_torch_dtype
 from common.terminal import reason_of
 from common.whole_files import regular
 from models.checkpoint.layout import not_found
-from models.checkpoint.tensor_io import checksum, in_parallel, write_at, write_behind
+from models.checkpoint.tensor_io import write_behind
 from models.errors import GONE, CheckpointError, reading
 
 DTYPES: dict[str, torch.dtype] = {**str_to_torch_dtype, "F8_E8M0": torch.float8_e8m0fnu}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PIECE = 64 * 2**20  # bytes a write; a call takes 2 GB at most
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,7 @@ class SafetensorsFile:
         return self._infos[name]
 
     def read(self, name: str) -> Tensor:
-        """Map a tensor; changes of it stay in memory. KeyError for unknown names.
-
-        Raises KeyError as `info`.
-        """
+        """Map a tensor; changes of it stay in memory. KeyError for unknown names."""
         info = self._infos[name]
         if not info.nbytes:
             return torch.empty(info.shape, dtype=info.dtype)
@@ -114,7 +111,12 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, cast to its announced dtype; threads may do so side by side."""
         descriptor, place = self._places.pop(name)
-        write_at(descriptor, place, tensor.detach().to(device="cpu", dtype=self.infos[name].dtype))
+        tensor = tensor.detach().to(device="cpu", dtype=self.infos[name].dtype).contiguous()
+        rest = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+        while rest:
+            written = os.pwrite(descriptor, rest[:PIECE], place)
+            place += written
+            rest = rest[written:]
 
     def write_behind(self) -> None:
         """Start sending what was written to the disk."""
@@ -142,15 +144,8 @@ class SafetensorsWriter:
             self._places[name] = (handle.fileno(), 8 + len(encoded) + offset)
 
 
-# The zip format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.7 to 4.3.12.
-LOCAL = struct.Struct("<26xHH")  # lengths of the name and the extra field, which stand between it and the bytes
-DESCRIPTOR = struct.Struct("<4sL")  # behind the bytes: a signature and the checksum, then sizes
-CENTRAL = struct.Struct("<16xL8xHHH12x")  # checksum; lengths of the name, the extra field and the comment behind it
-CENTRAL_CHECKSUM = 16  # where it stands in its entry
-
-
 class MappedFile:
-    """A torch archive mapped into memory; its touched pages count as memory while it lives.
+    """A torch archive mapped into memory; its pages that were read count as memory while it lives.
 
     Raises:
         CheckpointError: as `load_archive`, or not a dict of plain tensors.
@@ -165,9 +160,7 @@ class MappedFile:
             has_numbers = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
             if not has_numbers or tensor.dtype not in DTYPE_NAMES:
                 kind = f"{tensor.dtype}, {'nested' if tensor.is_nested else tensor.layout}, on {tensor.device}"
-                raise CheckpointError(
-                    f"{path}: {name} is no plain tensor ({kind}); expected dense numbers that it holds"
-                )
+                raise CheckpointError(f"{path}: {name} is no plain tensor ({kind}); expected dense numbers")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -208,43 +201,16 @@ def save_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
         name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         for name, tensor in state.items()
     }
-    _write_frame(own, path)
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        directory = archive.start_dir
-    # torch numbers the storages as it meets them; tensors that share one have one entry.
-    storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in own.values() if tensor.nbytes}
-    places = [entry for entry in entries if "/data/" in entry.filename and entry.file_size]
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        in_parallel(lambda pair: _fill(descriptor, *pair), zip(places, storages.values(), strict=True))
-        _write_checksums(descriptor, directory, entries)
-    finally:
-        os.close(descriptor)
+    with os_errors(), open(path, "wb") as file:
+        torch.save(own, file)
 
 
-def _write_frame(state: dict[str, Tensor], path: Path) -> None:
-    """Write everything but the tensors, whose places stay holes."""
+@contextmanager
+def os_errors() -> Iterator[None]:
+    """Raise the OSError behind a RuntimeError of `torch.save`."""
     try:
-        with open(path, "wb") as file, torch.serialization.skip_data():
-            torch.save(state, file)
+        yield
     except RuntimeError as error:
-        cause = error.__context__
-        raise cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error)) from None
-
-
-def _fill(descriptor: int, entry: zipfile.ZipInfo, storage: torch.UntypedStorage) -> None:
-    content = torch.empty(0, dtype=torch.uint8).set_(storage)
-    lengths = LOCAL.unpack(os.pread(descriptor, LOCAL.size, entry.header_offset))
-    begin = entry.header_offset + LOCAL.size + sum(lengths)
-    write_at(descriptor, begin, content)
-    entry.CRC = checksum(content)
-    os.pwrite(descriptor, DESCRIPTOR.pack(b"PK\x07\x08", entry.CRC), begin + entry.file_size)
-
-
-def _write_checksums(descriptor: int, directory: int, entries: list[zipfile.ZipInfo]) -> None:
-    """Put the checksums into the archive's directory."""
-    for entry in entries:
-        _, *lengths = CENTRAL.unpack(os.pread(descriptor, CENTRAL.size, directory))
-        os.pwrite(descriptor, struct.pack("<L", entry.CRC), directory + CENTRAL_CHECKSUM)
-        directory += CENTRAL.size + sum(lengths)
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

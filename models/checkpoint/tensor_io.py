@@ -1,4 +1,4 @@
-"""Bytes to files: from several threads, on to the disk, and with a bar that tells how many.
+"""Write bytes to files from several threads, start their way to the disk early, and show progress.
 
 A copy from memory into the system's cache keeps a core busy at about a gigabyte a second, which is less than most disks
 take. Threads do it side by side: Python lets go of its lock in each call.
@@ -13,26 +13,21 @@ from __future__ import annotations
 import os
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.whole_files import sync
 
-if TYPE_CHECKING:  # whoever only replaces a small file does without torch
-    from torch import Tensor
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 WORKERS = min(4, os.cpu_count() or 1)
-PIECE = 64 * 2**20  # bytes a write; a call takes 2 GB at most
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -56,15 +51,6 @@ def byte_bar(what: str, total: int, shown: bool = True) -> Iterator[tqdm[NoRetur
         print(f"{what}: {size} in {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
-def write_at(descriptor: int, place: int, tensor: Tensor) -> None:
-    """Write a tensor's bytes to a place in a file."""
-    rest = _bytes_of(tensor)
-    while rest:
-        written = os.pwrite(descriptor, rest[:PIECE], place)
-        place += written
-        rest = rest[written:]
-
-
 def write_behind(path: Path) -> None:
     """Start writing a file's new pages to the disk, and drop the clean ones."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -79,16 +65,3 @@ def sync_files(folder: Path) -> None:
     found = sorted(folder.rglob("*"))
     in_parallel(sync, [path for path in found if path.is_file()])
     in_parallel(sync, [folder, *(path for path in found if path.is_dir())])
-
-
-def checksum(tensor: Tensor) -> int:
-    """Compute the CRC-32 of a tensor's bytes, as in zip files."""
-    return zlib.crc32(_bytes_of(tensor))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    if not tensor.numel():
-        return memoryview(b"")
-    import torch
-
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -2,9 +2,8 @@
 
 transformers 5 keeps the rotary base in `rope_parameters` and names its tokenizer class `TokenizersBackend`.
 transformers 4, and every server that pins it, looks for `rope_theta` and `rope_scaling`, takes the default base
-*silently* where they are absent, and refuses the class. What `write_compat` adds says the same as today's keys, which
-stay, so that both compute the same logits. What saving a loaded model leaves behind, the path and the options of that
-loading, is taken out.
+*silently* where they are absent, and refuses the class. `write_compat` adds the older keys beside today's, so that both
+compute the same logits, and removes what saving a loaded model leaves behind: its path and the options of loading.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from models.errors import CheckpointError
 from models.spec import ModelSpec
 from models.weight_map import WeightMap
 
-# What transformers 4 calls a setting of the angles, where it has a name of its own.
+# Names of rotary settings in transformers 4, where a family has its own.
 ROTARY = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 LEFTOVERS = (
     "_name_or_path _model_name_or_path name_or_path is_local local_files_only _attn_implementation_autoset".split()
@@ -30,7 +29,7 @@ LEFTOVERS = (
 
 
 def check(input_path: str | Path) -> list[str]:
-    """List what keeps transformers from loading a folder; nothing where it is whole. No weights are read.
+    """List what keeps transformers from loading a folder, if anything. No weights are read.
 
     Raises:
         CheckpointError: it is no HuggingFace folder, or its config.json cannot be used.
@@ -60,7 +59,7 @@ def check(input_path: str | Path) -> list[str]:
 
 
 def odd_prefix(weight_map: WeightMap) -> str | None:
-    """Describe weight names that only Pipetune reads, as wrappers of torch and peft leave them; None for usual ones."""
+    """Describe a prefix of weight names that only Pipetune reads, as wrappers of torch and peft leave it, if any."""
     usual = (None, "", f"model.{weight_map.family.prefix}")
     if weight_map.prefix in usual or weight_map.is_part:
         return None
@@ -82,8 +81,10 @@ def write_compat(folder: Path) -> None:
         CheckpointError: one of them is no JSON object.
     """
     spec = read_spec(folder)
-    config, *text = [_older_fields(spec, part) | part for part in _parts(spec)]
-    rewritten = {folder / "config.json": config | ({TEXT: text[0]} if text else {})}
+    config = _older_fields(spec, spec.raw) | spec.raw
+    if spec.is_part:  # the decoder of a model of images and text
+        config |= {TEXT: _older_fields(spec, spec.raw[TEXT]) | spec.raw[TEXT]}
+    rewritten = {folder / "config.json": config}
     tokenizer = folder / "tokenizer_config.json"
     if tokenizer.is_file():
         rewritten[tokenizer] = _older_tokenizer(read_json(tokenizer), folder / "chat_template.jinja")
@@ -91,13 +92,8 @@ def write_compat(folder: Path) -> None:
         write_json(path, {key: value for key, value in settings.items() if key not in LEFTOVERS})
 
 
-def _parts(spec: ModelSpec) -> list[dict[str, Any]]:
-    """config.json, and in one of images and text what it says of the part for text."""
-    return [spec.raw, spec.raw[TEXT]] if spec.is_part else [spec.raw]
-
-
 def _older_fields(spec: ModelSpec, raw: dict[str, Any]) -> dict[str, Any]:
-    """What transformers 4 looks for and a part of config.json of transformers 5 says under other names."""
+    """Get the fields of a part of config.json under the names of transformers 4, where they differ."""
     older = {"torch_dtype": raw["dtype"]} if "dtype" in raw else {}
     if "rope_parameters" in raw:
         if "num_local_experts" in raw:
@@ -118,7 +114,7 @@ def _older_fields(spec: ModelSpec, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _older_tokenizer(settings: dict[str, Any], template: Path) -> dict[str, Any]:
-    """tokenizer_config.json with class, special tokens and chat template where transformers 4 looks for them."""
+    """Put class, special tokens and chat template of tokenizer_config.json where transformers 4 looks for them."""
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):

@@ -1,7 +1,7 @@
-"""A HuggingFace folder -> one GGUF file for llama.cpp, by llama.cpp's own converter.
+"""Write a HuggingFace folder as a GGUF file for llama.cpp, by llama.cpp's own converter.
 
-That brings a gguf package of its own, so it lives in another environment and runs as a process. It would run Python
-files that it finds beside the weights; a folder with some is refused. The file appears once it was read back.
+The converter brings a gguf package of its own, so it has another environment and runs as a process. It would run Python
+files beside the weights, so a folder with some is refused. The file appears once it was read back.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from gguf import GGUFReader
 
-from common.parent import together
+from common.parent import end_with_this_process
 from common.whole_files import sync
 from models.api import read_spec
 from models.checkpoint.layout import Layout, layout_of, resolve
-from models.checkpoint.publish import sweep, workplace, writing
+from models.checkpoint.publish import hidden_folder, sweep, writing
 from models.checkpoint.source import HuggingFaceSource
 from models.conversion.check import foreign_code
 from models.errors import CheckpointError
@@ -54,12 +54,18 @@ def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None,
     with writing(target):
         sweep(target.parent.glob(f".{target.name}.partial-*"))
         target.parent.mkdir(parents=True, exist_ok=True)
-        with workplace(target) as new:
-            path, env, end = new / "model.gguf", os.environ | {"HF_HUB_OFFLINE": "1"}, together()
-            words = [program, str(folder), "--outtype", outtype, "--outfile", str(path)]
-            done = subprocess.run(words, stderr=subprocess.PIPE, errors="replace", env=env, check=False, preexec_fn=end)
+        with hidden_folder(target) as new:
+            path = new / "model.gguf"
+            done = subprocess.run(
+                [program, str(folder), "--outtype", outtype, "--outfile", str(path)],
+                stderr=subprocess.PIPE,
+                errors="replace",
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                check=False,
+                preexec_fn=end_with_this_process(),
+            )
             if done.returncode:
-                *_, last = ["no word", *done.stderr.strip().splitlines()]
+                *_, last = ["no message", *done.stderr.strip().splitlines()]
                 raise CheckpointError(f"{converter} ended with {done.returncode}: {last}")
             if not path.is_file():
                 raise CheckpointError(f"{converter} wrote no file; expected llama.cpp's converter")

@@ -1,18 +1,19 @@
-"""Pipeline layout -> HuggingFace folder, one layer at a time, as safetensors.
+"""Convert the pipeline layout to a HuggingFace folder, one layer at a time, as safetensors.
 
-`layout="original"` gives the folder back that the layers came from: names, dtypes, division into files, tokenizer and
+`layout="original"` restores the folder that the layers came from: names, dtypes, division into files, tokenizer and
 config byte for byte. `layout="native"` writes families that shipped with code of their own under the names of
 transformers' classes, so that any server loads them without that code. At most one layer is in memory, and the folder
 appears whole or not at all.
 
 Several processes may share an export (`training.checkpoint.exporting`): each makes the same plan from the layer files'
-headers, then reads and writes the layers of its own. A file has one writer, as network file systems need; where two
-would share one it is cut between them, which is the only way in which the result depends on their number.
+headers, then reads and writes its own layers. A file has one writer, as network file systems need it; a file that two
+would share is split between them. Nothing else in the result depends on their number.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +39,7 @@ logger = logging.getLogger("pipetune")
 
 MAX_SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
-# What belongs to remote code; a native folder has a config of its own, and a tokenizer where none needs no code.
+# Files of remote code, which a native folder replaces; its tokenizer files too, unless there is a tokenizer.json.
 REMOTE_CODE = ("*.py", "config.json")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json")
 
@@ -47,16 +48,22 @@ ExportLayout = Literal["original", "native"]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How an export differs from the folder that the layers came from."""
+    """How an export differs from the folder that the layers came from.
+
+    Attributes:
+        dtype: to cast every weight to; as in the original where absent.
+        max_shard_bytes: to divide the weights into new files; as in the original where absent, else 5 GB.
+        verify: read every tensor back and compare it before the folder appears.
+        compat: let transformers 4 read config and tokenizer too, as in a native layout.
+        add_tokenizer: called with source, target, and whether the layout is native.
+        add_card: called with source and target when everything else is written.
+    """
 
     layout: ExportLayout = "original"
-    dtype: torch.dtype | None = None  # to cast every weight to; as in the original where absent
-    # Of files, into which the weights are divided anew; as in the original where absent, or 5 GB where there is none.
+    dtype: torch.dtype | None = None
     max_shard_bytes: int | None = None
-    verify: bool = False  # read every tensor back and compare it before the folder appears
-    compat: bool = False  # let transformers 4 read config and tokenizer too (`servers.py`); a native layout always does
-    # Called with (source folder, folder to be): for a tokenizer that transformers reads right, told whether the layout
-    # is native; and for a card when everything else is there.
+    verify: bool = False
+    compat: bool = False
     add_tokenizer: Callable[[Path, Path, bool], None] | None = None
     add_card: Callable[[Path, Path], None] | None = None
 
@@ -240,21 +247,15 @@ def original_infos(
     if manifest is None:
         return {name: info for name, info in infos.items() if name not in spare}
     path = source.folder / MANIFEST
-    listed = [name for names in manifest.files.values() for name in names]
-    names = set(listed)
-    if len(listed) > len(names):
-        raise CheckpointError(f"{path}: lists {next(name for name in listed if listed.count(name) > 1)} twice")
-    if unknown := names - infos.keys():
-        raise CheckpointError(f"{path}: lists {min(unknown)}, which neither a layer nor {CARRIED} holds")
-    if spec.tied and weight_map.tied_head in names:
+    counts = Counter(name for names in manifest.files.values() for name in names)
+    if spec.tied and weight_map.tied_head in counts:
         spare = {weight_map.tied_embedding}  # which some store as the head alone
-    if forgotten := infos.keys() - names - spare:
-        raise CheckpointError(f"{path}: does not list {min(forgotten)}, which the model has")
-    for name in sorted(names):
-        if manifest.dtypes.get(name) not in DTYPES:
-            raise CheckpointError(f"{path}: dtype of {name}: expected one of {', '.join(DTYPES)}")
+    wrong = (counts.keys() ^ infos.keys()) - (spare - counts.keys())
+    wrong |= {name for name, count in counts.items() if count > 1 or manifest.dtypes.get(name) not in DTYPES}
+    if wrong:
+        raise CheckpointError(f"{path}: {min(wrong)}: expected once, with a dtype, if a layer or {CARRIED} has it")
     return {
-        name: TensorInfo(DTYPES[manifest.dtypes[name]], info.shape) for name, info in infos.items() if name in names
+        name: TensorInfo(DTYPES[manifest.dtypes[name]], info.shape) for name, info in infos.items() if name in counts
     }
 
 

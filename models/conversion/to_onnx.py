@@ -1,14 +1,13 @@
-"""A model folder -> ONNX with a key-value cache, for onnxruntime and what stands on it.
+"""Write a model folder as ONNX with a key-value cache, for onnxruntime.
 
-torch's exporter traces the layers that demo.py runs, under the names that optimum gives inputs and outputs. onnxruntime
-has to find the model's own logits and tokens in the file before the folder appears.
+torch's exporter traces the layers that demo.py runs, with optimum's names of inputs and outputs. onnxruntime has to
+compute the model's own logits and tokens before the folder appears.
 
-What differs from the passes of `CausalLM`: the key-value cache goes in and comes out, keys and values are joined to the
-given ones instead of being written into a buffer, attention is plain arithmetic under a mask, and padding is told by a
-mask from outside. A token's position is its place in the row, padding counted: rotary angles and ALiBi biases know
-distances only.
+In the traced model the key-value cache is an input and an output, keys and values are concatenated to it instead of
+written into a buffer, attention is plain arithmetic under a mask, and padding is given by a mask. A token's position is
+its place in the row, padding counted: rotary angles and ALiBi biases only depend on distances.
 
-Everything is in fp32, which holds each bf16 and fp16 number as it is. Cost: 4 bytes a parameter on the disk, up to five
+Everything is in fp32, which holds each bf16 and fp16 number exactly. Cost: 4 bytes a parameter on the disk, up to five
 times that of memory, and a few seconds a block.
 """
 
@@ -91,7 +90,7 @@ def _obstacle(spec: ModelSpec) -> str | None:
 
 
 class GivenCache(KeyValueCache):
-    """A cache given from outside; `present` adds this pass's keys and values."""
+    """A cache passed in; `present` is the past with this pass's keys and values."""
 
     def __init__(self, past: Past) -> None:
         super().__init__()
@@ -145,7 +144,7 @@ def _trace(model: CausalLM) -> Any:
     caches = [({0: ROW, 2: PAST}, {0: ROW, 2: PAST})] * len(past)
     names = [f"{block}.{part}" for block in range(len(past)) for part in ("key", "value")]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # told of names that several axes share, and of changes within torch
+        warnings.simplefilter("ignore")  # about names that several axes share, and deprecations within torch
         program: Any = torch.onnx.export(
             traced,
             (ids, torch.ones(2, 6, dtype=torch.int64), past),

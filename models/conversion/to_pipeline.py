@@ -1,7 +1,7 @@
-"""HuggingFace layout -> pipeline layout, one layer at a time.
+"""Convert the HuggingFace layout to the pipeline layout, one layer at a time.
 
-At most one layer is in memory, and the target folder appears whole or not at all. What an export needs to give the
-folder back (division into files, dtypes, tensors without a layer) is written beside the layers.
+At most one layer is in memory, and the target folder appears whole or not at all. What an export needs to restore the
+folder (division into files, dtypes, tensors without a layer) is written beside the layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Families that were held against transformers, with what held: proven once, then known.
+"""Compare families with transformers, once, and keep the results.
 
-What was proven is kept in the user's cache folder under what it depends on: the traits of the config, the versions of
-transformers and torch, and Pipetune's own code. A config with another trait, or another version, is proven anew.
+A result lies in the user's cache folder under what it depends on: the traits of the config, the versions of
+transformers and torch, and Pipetune's own code. With another trait or version, the comparison is made again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A family for a `model_type` that no file declares, made from transformers' own model.
 
-transformers' class is made small and watched (`models.derived.outline`, `models.derived.outline`); what has a size is
+transformers' class is made small and watched (`models.derived.outline`); what has a size is
 taken from a model of the real width without blocks. What does not fit the three kinds of layer is refused in one line.
 Whether the family computes what transformers computes is for `models.derived.proof` to say.
 
@@ -28,7 +28,7 @@ from models.config_json import AHEAD
 from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of, tables_of
 from models.derived.positions import DerivedPositions, by_document
 from models.derived.shrink import is_dropout, shrunk_fields
-from models.family import Family, Rule, Tie
+from models.family import Family, Rule
 from models.layers import Head, make_buffer
 
 BLOCKS = 4  # of a small model: one of every kind, most often
@@ -117,7 +117,6 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         block=block,
         block_in_whole=tuple(rule for rule in in_whole if rule not in block),
         head=head,
-        tie=Tie(embedding="embed_tokens.weight", head="lm_head.weight"),
         carried=(*ignored, *_layers_ahead(config, outline), NEVER_LEARNED),
         positions=lambda config, rotary: DerivedPositions(config, rotary, outline.calls, given, modules),
         embedding_scale=None if ends.scale == 1 else lambda config: ends.scale,

@@ -1,10 +1,9 @@
-"""Whether a family computes what transformers computes, shown on a small model of the same traits.
+"""Compare a family with transformers, on a small model with the traits of the large one.
 
-A model with random weights is written by transformers, read back through the family's own table, and held against it:
-the round trip of every weight, logits, loss, every gradient, two stages against one, packed documents against each
-alone, padded rows, rows in parts whose tokens meet in attention only, and tokens that come one by one through the
-cache. Nothing is taken on trust: a family that fails in one of them is refused, with the figure and the bound, or does
-without what it fails in.
+transformers writes a model with random weights, and the family's own table reads it. Compared are the round trip of
+every weight, logits, loss, every gradient, two stages with one, packed documents with each alone, padded rows, rows
+that two processes share, and tokens that come one by one through the cache. A family that fails in one of them is
+refused, with the figure and the bound, or does without what it fails in.
 
 Cost: some seconds on a CPU, in fp32.
 """
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -49,26 +48,24 @@ STEPS = 6  # tokens that come one by one
 PADDED = 31  # from where on a row is padded
 BOUND = 2e-5  # of what is compared, beside its largest number
 RECURRENT = 2e-4  # where there are recurrent states, which make rounding larger
-ROUGHLY = 1e-3  # of tokens one by one, for the same reason; a mistake is larger still
+ROUGHLY = 1e-3  # of tokens one by one, for the same reason; mistakes are larger
 CPU = torch.device("cpu")
 
-GENERATION, ROUTING, PARTS = "tokens one by one", "losses of the router", "rows in parts"
+GENERATION, ROUTING, PARTS = "tokens one by one", "losses of the router", "shared rows"
 OPTIONAL = {GENERATION, ROUTING, PARTS}  # which training can do without
 
 Figures = dict[str, float]  # the largest difference of each comparison, as a share of the largest number in it
 
 
 class Proof(BaseModel):
-    """What holds.
+    """The result of a comparison that holds.
 
     Attributes:
-        attention: the kernels with which the family is exact, the usual one first.
-        figures: by how much it differs.
+        attention: the kernels with which the family is exact, the default first.
         generates: whether tokens may come one by one.
         routes: whether the loss of its router is transformers', where it has one.
         shares_rows: whether tokens meet in attention only, so that several processes may share rows.
         linear: whether it has linear attention, which sees the documents of a packed row one by one.
-        seconds: what the proof took.
     """
 
     attention: tuple[str, ...]
@@ -79,17 +76,10 @@ class Proof(BaseModel):
     linear: bool
     seconds: float
 
-    @model_validator(mode="after")
-    def _holds(self) -> Proof:
-        within = all(figure <= bound(name, self.linear) for name, figure in self.figures.items())  # not so for a NaN
-        if not self.figures or not within or self.attention not in (ALL, (EAGER,)):
-            raise ValueError("expected figures within their bounds, and kernels that there are")
-        return self
-
     def __str__(self) -> str:
         worst = max(self.figures, key=lambda name: self.figures[name])
-        text = f"held against transformers in {len(self.figures)} comparisons"
-        text += f"; the largest difference is {self.figures[worst]:.0e} ({worst})"
+        text = f"compared with transformers in {len(self.figures)} ways"
+        text += f"; largest difference: {self.figures[worst]:.0e} ({worst})"
         if self.attention[0] == EAGER:
             text += "; attention is the layer's own arithmetic, as torch's kernels do not compute it"
         if self.linear:

@@ -91,8 +91,8 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
         WORDS: min(int(config.vocab_size), VOCABULARY),
     }
     known = config.to_dict()
-    # Defaults too, of which the small vocabulary has no row.
-    raw = {name: value for name, value in known.items() if name.endswith("_token_id")} | raw
+    # Defaults too: token ids of which the small vocabulary has no row, dropout that would make the proof random.
+    raw = {name: value for name, value in known.items() if name.endswith("_token_id") or is_dropout(name)} | raw
     for name, value in known.items():
         if name.endswith(INNER) and isinstance(value, int):
             sizes[(name,)] = _multiple(narrow * min(2, value / width))

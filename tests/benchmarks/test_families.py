@@ -5,38 +5,34 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import families
-from benchmarks.families import HEADER, Verdict, verdict, written
+from benchmarks.families import REFUSED, USUAL, Verdict, read, verdict, written
 from models.attention.kernels import ALL
 from models.derived.proof import Proof
 from tests.models.derived.cases import since
 
 OLD, NEW = "5.17", "5.23"
+KINDS = {"generates": True, "routes": False, "shares_rows": True, "linear": False}
+HOLDS = Proof(attention=ALL, figures={"logits": 1e-6}, seconds=1.0, **KINDS)
 
 
-def table(before: str, release: str, monkeypatch: pytest.MonkeyPatch, **verdicts: str) -> dict[str, str]:
-    """The rows after these verdicts with a release, by model: the reason of a refusal, or nothing."""
+def table(before: str, release: str, monkeypatch: pytest.MonkeyPatch, **held: bool) -> str:
+    """The table after these verdicts with a release."""
     monkeypatch.setattr(families, "RELEASE", release)
-    kinds = {"generates": True, "routes": False, "shares_rows": True, "linear": False}
-    proof = Proof(attention=ALL, figures={"logits": 1e-6}, seconds=1.0, **kinds)
-    made = [Verdict(name, None if reason else proof, reason) for name, reason in verdicts.items()]
-    after = written(made, before)
-    assert after.count(HEADER) == 1
-    return {line.split("`")[1]: line for line in after.partition(HEADER)[2].splitlines()}
+    monkeypatch.setattr(families, "VERSION", f"{release}.0")
+    return written([Verdict(name, HOLDS if holds else None, divided=True) for name, holds in held.items()], before)
 
 
 def test_of_two_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = table("", NEW, monkeypatch, llama="", mistral="new reason", qwen3="", phi="only new")
-    lines = "\n".join(["With transformers 5.23.0, some hold.", "", HEADER.strip(), *rows.values(), ""])
-    after = table(lines, OLD, monkeypatch, llama="", mistral="old reason", qwen3="old reason", gemma="")
-    assert after.keys() == {"llama", "mistral", "qwen3", "phi", "gemma"}
-    assert after["llama"].endswith(f"| {OLD}, {NEW} |")
-    assert "new reason" in after["mistral"] and after["mistral"].endswith(f"| {NEW} |")
-    assert "refused" not in after["qwen3"] and after["qwen3"].endswith(f"| {NEW} |")
-    assert after["phi"] == rows["phi"] and after["gemma"].endswith(f"| {OLD} |")
-    again = table(
-        "\n".join([HEADER.strip(), *after.values(), ""]), NEW, monkeypatch, mistral="better reason", qwen3="no"
+    new = table("", NEW, monkeypatch, llama=True, mistral=False, qwen3=True, phi=False)
+    both = table(new, OLD, monkeypatch, llama=True, mistral=False, qwen3=False, gemma=True)
+    assert both == (
+        f"With transformers {OLD}.0 and torch {families.torch.__version__.partition('+')[0]}, 2 of the 4 architectures "
+        f"hold.\n{new.splitlines()[0]}\n\n{families.HEADER}"
+        f"| {USUAL} | `gemma` ({OLD}), `llama`, `qwen3` ({NEW}) |\n| {REFUSED} | `mistral`, `phi` |\n"
     )
-    assert "better reason" in again["mistral"] and "refused: no" in again["qwen3"]
+    again = read(table(both, NEW, monkeypatch, qwen3=False, mistral=True))[1]
+    assert again["qwen3"] == (REFUSED, set()) and again["mistral"] == (USUAL, {NEW})
+    assert again["gemma"] == (USUAL, {OLD}) and again["llama"] == (USUAL, {OLD, NEW})
 
 
 @since("5.23")  # whose plans are other ones
@@ -46,4 +42,4 @@ def test_of_two_releases(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_tensor_plan_is_what_a_run_would_take(model_type: str, divided: bool) -> None:
     found = verdict(model_type)
     assert found.proof and found.divided == divided
-    assert found.row().split(" | ")[7] == ("yes" if divided else "no")
+    assert ("no tensor parallelism" in found.traits) != divided

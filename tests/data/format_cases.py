@@ -51,6 +51,10 @@ def refusal(raw: Any, format_name: str | None = None, columns: dict[str, str] | 
 
 
 # By format: an object and its records.
+def case(raw: JSON, *records: Record) -> tuple[JSON, list[Record]]:
+    return raw, list(records)
+
+
 CASES: dict[str, list[tuple[JSON, list[Record]]]] = {
     "pipetune": [({"type": "pretrain", "text": "t"}, [Pretrain(type="pretrain", text="t")])],
     "openai": [
@@ -193,11 +197,11 @@ CASES: dict[str, list[tuple[JSON, list[Record]]]] = {
         ({"instruction": "q", "output": "a", "reasoning": "t"}, [chat(USER, ANSWER | {"reasoning_content": "t"})]),
     ],
     "prompt_completion": [
-        *(
-            ({ask: "q", answer: "a"}, [instruct("q", "a")])
-            for ask, answer in (("prompt", "completion"), ("prompt", "response"), ("prompt", "generation"))
-        ),
-        *(({"input": "q", answer: -7}, [instruct("q", "-7")]) for answer in ("output", "target", "content")),
+        *[
+            case({"prompt": "q", answer: "a"}, instruct("q", "a"))
+            for answer in ("completion", "response", "generation")
+        ],
+        *[case({"input": "q", answer: -7}, instruct("q", "-7")) for answer in ("output", "target", "content")],
         ({"prompt": "q", "completion": "a", "system": "s"}, [chat(SYSTEM, USER, ANSWER)]),
         ({"prompt": [USER], "completion": [ANSWER]}, [instruct("q", "a")]),
         (

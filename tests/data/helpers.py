@@ -136,6 +136,11 @@ def question_ids(
     return encode_question(said[: answers[turns - 1]], tokenizer, prompt_format)
 
 
+def as_lists(sample: Sample) -> Sample:
+    """A sample out of a file, whose values are arrays, with lists."""
+    return {"input_ids": list(map(int, sample["input_ids"])), "labels": list(map(int, sample["labels"]))}
+
+
 def chat(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Chat:
     return Chat.model_validate({"messages": messages, "tools": tools or []})
 

@@ -1,13 +1,14 @@
-"""Small vocabularies of InternLM2, the first Baichuan and the first Qwen, in folders as they are published.
+"""Folders of five families as they are published, each with what its original classes make of texts and dialogues.
 
-Beside each stands what its own class makes of a text and its own chat code of a dialogue, by sentencepiece and
-tiktoken themselves.
+ChatGLM3 and Baichuan2 have their real vocabularies, from the folder of golden files. InternLM2, the first Baichuan and
+the first Qwen have small ones, trained here. The originals are sentencepiece and tiktoken themselves.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 import unicodedata
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiktoken
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
@@ -22,14 +24,23 @@ from tiktoken._educational import bpe_train
 
 from data.chat.native.kinds import native_tokenizer
 from data.chat.native.qwen import PATTERN
-from tests.conftest import FAQ
-from tests.data.test_native_tokenizers import Pieces, write
+from data.sample_set import IGNORED
+from tests.conftest import FAQ, SHARED
 
 CONTROL = 3  # type of a piece
 CONTROLS = {"<unk>": 0, "<s>": 1, "</s>": 2}
 # By family: what tokenizer_config.json calls the class, and the ids that end an answer.
 CLASSES = {"internlm2": "InternLM2Tokenizer", "baichuan": "BaiChuanTokenizer", "qwen": "QWenTokenizer"}
-END_TOKENS = {"internlm2": [2, 13], "baichuan": [2], "qwen": [600, 602]}
+CLASSES |= {"chatglm3": "ChatGLMTokenizer", "baichuan2": "BaichuanTokenizer"}
+END_TOKENS = {
+    "internlm2": [2, 13],
+    "baichuan": [2],
+    "qwen": [600, 602],
+    "chatglm3": [2, 64795, 64797],
+    "baichuan2": [2],
+}
+GOLDEN = ("chatglm3", "baichuan2")
+ROLES = {"user": 195, "assistant": 196}  # of Baichuan
 SPARE = [f"[UNUSED_TOKEN_{number}]" for number in range(1, 13)]  # 3 to 14
 ADDED = {"<|plugin|>": 9, "<|interpreter|>": 10, "<|action_end|>": 11, "<|action_start|>": 12, "<|im_end|>": 13}
 ADDED["<|im_start|>"] = 14
@@ -37,6 +48,29 @@ MARKUP = ["\n", "\t", "<td>", "<td/>", "<h1>", *(f"<spare_{number}>" for number 
 RESERVED = [*MARKUP, *(f"<reserved_{number}>" for number in range(110))]  # the 102nd is 195, as in the real one
 RANKS = 600
 EXTRAS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
+CODE = "raise SystemExit('remote code was run')"
+
+Pieces = list[tuple[list[int], bool]]  # token ids, and whether the model has to write them
+
+
+def write(path: Path, settings: Any) -> None:
+    path.write_text(json.dumps(settings), encoding="utf-8")
+
+
+def flat(pieces: Pieces) -> dict[str, list[int]]:
+    """A sample of these pieces."""
+    ids = [token for tokens, _ in pieces for token in tokens]
+    labels = [token if supervised else IGNORED for tokens, supervised in pieces for token in tokens]
+    return {"input_ids": ids, "labels": labels}
+
+
+@cache
+def golden() -> dict[str, Any]:
+    path = SHARED / "golden" / "tokenizers" / "vectors.json"
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 @cache
@@ -90,33 +124,39 @@ class Published:
 
     def __init__(self, family: str, folder: Path, dummy_prefix: bool | None = None, **settings: Any) -> None:
         self.family, self.folder = family, folder
+        self.vocabulary = folder / ("qwen.tiktoken" if family == "qwen" else "tokenizer.model")
+        self.names = dict(CONTROLS)  # control tokens, and their ids
         self.beginning: list[int] = []  # of a text
-        self.names = dict(CONTROLS)  # what the class cuts out of any text
         stated: dict[str, Any] = {"tokenizer_class": CLASSES[family]}
         if family == "qwen":
-            self.vocabulary, content = folder / "qwen.tiktoken", rank_file()
+            content = rank_file()
             self.names = {name: number for number, name in enumerate(EXTRAS, start=RANKS)}
             encoding = tiktoken.Encoding("qwen", pat_str=PATTERN, mergeable_ranks=ranks(), special_tokens=self.names)
             self.bare: Callable[[str], list[int]] = encoding.encode_ordinary
+        elif family in GOLDEN:
+            about = golden()["tokenizers"][family]
+            self.names = about.get("special_token_ids", self.names)
+            self.beginning = about.get("orig_prefix", [])
+            content = (SHARED / "golden" / "tokenizers" / family / "tokenizer.model").read_bytes()
+            self.bare = SentencePieceProcessor(model_proto=content).encode
         else:
-            self.vocabulary = folder / "tokenizer.model"
             if family == "internlm2":
                 self.beginning, self.names = [1], CONTROLS | ADDED
                 stated["added_tokens_decoder"] = decoder(self.names)
-                content = sentencepiece_model(*SPARE, add_dummy_prefix=bool(dummy_prefix))
-            else:
-                content = sentencepiece_model(*RESERVED, add_dummy_prefix=dummy_prefix is not False)
+            spare, prefixed = (
+                (SPARE, bool(dummy_prefix)) if family == "internlm2" else (RESERVED, dummy_prefix is not False)
+            )
+            content = sentencepiece_model(*spare, add_dummy_prefix=prefixed)
             proto = ModelProto.FromString(content)
             for name, number in self.names.items():
                 proto.pieces[number].piece = name
                 proto.pieces[number].type = CONTROL if number else proto.pieces[number].type
-            processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
-            self.bare = processor.encode
+            self.bare = SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
         self.end = END_TOKENS[family][-1]
         module = f"tokenization_{family}"
         stated["auto_map"] = {"AutoTokenizer": [f"{module}.{CLASSES[family]}", None]}
         write(folder / "tokenizer_config.json", stated | settings)
-        (folder / f"{module}.py").write_text("raise SystemExit('remote code was run')", encoding="utf-8")
+        (folder / f"{module}.py").write_text(CODE, encoding="utf-8")
         self.vocabulary.write_bytes(content)
         built = native_tokenizer(folder)
         assert built is not None
@@ -124,6 +164,8 @@ class Published:
 
     def original(self, text: str) -> list[int]:
         """What the family's class makes of a text, but for what it begins with."""
+        if self.family == "chatglm3":  # no text can write its control tokens
+            return self.bare(text)
         ids: list[int] = []
         text = unicodedata.normalize("NFC", text) if self.family == "qwen" else text
         for part in re.split(f"({'|'.join(map(re.escape, self.names))})", text):
@@ -131,21 +173,26 @@ class Published:
         return ids
 
     def chat(self, messages: list[dict[str, str]]) -> Pieces:
-        """What the family's chat code makes of a dialogue; whether the model has to write it."""
+        """What the family's chat code makes of a dialogue."""
         pieces: Pieces = [(self.beginning, False)]
         if self.family == "qwen" and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": "You are a helpful assistant."}, *messages]
         for message in messages:
-            answered = message["role"] == "assistant"
-            pieces += [(self.asked(message["role"]), False), (self.original(message["content"]), answered)]
-            if self.family != "baichuan":
-                pieces += [([self.end], answered), (self.bare("\n"), False)]
-            elif answered:
-                pieces.append(([self.end], True))
+            answered, content = message["role"] == "assistant", message["content"]
+            # The token of the next role ends a turn of ChatGLM3.
+            pieces.append((self.asked(message["role"]), self.family == "chatglm3" and pieces[-1][1]))
+            if self.family == "chatglm3":
+                pieces.append((self.bare("\n") + self.bare(content), answered))
+            elif self.family.startswith("baichuan"):
+                pieces.append((self.original(content) + [self.end] * answered, answered))
+            else:
+                pieces += [([*self.original(content), self.end], answered), (self.bare("\n"), False)]
         return pieces
 
     def asked(self, role: str = "assistant") -> list[int]:
         """What stands before what somebody says."""
-        if self.family == "baichuan":
-            return [{"user": 195, "assistant": 196}[role]]
+        if self.family == "chatglm3":
+            return [self.names[f"<|{role}|>"]]
+        if self.family.startswith("baichuan"):
+            return [ROLES[role]] if role in ROLES else []
         return [self.names["<|im_start|>"], *self.bare(f"{role}\n")]

@@ -29,7 +29,7 @@ def printed(launch: Launch, text: str) -> bool:
     return launch.stdout == text
 
 
-def start(folder: Path, tokenizer: Path, data: Path, count: int, small: int = 0) -> list[Launch]:
+def start(folder: Path, tokenizer: Path, data: Path, count: int) -> list[Launch]:
     """Processes that want the same samples at the same moment."""
     job = {
         "data": str(data),
@@ -37,7 +37,6 @@ def start(folder: Path, tokenizer: Path, data: Path, count: int, small: int = 0)
         "limit": LIMIT,
         "cache": str(folder / "cache"),
         "go": str(folder / "go"),
-        "small": small,
     }
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     launches = [Launch(sys.executable, WORKER, folder / "job.json") for _ in range(count)]
@@ -52,17 +51,15 @@ def outcome(launch: Launch) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("small", [0, pytest.param(2**30, marks=pytest.mark.longest)])
-def test_processes_that_start_cold_at_once_make_one_build(tmp_path: Path, tokenizer_folder: Path, small: int) -> None:
+def test_processes_that_start_cold_at_once_make_one_build(tmp_path: Path, tokenizer_folder: Path) -> None:
     data = write(tmp_path / "a.jsonl", records(3000))
-    results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3, small=small)]
+    results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3)]
     assert sum(result["built"] for result in results) == 1
     assert len({result["fingerprint"] for result in results}) == 1
     assert len(caches(tmp_path)) == 1
     assert not left_over(tmp_path)
-    if not small:
-        waited = [result["told"] for result in results if not result["built"]]
-        assert all("waiting for it" in told and "data: process" in told for told in waited)
+    waited = [result["told"] for result in results if not result["built"]]
+    assert all("waiting for it" in told and "data: process" in told for told in waited)
 
 
 def test_those_who_waited_fail_with_the_builders_words(tmp_path: Path, tokenizer_folder: Path) -> None:

@@ -1,9 +1,8 @@
-"""Random dialogues with words that may be taken for something else, and real ones: masks are exact."""
+"""Random dialogues with words that may be taken for something else: masks are exact."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,7 @@ from data.chat.rendered import RenderedText, Span, join
 from data.records.chat import Chat
 from data.tokenized.tokenize import _tokens, load_tokenizer
 from tests.data.helpers import chat, rendered
-from tests.data.template_styles import (
-    QWEN25,
-    STYLES,
-)
+from tests.data.template_styles import STYLES
 
 JSON = dict[str, Any]
 END = "<|im_end|>"
@@ -92,7 +88,7 @@ def losses(written: RenderedText) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_any_words_are_supervised_whole_and_alone(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_any_words_are_trained_whole_and_alone(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     template = chat_template(STYLES[name].put_on(tokenizer), Prompts())
     tools_known = name in ("qwen2.5", "llama3.1")
 
@@ -152,34 +148,6 @@ def test_the_mask_of_a_dialogue_is_the_same_whatever_was_read_before(
             written = used.write(said_in(record), record.tools)
             assert written == ChatTemplate(tokenizer, template, Prompts()).write(said_in(record), record.tools)
             assert all(text.rstrip().endswith((END, "w")) for text in losses(written))
-
-
-def test_real_tool_dialogues_are_masked_whole(shared: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    source = shared / "data" / "toolcall" / "glaive_toolcall_zh_demo.json"
-    if not source.is_file():
-        pytest.skip(f"no real data: {source} is absent")
-    records = list(read_glaive(source))[:100]
-    template = chat_template(QWEN25.put_on(tokenizer), Prompts())
-    for record in records:
-        written = template.write(said_in(record), record.tools)
-        messages = record.model_dump(exclude_defaults=True)["messages"]
-        assert losses(written) == [qwen(message) for message in messages if message["role"] == "assistant"]
-
-
-def read_glaive(path: Path) -> Iterator[Chat]:
-    roles = {"human": "user", "gpt": "assistant", "observation": "tool"}
-    for entry in json.loads(path.read_text(encoding="utf-8")):
-        messages: list[JSON] = []
-        for turn in entry["conversations"]:
-            if turn["from"] != "function_call":
-                messages.append({"role": roles[turn["from"]], "content": turn["value"]})
-                continue
-            call = json.loads(turn["value"])
-            if isinstance(call, list):
-                break
-            messages.append({"role": "assistant", "content": "", "tool_calls": [{"function": call}]})
-        if any(message["role"] == "assistant" for message in messages):
-            yield Chat.model_validate({"messages": messages, "tools": entry.get("tools")})
 
 
 @settings(deadline=None, database=None)

@@ -15,14 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
 from data.inspection import summary
-from data.inspection.summary import draw_lengths
 from data.records.sources import Source
-from data.sample_set import Sample, supervised_count
+from data.sample_set import supervised_count
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.parallel import has_empty_answer
-from data.tokenized.tokenize import encode, encode_tokens, load_tokenizer
+from data.tokenized.tokenize import encode, encode_tokens
 from tests.conftest import CHATML, save_tokenizer
-from tests.data.helpers import RECORDS, parse_record
+from tests.data.helpers import RECORDS, as_lists, parse_record
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 
@@ -32,10 +31,6 @@ INSTRUCT = {"type": "instruct", "instruct": "What is one?", "output": "1"}
 def write(path: Path, *records: dict[str, Any]) -> Path:
     path.write_text(json.dumps(records), encoding="utf-8")
     return path
-
-
-def as_lists(sample: Sample) -> dict[str, list[int]]:
-    return {name: numpy.asarray(values).tolist() for name, values in sample.items()}
 
 
 @pytest.mark.parametrize("prompt_format", ["plain", "chat_template"])
@@ -55,18 +50,6 @@ def test_the_samples_are_those_of_encoding_one_by_one(
     assert dataset.samples[-1]["input_ids"].dtype == numpy.int32  # type: ignore[attr-defined]
     with pytest.raises(IndexError):
         dataset.samples[len(wanted)]
-
-
-def test_real_records_come_as_encoding_one_by_one_gives_them(shared: Path, tokenizer_folder: Path) -> None:
-    path = shared / "data" / "gsm8k" / "test.jsonl"
-    dataset = load_dataset(path, tokenizer_folder, 100_000, "chat_template")
-    tokenizer = load_tokenizer(tokenizer_folder)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(dataset) == len(lines)
-    for number in range(0, len(lines), 50):
-        row = json.loads(lines[number])
-        record = {"type": "instruct", "instruct": row["question"], "output": row["answer"]}
-        assert as_lists(dataset.samples[number]) == encode_tokens(record, tokenizer, "chat_template").sample()
 
 
 def test_a_dataset_counts_what_was_cut_and_what_was_left_out(
@@ -93,7 +76,7 @@ def test_a_dataset_counts_what_was_cut_and_what_was_left_out(
     assert not any("cut" in line for line in summary.facts(whole, 10_000))
 
 
-def test_a_dataset_without_any_loss_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_records_without_a_trained_token_are_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
     path = write(tmp_path / "records.json", INSTRUCT)
     with pytest.raises(DataError, match=r"records\.json: nothing bears loss within max_seq_len 8"):
         load_dataset(path, tokenizer_folder, 8, "plain")
@@ -168,11 +151,11 @@ def test_samples_survive_pickling_and_forking(tmp_path: Path, tokenizer_folder: 
         ({"type": "pretrain", "text": " "}, False),
     ],
 )
-def test_empty_answers_are_seen(record: dict[str, Any], empty: bool) -> None:
+def test_empty_answers_are_found(record: dict[str, Any], empty: bool) -> None:
     assert has_empty_answer(parse_record(record)) is empty
 
 
-def test_the_report_says_what_a_person_would_act_on(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_the_report_names_cut_empty_and_duplicate_records(tmp_path: Path, tokenizer_folder: Path) -> None:
     unlike = [INSTRUCT | {"instruct": f"What is {number}?"} for number in range(5)]
     unlike.append(INSTRUCT | {"instruct": "What is <|im_end|>?"})
     empty, long = INSTRUCT | {"output": ""}, INSTRUCT | {"output": "1 2 3 4 5 " * 100}
@@ -203,7 +186,7 @@ def test_the_report_says_what_a_person_would_act_on(tmp_path: Path, tokenizer_fo
     assert (tmp_path / summary.LENGTHS_FILE).read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_is_warned_of_where_nothing_is_wrong(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_good_records_give_no_warning(tmp_path: Path, tokenizer_folder: Path) -> None:
     unlike = [INSTRUCT | {"instruct": f"What is {number}?", "output": "One. " * 20} for number in range(6)]
     dataset = load_dataset(write(tmp_path / "a.json", *unlike[:5]), tokenizer_folder, 1000, "plain")
     other = load_dataset(write(tmp_path / "b.json", unlike[5]), tokenizer_folder, 1000, "plain")
@@ -211,9 +194,8 @@ def test_nothing_is_warned_of_where_nothing_is_wrong(tmp_path: Path, tokenizer_f
     assert summary.overlap(dataset, other) == []
 
 
-@pytest.mark.parametrize("word", ["<image>", "<video>", "<audio>", "<bbox>", "<ref-object>"])
-@pytest.mark.parametrize("escaped", [False, True])
-def test_a_placeholder_of_a_picture_is_told_with_its_place(
+@pytest.mark.parametrize(("word", "escaped"), [("<image>", False), ("<image>", True), ("<ref-object>", False)])
+def test_a_placeholder_of_a_picture_is_noted_with_its_place(
     word: str, escaped: bool, tmp_path: Path, tokenizer_folder: Path
 ) -> None:
     unlike = [INSTRUCT | {"instruct": f"What is {number}?", "output": "One. " * 20} for number in range(4)]
@@ -232,8 +214,3 @@ def test_many_files_do_not_flood_the_table(tmp_path: Path, tokenizer_folder: Pat
     assert len(lines) == 1 + summary.ROWS + 2
     assert lines[-2].split()[:4] == ["5", "more", "5", "5"]
     assert lines[-1].split()[:3] == ["together", "25", "25"]
-
-
-def test_the_lengths_of_a_single_sample_can_be_drawn(tmp_path: Path, tokenizer_folder: Path) -> None:
-    dataset = load_dataset(write(tmp_path / "records.json", INSTRUCT), tokenizer_folder, 1000, "plain")
-    assert draw_lengths(dataset, 1000, tmp_path / "lengths.png").stat().st_size > 1000

@@ -346,11 +346,14 @@ def test_a_million_wrong_entries_are_refused_at_the_first(field: str) -> None:
 
 def test_nulls_that_a_table_put_into_calls_are_left_out_and_declared_ones_stay(shared: Path) -> None:
     properties = {"city": {"type": "string"}, "unit": {"type": ["string", "null"], "default": None}, "other": None}
-    tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": None}}
+    tool: dict[str, Any] = {
+        "name": "f",
+        "parameters": {"type": "object", "properties": properties, "required": None},
+    }
     arguments = {"city": "Lima", "unit": None, "other": None}
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     record = parse_record({"messages": [USER, call], "tools": [tool]})
-    del properties["other"], arguments["other"], tool["parameters"]["required"]  # type: ignore[attr-defined]
+    del properties["other"], arguments["other"], tool["parameters"]["required"]
     assert record.model_dump() == chat(USER, call, tools=[{"type": "function", "function": tool}]).model_dump()
     folder = shared / "cases" / "reports" / "struct-nulls"
     table, lines = (

@@ -24,6 +24,7 @@ from pyarrow import parquet
 
 from data.errors import DataError
 from data.records.files import GZIP, MARKS, ZSTD
+from data.records.formats import FORMAT_NAMES
 from data.records.json_values import REST_IS_LOST
 from data.records.raw_records import PARQUET, RawRecord
 from data.records.reading import LONGEST_LINE, SHOWN, parse
@@ -35,43 +36,14 @@ from tests.data.helpers import RECORDS, read
 BASES: list[Any] = [*RECORDS.values(), *(raw for cases in CASES.values() for raw, _ in cases)]
 
 
-JUNK: SearchStrategy[Any] = st.one_of(
-    st.sampled_from(
-        [None, True, 0, -1, 1e308, 10**40, "", "\0", "\ud800", "\U0010ffff\u2028", [], {}, [None], {"": None}, [[]]]
-    ),
-    st.sampled_from([float("nan"), float("inf"), float("-inf"), "x" * 100_000, [0] * 10_000, {"type": "pretrain"}]),
-    st.sampled_from(["@150", "@250", "@900"]),  # becomes as many lists in each other
-    st.text(max_size=8),
-    st.sampled_from(
-        [*FORMATS, "human", "gpt", "assistant", "tool", "ask", "ans", "ans-api", '{"name": "f"}', "[", "{"]
-    ),
-)
-SPLINTERS: SearchStrategy[bytes] = st.one_of(
-    st.binary(min_size=1, max_size=6),
-    st.sampled_from(
-        [
-            b'"',
-            b"\\",
-            b"{",
-            b"}",
-            b"[",
-            b"]",
-            b",",
-            b":",
-            b"\n",
-            b"\r",
-            b"\0",
-            b"NaN",
-            b"-",
-            b"1e999",
-            b"/*",
-            b"\\ud800",
-        ]
-    ),
-    st.sampled_from(
-        [b'{"text":', b'{"a": [', b'"}]}, ', b'\\"', b"\xc3", b"\xff\xfe", b"\xed\xa0\x80", b"\xef\xbb\xbf"]
-    ),
-)
+ODD_VALUES: list[Any] = [None, True, 0, -1, 1e308, 10**40, "", "\0", "\ud800", "\U0010ffff\u2028", [], {}, [None]]
+ODD_VALUES += [{"": None}, [[]], *map(float, ("nan", "inf", "-inf")), "x" * 100_000, [0] * 10_000, {"type": "pretrain"}]
+ODD_VALUES += ["@150", "@250", "@900"]  # becomes as many lists in each other
+ODD_VALUES += [*FORMAT_NAMES, *"human gpt assistant tool ask ans ans-api [ {".split(), '{"name": "f"}']
+JUNK: SearchStrategy[Any] = st.sampled_from(ODD_VALUES) | st.text(max_size=8)
+MARKUP = [*rb'" \ { } [ ] , : NaN - 1e999 /* \ud800 {"text": \"'.split(), b"\n", b"\r", b"\0", b'{"a": [', b'"}]}, ']
+MARKUP += [b"\xc3", b"\xff\xfe", b"\xed\xa0\x80", b"\xef\xbb\xbf"]
+SPLINTERS: SearchStrategy[bytes] = st.binary(min_size=1, max_size=6) | st.sampled_from(MARKUP)
 
 
 @st.composite
@@ -122,7 +94,7 @@ DAMAGES: SearchStrategy[Damage] = st.one_of(
     st.builds(Damage, PLACES, st.just(0), st.sampled_from([b"[", b'{"a":', b"x", b"1", b" ", b"\0"]), MANY, WHOLE),
     st.builds(Damage, PLACES, st.just(0), st.just(b""), ONCE, st.just(True)),
 )
-FORMAT_NAMES: SearchStrategy[str | None] = st.one_of(st.none(), st.none(), st.sampled_from([*FORMATS, TEXT_FILE]))
+NAMES: SearchStrategy[str | None] = st.one_of(st.none(), st.none(), st.sampled_from([*FORMAT_NAMES, TEXT_FILE]))
 
 
 def check_usable(record: Record) -> None:
@@ -159,7 +131,7 @@ RECORD_ARGUMENTS: dict[str, SearchStrategy[Any]] = {
     "base": st.sampled_from(BASES).flatmap(spoiled),
     "damage": st.one_of(st.none(), DAMAGES),
     "kind": st.sampled_from(["json", "json", "row", "text"]),
-    "format_name": FORMAT_NAMES,
+    "format_name": NAMES,
 }
 FOREIGN = [mark for marks in MARKS for mark in (marks if isinstance(marks, tuple) else (marks,))]
 OTHER_FILES = (GZIP, ZSTD, PARQUET, *FOREIGN)  # with such bytes at its beginning it is another file
@@ -286,52 +258,34 @@ PACKED_ARGUMENTS: dict[str, SearchStrategy[Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzz")
-
-
-def tries(count: int, **options: Any) -> settings:
-    """How many examples; how long one takes is nobody's business."""
+def tries(count: int) -> settings:
+    """Few examples are the same each time; how long one takes does not matter."""
+    checks = list(HealthCheck)
     return settings(
-        max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), **options
+        max_examples=count, deadline=None, database=None, suppress_health_check=checks, derandomize=count < 1000
     )
 
 
-@tries(150, derandomize=True)
-@given(**RECORD_ARGUMENTS)
-def test_a_spoiled_record_is_read_or_refused(**arguments: Any) -> None:
-    record_body(**arguments)
+@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
+def test_a_spoiled_record_is_read_or_refused(count: int) -> None:
+    tries(count)(given(**RECORD_ARGUMENTS)(record_body))()
 
 
-@tries(150, derandomize=True)
-@given(**FILE_ARGUMENTS)
-def test_damage_costs_no_record_that_it_does_not_touch(folder: Path, **arguments: Any) -> None:
-    file_body(folder, **arguments)
+@pytest.mark.parametrize("count", [150, pytest.param(4000, marks=pytest.mark.slow)])
+def test_damage_costs_no_record_that_it_does_not_touch(count: int, tmp_path: Path) -> None:
+    @tries(count)
+    @given(**FILE_ARGUMENTS)
+    def check(**arguments: Any) -> None:
+        file_body(tmp_path, **arguments)
+
+    check()
 
 
-@tries(50, derandomize=True)
-@given(**PACKED_ARGUMENTS)
-def test_a_damaged_binary_file_is_reported(folder: Path, **arguments: Any) -> None:
-    packed_body(folder, **arguments)
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_damaged_binary_file_is_reported(count: int, tmp_path: Path) -> None:
+    @tries(count)
+    @given(**PACKED_ARGUMENTS)
+    def check(**arguments: Any) -> None:
+        packed_body(tmp_path, **arguments)
 
-
-@pytest.mark.slow
-@tries(5000)
-@given(**RECORD_ARGUMENTS)
-def test_thousands_of_spoiled_records_are_read_or_refused(**arguments: Any) -> None:
-    record_body(**arguments)
-
-
-@pytest.mark.slow
-@tries(4000)
-@given(**FILE_ARGUMENTS)
-def test_damage_in_thousands_of_places_costs_no_record_that_it_does_not_touch(folder: Path, **arguments: Any) -> None:
-    file_body(folder, **arguments)
-
-
-@pytest.mark.slow
-@tries(1000)
-@given(**PACKED_ARGUMENTS)
-def test_a_thousand_damaged_binary_files_are_reported(folder: Path, **arguments: Any) -> None:
-    packed_body(folder, **arguments)
+    check()

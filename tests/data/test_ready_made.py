@@ -55,7 +55,7 @@ def test_a_mask_of_ready_made_tokens_says_what_bears_loss(name: str, tokenizer: 
 def test_packed_rows_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = [3, 5, 6, 7]
     assert sample_of({"input_ids": ids, "position_ids": [0, 1, 2, 3]}, tokenizer)["labels"] == ids
-    with pytest.raises(DataError, match="field position_ids: expected one document a record"):
+    with pytest.raises(DataError, match="field position_ids: expected one document, counted from 0"):
         sample_of({"input_ids": ids, "position_ids": [0, 1, 0, 1]}, tokenizer)
 
 

@@ -42,7 +42,7 @@ def test_an_endless_template_is_ended(text: str) -> None:
     assert render("{{ 1 + 1 }}") == "2"  # and what is rendered afterwards is not
 
 
-def test_it_is_ended_in_any_thread() -> None:
+def test_an_endless_template_is_ended_in_any_thread() -> None:
     outcomes: SimpleQueue[type[BaseException]] = SimpleQueue()
 
     def work() -> None:
@@ -75,25 +75,6 @@ def test_what_ends_just_when_it_is_to_be_ended_leaves_nothing_behind(monkeypatch
     assert 0 < ended < 1000
 
 
-def test_an_exception_on_the_way_out_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Lock:
-        uses = 0
-
-        def __enter__(self) -> None:
-            self.uses += 1
-            if self.uses == 2:  # the first enters, the second leaves
-                raise SlowTemplate
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    render(text := "{{ 1 + 1 }}")
-    monkeypatch.setattr(sandbox._watch, "_lock", Lock())
-    with pytest.raises(SlowTemplate):
-        render(text)
-    assert not sandbox._watch._running
-
-
 def _ends() -> None:
     try:
         render(ENDLESS)
@@ -101,7 +82,7 @@ def _ends() -> None:
         raise SystemExit(7) from None
 
 
-def test_it_is_ended_in_a_process_that_was_forked_while_another_template_was_watched() -> None:
+def test_an_endless_template_is_ended_in_a_forked_process() -> None:
     render("the watch begins")
     process = multiprocessing.get_context("fork").Process(target=_ends)
     process.start()
@@ -123,38 +104,22 @@ LARGE = {
     "~": doubling("ns.x ~ ns.x"),
     "+": doubling("ns.x + ns.x"),
     "+ of lists": doubling("ns.x + ns.x", "[1]"),
-    "+ of tuples": doubling("ns.x + ns.x", "(1, 2)"),
     "nested lists": doubling("[ns.x, ns.x]", "[1]"),
-    "nested tuples": doubling("(ns.x, ns.x)", "()"),
     "nested dictionaries": doubling("{1: ns.x, 2: ns.x}", "{}"),
-    "a dictionary by a call": doubling("dict(a=ns.x, b=ns.x)", "{}"),
-    "*": doubling("ns.x * 2"),
     "join": doubling("[ns.x, ns.x] | join"),
     "join of a loop": "{{ range(99999) | map('string') | map('center', 999) | join }}",
     "a list of a loop": "{{ range(99999) | map('string') | map('center', 999) | list | length }}",
-    "join by a method": "{{ ('x' * 9999).join('y' * 9999) }}",
-    "join of few by much": "{{ range(9999) | join('x' * 99999) }}",
     "replace": doubling("ns.x | replace('a', 'aa')"),
-    "replace at once": "{{ ('x' * 99999) | replace('x', 'y' * 99999) }}",
     "replace by a method": "{{ ('x' * 99999).replace('x', 'y' * 99999) }}",
     "format": doubling("'{0}{0}'.format(ns.x)"),
-    "format filter": doubling("'%s%s' | format(ns.x, ns.x)"),
     "%": doubling("'%s%s' % (ns.x, ns.x)"),
     "a width in %": "{{ '%999999999d' % 1 }}",
     "a computed width in %": "{{ '%*d' % (999999999, 1) }}",
     "a width in format": "{{ '{:999999999}'.format(1) }}",
-    "a computed width in format": "{{ '{:{}}'.format(1, 999999999) }}",
-    "a width in the filter": "{{ '%999999999d' | format(1) }}",
-    "format_map": "{{ '{a:999999999}'.format_map({'a': 1}) }}",
     "center": "{{ '' | center(999999999) }}",
     "center by name": "{{ '' | center(width=999999999) }}",
-    "center method": "{{ 'x'.center(999999999) }}",
-    "ljust": "{{ 'x'.ljust(999999999) }}",
-    "rjust": "{{ 'x'.rjust(999999999) }}",
-    "zfill": "{{ 'x'.zfill(999999999) }}",
     "expandtabs": "{{ '\\t'.expandtabs(999999999) }}",
     "indent": "{{ 'x\\ny' | indent(999999999) }}",
-    "indent by much": "{{ ('\\ny' * 9999) | indent('x' * 99999) }}",
     "tojson": "{{ [1] | tojson(indent=999999999) }}",
     "wordwrap": "{{ ('x' * 99999) | wordwrap(1, true, 'y' * 99999) }}",
     "translate": "{{ ('a' * 99999).translate({97: 'y' * 99999}) }}",
@@ -164,14 +129,11 @@ LARGE = {
         "{% set ns.x = y %}", "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
     ),
     "a captured loop": "{% set y %}" + LOOP * 2 + "0123456789" + "{% endfor %}" * 2 + "{% endset %}",
-    "a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) * 2 }}{% else %}ab{% endif %}{% endmacro %}{{ f(60) }}",
     "a macro's output": "{% macro f() %}" + LOOP * 2 + "0123456789{% endfor %}{% endfor %}{% endmacro %}{{ f() }}",
     "a call": "{% macro f(n) %}{{ caller() }}{{ caller() }}{% endmacro %}{% set ns = namespace(x='ab') %}"
     "{% for i in range(60) %}{% set ns.x %}{% call f(1) %}{{ ns.x }}{% endcall %}{% endset %}{% endfor %}",
     "a filtered block": "{% filter upper %}" + LOOP * 2 + "0123456789{% endfor %}{% endfor %}{% endfilter %}",
     "piece by piece": LOOP * 2 + "0123456789" + "{% endfor %}" * 2,
-    "constants": "{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}",
-    "a sum of lists": "{{ ([[0] * 9999] * 9999) | sum(start=[]) | length }}",
     "parts of a text": "{{ (('x' * 999999) | list + ('x' * 999999) | list) | length }}",
 }
 
@@ -209,8 +171,8 @@ def test_what_is_no_larger_is_what_transformers_makes(text: str, expected: str |
     assert expected is None or render(text, n=10**6) == expected
 
 
-def test_what_is_never_reached_is_not_counted() -> None:
-    assert render("{% if false %}{{ 9**(9**9) }}{% endif %}") == ""
+def test_a_power_that_is_never_reached_is_not_computed() -> None:
+    assert render("{% if false %}{{ 9**(9**9) }}{% endif %}") == ""  # transformers computes it, without an end
 
 
 def test_a_long_dialogue_may_be_written_several_times() -> None:
@@ -233,13 +195,6 @@ def test_a_template_that_is_endless_for_some_records_is_no_fault_of_theirs(
         encode_many([RECORD], tokenizer)
     with pytest.raises(DataError, match="still at one dialogue"):
         encode_question([Said("user", "?")], tokenizer)
-
-
-def test_a_template_file_is_tried_before_it_is_used(tmp_path: Path) -> None:
-    path = tmp_path / "endless.jinja"
-    path.write_text(ENDLESS, encoding="utf-8")
-    with pytest.raises(DataError, match=r"endless\.jinja: the chat template is still at one dialogue"):
-        check_prompt_format(str(path))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +220,7 @@ def test_the_insides_of_python_stay_closed() -> None:
             render(f"{{{{ {text} }}}}", m={"a": 1})
 
 
-def test_a_template_that_is_too_large_ends_the_run_in_one_line(
+def test_a_template_that_makes_too_much_ends_the_run_in_one_line(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}" + doubling("ns.x ~ ns.x")
@@ -275,6 +230,9 @@ def test_a_template_that_is_too_large_ends_the_run_in_one_line(
     path = tmp_path / "large.jinja"
     path.write_text(tokenizer.chat_template, encoding="utf-8")
     with pytest.raises(DataError, match=r"large\.jinja: the chat template makes a text, list or number"):
+        check_prompt_format(str(path))
+    path.write_text(ENDLESS, encoding="utf-8")
+    with pytest.raises(DataError, match=r"large\.jinja: the chat template is still at one dialogue"):
         check_prompt_format(str(path))
 
 

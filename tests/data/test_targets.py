@@ -1,10 +1,8 @@
-"""A target is what the model would have to say in its place: no result of a tool, and no end where it has no answer."""
+"""Only what the model has to say itself is trained: no result of a tool, and no end where it has no answer."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.tokenized.tokenize import encode_tokens
-from tests.data.helpers import REWRITING, chat, runs_of, runs_under, supervised
-from tests.data.template_styles import ASK_CHATML, GENERATION, IN_PAIRS, QWEN25, SMOLLM2, WORDS_LAST, Style
+from tests.data.helpers import REWRITING, chat, runs_under, supervised
+from tests.data.template_styles import ASK_CHATML, IN_PAIRS, QWEN25, SMOLLM2, WORDS_LAST, Style
 
 JSON = dict[str, Any]
 QUESTION: JSON = {"role": "user", "content": "Warm in Lima?"}
@@ -70,9 +68,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_other_answers_with_calls_are_taken_and_no_result_is_a_target(
-    name: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_no_result_is_trained_in_other_answers_with_calls(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     style, steps = BESIDE[name]
     trained = supervised(runs_under(style, chat([QUESTION, *steps, FINAL]), tokenizer))
     assert trained[-1] == FINAL["content"] + END
@@ -101,34 +97,11 @@ UNANSWERED: dict[str, list[JSON]] = {
 @pytest.mark.parametrize("behind", [[], [QUESTION, FINAL], [QUESTION, FINAL, QUESTION, FINAL]], ids=["0", "1", "2"])
 @pytest.mark.parametrize("prompts", [PLAIN, REWRITING], ids=["plain", "rewritten"])
 @pytest.mark.parametrize("name", UNANSWERED)
-def test_nothing_is_a_target_behind_calls_that_are_text_where_no_answer_follows(
+def test_nothing_is_trained_behind_calls_as_text_without_an_answer(
     name: str, prompts: Prompts, behind: list[JSON], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     trained = supervised(runs_under(SMOLLM2, chat([QUESTION, *UNANSWERED[name], *behind]), tokenizer, prompts))
     assert trained == [CALLED] + [FINAL["content"] + END] * (len(behind) // 2)
-
-
-@pytest.mark.parametrize("prompts", [PLAIN, REWRITING], ids=["plain", "rewritten"])
-def test_an_answer_behind_a_result_is_a_target_with_its_end(
-    prompts: Prompts, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    record = chat([QUESTION, *step("", "a"), FINAL])
-    assert supervised(runs_under(SMOLLM2, record, tokenizer, prompts)) == [CALLED, "Final Answer: It is mild." + END]
-
-
-@pytest.mark.parametrize("name", ["observation_last", "observation_then_human"])
-def test_dialogues_from_outside_that_end_with_a_result(
-    name: str, shared: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    path = shared / "cases" / "reports" / "ends-with-result" / f"{name}.json"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    for record in json.loads(path.read_text(encoding="utf-8")):
-        for prompts in (PLAIN, REWRITING):
-            tokens = encode_tokens(record, SMOLLM2.put_on(tokenizer), prompts)
-            first, *more = supervised(runs_of(tokens.sample(), tokenizer))
-            assert first.endswith("Observation:")
-            assert more == ["a2" + END] * name.endswith("human")
 
 
 THOUGHT = "<think>Hm.</think>"
@@ -140,7 +113,7 @@ MARKED = (
 BEGIN = "{% generation %}"
 THINKING = "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content }}"
 MARKS = {
-    "the whole answer": (BEGIN + THINKING, "", ""),
+    "the whole answer": (BEGIN + THINKING, "", ""),  # fits
     "a thought": (THINKING + BEGIN, "", "leave a part of an answer without loss"),
     "an empty line": ("{{ '\\n\\n' }}" + BEGIN, "", "leave a part of an answer without loss"),
     "an opened thought": (BEGIN + "{{ '<think>' }}", "<think>", "put loss on the end of the prompt"),
@@ -149,7 +122,7 @@ MARKS = {
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_generation_marks_that_are_not_what_the_model_writes_are_named(
+def test_generation_marks_that_are_not_what_the_model_writes_are_noted(
     name: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     here, asked, noted = MARKS[name]
@@ -160,12 +133,8 @@ def test_generation_marks_that_are_not_what_the_model_writes_are_named(
     assert [noted in note for note in notes if "generation marks" in note] == [True] * bool(noted)
 
 
-def test_generation_marks_that_fit_are_not_named(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert not encode_tokens(chat([QUESTION, FINAL, QUESTION, FINAL]), GENERATION.put_on(tokenizer)).notes
-
-
 @pytest.mark.parametrize("behind", ["system", "user"])
-def test_a_word_that_took_the_blank_behind_an_answer_is_no_target(
+def test_a_word_that_took_the_blank_behind_an_answer_is_not_trained(
     behind: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     blank = "{% for m in messages %}{{ 'A: ' if m.role == 'assistant' }}{{ m.content + ' ' }}{% endfor %}"
@@ -177,7 +146,7 @@ def test_a_word_that_took_the_blank_behind_an_answer_is_no_target(
 
 
 @pytest.mark.parametrize("lacking", [["<|call>"], ["<call|>"], ["<|call>", "<|result>"], []], ids=str)
-def test_control_tokens_around_calls_that_the_tokenizer_lacks_are_named(
+def test_control_tokens_that_the_tokenizer_lacks_are_noted(
     lacking: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     style = replace(WORDS_LAST, special=tuple(token for token in WORDS_LAST.special if token not in lacking))

@@ -1,41 +1,34 @@
-"""Chat templates of the kinds that real models ship: what is supervised is what the model has to write itself.
-
-That is each answer, the end-of-turn token and whatever else stands between the question and the answer.
-"""
+"""Chat templates of users and of models: what of them is trained, and what is refused in one line."""
 
 from __future__ import annotations
 
+import datetime
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from data.chat import chat_template
+from data.chat.chat_template import DATED, NO_TOKEN
+from data.chat.prompts import Prompts, check_prompt_format
 from data.errors import DataError
-from data.tokenized.tokenize import encode
-from tests.data.helpers import question_ids, runs, supervised_texts
+from data.tokenized.tokenize import JOINED, encode, encode_tokens
+from tests.data.helpers import question_ids, runs_of, supervised, supervised_texts, whole_text
+from tests.data.template_styles import GEMMA, SMOLLM2
 
+END = "<|im_end|>"
 RECORD: dict[str, Any] = {
     "type": "conversation",
     "rounds": [["ask", "Which family?"], ["ask", "Say it."], ["ans", "Beta 好 🤗"], ["ask", "And?"], ["ans", "Delta"]],
 }
 ONE_TURN = {"type": "instruct", "instruct": "Which family?", "output": "Beta"}
 
-DEFAULT_SYSTEM = (  # SmolLM2
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 TRIMMING = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-LLAMA3 = (
-    "{% for message in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-    "{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 ALTERNATING = (
     "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -43,129 +36,146 @@ ALTERNATING = (
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
 )
 MISTRAL = ALTERNATING + "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
-MIXTRAL = ALTERNATING + "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 LLAMA2 = (
     "{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}"
     "{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
-QWEN3 = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-    "{{ message['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+NAMED = (
+    "{% for m in messages %}{{ m.role | upper + ':' + m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-NO_END = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (MISTRAL, ["Beta 好 🤗</s>", "Delta</s>"]),
+        (LLAMA2, [" Beta 好 🤗 </s>", " Delta </s>"]),
+    ],
 )
-BYTE_LEVEL = {
-    "default system": (DEFAULT_SYSTEM, ["Beta 好 🤗<|im_end|>", "Delta<|im_end|>"]),
-    "trimming": (TRIMMING, ["Beta 好 🤗<|im_end|>", "Delta<|im_end|>"]),
-    "llama3": (LLAMA3, ["Beta 好 🤗<|eot_id|>", "Delta<|eot_id|>"]),
-    "mistral": (MISTRAL, ["Beta 好 🤗<|im_end|>", "Delta<|im_end|>"]),
-    "mixtral": (MIXTRAL, [" Beta 好 🤗<|im_end|>", " Delta<|im_end|>"]),
-    "llama2": (LLAMA2, [" Beta 好 🤗 <|im_end|>", " Delta <|im_end|>"]),
-    "qwen3": (QWEN3, ["Beta 好 🤗<|im_end|>", "<think>\n\n</think>\n\nDelta<|im_end|>"]),
-}
-SENTENCEPIECE = {
-    "mistral": (MISTRAL, ["Beta 好 🤗</s>", "Delta</s>"]),
-    "mixtral": (MIXTRAL, [" Beta 好 🤗</s>", " Delta</s>"]),
-    "llama2": (LLAMA2, [" Beta 好 🤗 </s>", " Delta </s>"]),
-}
-
-
-def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
-    tokenizer.chat_template = template
-    if template is LLAMA3:
-        names = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-        tokenizer.add_tokens(names, special_tokens=True)
-    return tokenizer
-
-
-@pytest.mark.parametrize("name", BYTE_LEVEL)
-def test_the_answers_and_their_end_of_turn_are_supervised(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    template, expected = BYTE_LEVEL[name]
-    assert supervised_texts(RECORD, with_template(tokenizer, template)) == expected
-
-
-@pytest.mark.parametrize("name", SENTENCEPIECE)
-def test_the_first_word_is_supervised_where_sentencepiece_joins_it_with_a_space(
-    name: str, sentencepiece: PreTrainedTokenizerBase
+def test_a_first_word_that_sentencepiece_joins_with_a_space_is_trained(
+    template: str, expected: list[str], sentencepiece: PreTrainedTokenizerBase
 ) -> None:
-    template, expected = SENTENCEPIECE[name]
-    assert supervised_texts(RECORD, with_template(sentencepiece, template)) == expected
+    sentencepiece.chat_template = template
+    assert supervised_texts(RECORD, sentencepiece) == expected
 
 
-@pytest.mark.parametrize("name", BYTE_LEVEL)
-def test_the_whole_sample_is_what_the_template_writes(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    template, _ = BYTE_LEVEL[name]
-    written = with_template(tokenizer, template).apply_chat_template(
-        [
-            {"role": "user", "content": "Which family?\nSay it."},
-            {"role": "assistant", "content": "Beta 好 🤗"},
-            {"role": "user", "content": "And?"},
-            {"role": "assistant", "content": "Delta"},
-        ],
-        tokenize=False,
-    )
-    assert "".join(text for _, text in runs(RECORD, tokenizer)) == written
+def test_a_word_that_the_tokenizer_joins_with_the_end_of_the_prompt_is_trained_and_noted(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = NAMED.replace("':'", "': '").replace("NT:", "NT: ")
+    tokens = encode_tokens(ONE_TURN | {"output": "the run"}, tokenizer)
+    assert supervised(runs_of(tokens.sample(), tokenizer)) == [" the run" + END]
+    assert tokens.notes == {JOINED: "' the'"}
 
 
-@pytest.mark.parametrize("name", BYTE_LEVEL)
-def test_a_model_is_asked_exactly_as_it_was_trained(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    template, _ = BYTE_LEVEL[name]
-    sample = encode(RECORD, with_template(tokenizer, template), 1000)
-    for turns in (1, 2):
-        asked = question_ids(RECORD, tokenizer, "chat_template", turns)
-        assert asked == sample["input_ids"][: len(asked)]
-        assert sample["labels"][len(asked) - 1] == -100
-        assert sample["labels"][len(asked)] == sample["input_ids"][len(asked)]
-
-
-def test_a_default_system_prompt_is_not_supervised(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt = (
-        "<|im_start|>system\nYou are helpful.<|im_end|>\n"
-        "<|im_start|>user\nWhich family?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    expected = [(False, prompt), (True, "Beta<|im_end|>"), (False, "\n")]
-    assert runs(ONE_TURN, with_template(tokenizer, DEFAULT_SYSTEM)) == expected
-
-
-def test_an_answer_that_the_template_trims_is_supervised_as_it_is_written(tokenizer: PreTrainedTokenizerBase) -> None:
-    record = ONE_TURN | {"output": " Beta \n"}
-    assert supervised_texts(record, with_template(tokenizer, TRIMMING)) == ["Beta<|im_end|>"]
-    assert supervised_texts(record, with_template(tokenizer, DEFAULT_SYSTEM)) == [" Beta \n<|im_end|>"]
-
-
-def test_an_api_result_is_not_supervised_inside_a_trimmed_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_answer_that_the_template_trims_is_trained_as_it_is_written(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = TRIMMING
+    assert supervised_texts(ONE_TURN | {"output": " Beta \n"}, tokenizer) == ["Beta" + END]
     action = {"inner_thought": "Look.", "api_name": "find", "api_param": {}, "api_res": "found"}
     rounds = [["ask", "Where?"], ["ans-api", {"actions": [action], "ans": "Here. "}]]
-    record = {"type": "conver_has_api", "api_desc": "find()", "rounds": rounds}
-    assert supervised_texts(record, with_template(tokenizer, TRIMMING)) == [
+    assert supervised_texts({"type": "conver_has_api", "api_desc": "find()", "rounds": rounds}, tokenizer) == [
         "Thought: Look.\nAction: find\nAction Input: {}\nObservation:",
-        "Final Answer: Here.<|im_end|>",
+        "Final Answer: Here." + END,
     ]
 
 
 def test_a_template_without_end_of_turn_gets_the_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
-    (supervised,) = supervised_texts(ONE_TURN, with_template(tokenizer, NO_END))
-    assert supervised.strip() == "Beta<|im_end|>"
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    (answer,) = supervised_texts(ONE_TURN, tokenizer)
+    assert answer.strip() == "Beta" + END
+
+
+def test_two_tokens_may_end_a_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    ends = "<|end_response|><|end_of_turn|>"
+    tokenizer.add_tokens(["<|end_response|>", "<|end_of_turn|>"], special_tokens=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ':\\n' + m.content + '<|end_response|><|end_of_turn|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+    )
+    assert supervised_texts(RECORD, tokenizer) == [f"Beta 好 🤗{ends}", f"Delta{ends}"]
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (TRIMMING.replace("message['content'] | trim", "message['content'] | upper"), "changes the words of an answer"),
+        (TRIMMING.replace("| trim", "| upper"), "changes the words of an answer"),
         (TRIMMING.replace("message['content'] | trim", "''"), "leaves out what the user says"),
         (ALTERNATING.replace("!=", "==") + "{% endif %}{% endfor %}", "refuses the record: roles must alternate"),
         ("{{ raise_exception('no\\nchat') }}", "refuses the record: no chat"),
         ("{% for %}", "refuses the record"),
+        (GEMMA.template, "^" + NO_TOKEN.format(token="<end_of_turn>")),  # of another tokenizer
     ],
 )
-def test_a_template_that_changes_or_refuses_the_record_is_reported_in_one_line(
+def test_a_template_that_does_not_fit_is_refused(
     template: str, reason: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
+    tokenizer.chat_template = template
     with pytest.raises(DataError, match=reason) as caught:
-        encode(RECORD, with_template(tokenizer, template), 1000)
+        encode(RECORD, tokenizer, 1000)
     assert "\n" not in str(caught.value)
+
+
+def test_a_template_from_a_file(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(NAMED, encoding="utf-8")
+    assert check_prompt_format(str(path)) == str(path)
+    record = {"type": "conversation", "rounds": [["ask", "A"], ["ans", "B"], ["ask", "C"], ["ans", "D"]]}
+    sample = encode_tokens(record, tokenizer, str(path)).sample()
+    assert runs_of(sample, tokenizer) == [
+        (False, "USER:A\nASSISTANT:"),
+        (True, "B" + END),
+        (False, "USER:C\nASSISTANT:"),
+        (True, "D" + END),
+    ]
+    for turns in (1, 2):  # as demo.py asks
+        asked = question_ids(record, tokenizer, str(path), turns)
+        assert asked == sample["input_ids"][: len(asked)]
+        assert sample["labels"][len(asked) - 1 : len(asked) + 1] == [-100, sample["input_ids"][len(asked)]]
+    path.write_text(NAMED.replace("':'", "'> '"), encoding="utf-8")  # it is read anew
+    assert whole_text(runs_of(encode_tokens(record, tokenizer, str(path)).sample(), tokenizer)).startswith("USER> A\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "not found; expected a Jinja file"),
+        (b"{% for m in messages %}", "line 1: .*; expected a Jinja template"),
+        (b"\xff", "byte 0: not UTF-8; expected a Jinja file in UTF-8"),
+        (b"", "cannot be read: "),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused(content: bytes | None, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    if content:
+        path.write_bytes(content)
+    elif content is not None:
+        path.mkdir()
+    with pytest.raises(DataError, match=f"{re.escape(str(path))}: {reason}") as caught:
+        check_prompt_format(str(path))
+    assert "\n" not in str(caught.value)
+
+
+class Clock(datetime.datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return datetime.datetime(2026, 1, 2)
+
+
+def test_a_template_that_writes_todays_date_is_noted(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "datetime", Clock)
+    default = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    tokenizer.chat_template = default + "{{ 'Today: ' + date_string + '\\n' }}" + SMOLLM2.template
+    for _ in range(2):
+        tokens = encode_tokens(RECORD, tokenizer)
+        assert tokens.notes == {DATED: "02 Jan 2026"}
+        assert "Today: 02 Jan 2026" in tokenizer.decode(tokens.ids)
+    fixed = Prompts(template_args={"date_string": "26 Jul 2024"})
+    assert not encode_tokens(RECORD, tokenizer, fixed).notes
+    tokenizer.chat_template = default + "{% if tools %}{{ date_string }}{% endif %}" + SMOLLM2.template
+    assert not encode_tokens(RECORD, tokenizer).notes, "asked for, but not written"

@@ -7,6 +7,7 @@ arrives under the name that the weight has on disk.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,72 @@ def original_logits(fields: dict[str, Any], weights: dict[str, Tensor], ids: Ten
     return logits
 
 
+NAMES: dict[str, dict[str, str]] = {  # of an original, and of the class that computes the same
+    "baichuan": {},
+    "chatglm": {
+        "transformer.embedding.word_embeddings": "model.embed_tokens",
+        "transformer.encoder.final_layernorm": "model.norm",
+        "transformer.output_layer": "lm_head",
+        "transformer.encoder": "model",
+        "self_attention.dense": "self_attn.o_proj",
+        "mlp.dense_h_to_4h": "mlp.gate_up_proj",
+        "mlp.dense_4h_to_h": "mlp.down_proj",
+    },
+    "internlm2": {
+        "output.weight": "lm_head.weight",
+        "tok_embeddings": "embed_tokens",
+        "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    },
+    "qwen": {
+        "transformer.wte": "model.embed_tokens",
+        "transformer.ln_f": "model.norm",
+        "transformer.h": "model.layers",
+        "attn.c_proj": "self_attn.o_proj",
+        "mlp.w1": "mlp.up_proj",
+        "mlp.w2": "mlp.gate_proj",
+        "mlp.c_proj": "mlp.down_proj",
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+    },
+}
+FUSED = {
+    "baichuan": "self_attn.W_pack",
+    "chatglm": "self_attention.query_key_value",
+    "internlm2": "attention.wqkv",
+    "qwen": "attn.c_attn",
+}
+
+
 def native_state(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint's weights as those of the class of transformers that computes the same."""
-    states = {"chatglm": glm_state, "internlm2": internlm_state, "qwen": qwen_state, "baichuan": baichuan_state}
-    return states[fields["model_type"]](fields, weights)
+    kind = fields["model_type"]
+    state: dict[str, Tensor] = {}
+    for original, weight in weights.items():
+        name = reduce(lambda name, pair: name.replace(*pair), NAMES[kind].items(), original)
+        if FUSED[kind] in name:
+            for part, rows in zip("qkv", divided(fields, weight), strict=True):
+                state[name.replace(FUSED[kind], f"self_attn.{part}_proj")] = rows
+        elif kind == "baichuan" and name == "lm_head.weight" and fields["vocab_size"] != 64_000:
+            state[name] = weight / weight.norm(dim=1, keepdim=True)
+        else:
+            state[name] = weight
+    return state
+
+
+def divided(fields: dict[str, Any], fused: Tensor) -> Sequence[Tensor]:
+    """A fused projection's queries, keys and values; InternLM2 has them behind each other for each key head."""
+    heads = fields["num_attention_heads"]
+    keys = fields.get("multi_query_group_num") or fields.get("num_key_value_heads") or heads
+    width = len(fused) // (heads + 2 * keys)
+    if fields["model_type"] != "internlm2":
+        return fused.split([heads * width, keys * width, keys * width])
+    by_head = fused.view(keys, -1, width, fused.shape[1])
+    return [rows.reshape(-1, fused.shape[1]) for rows in (by_head[:, :-2], by_head[:, -2], by_head[:, -1])]
 
 
 class NoRotation(nn.Module):
@@ -87,20 +150,6 @@ def alibi_mask(heads: int, length: int) -> Tensor:
     keys = torch.arange(length)
     causal = torch.full((length, length), -torch.inf).triu(1)
     return (torch.tensor(slopes)[:, None, None] * keys + causal)[None]
-
-
-def baichuan_state(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Baichuan's weights as llama's."""
-    state: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        if "W_pack" in name:
-            for part, rows in zip("qkv", weight.chunk(3), strict=True):
-                state[name.replace("W_pack", f"{part}_proj")] = rows
-        elif name == "lm_head.weight" and fields["vocab_size"] != 64_000:
-            state[name] = weight / weight.norm(dim=1, keepdim=True)
-        else:
-            state[name] = weight
-    return state
 
 
 def glm_config(fields: dict[str, Any]) -> GlmConfig:
@@ -123,47 +172,6 @@ def glm_config(fields: dict[str, Any]) -> GlmConfig:
     )
 
 
-INTERNLM_NAMES = {
-    "tok_embeddings": "embed_tokens",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-
-
-def internlm_state(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """InternLM2's weights as llama's: each key head has its queries, its key and its value behind each other."""
-    heads, keys = fields["num_attention_heads"], fields["num_key_value_heads"]
-    width = fields["hidden_size"] // heads
-    state: dict[str, Tensor] = {}
-    for original, weight in weights.items():
-        name = reduce(lambda name, pair: name.replace(*pair), INTERNLM_NAMES.items(), original)
-        if "wqkv" in name:
-            by_head = weight.view(keys, heads // keys + 2, width, -1)
-            parts = {"q": by_head[:, :-2], "k": by_head[:, -2], "v": by_head[:, -1]}
-            for part, rows in parts.items():
-                state[name.replace("attention.wqkv", f"self_attn.{part}_proj")] = rows.reshape(-1, weight.shape[1])
-        else:
-            state["lm_head.weight" if name == "output.weight" else name] = weight
-    return state
-
-
-QWEN_NAMES = {
-    "transformer.wte": "model.embed_tokens",
-    "transformer.ln_f": "model.norm",
-    "transformer.h": "model.layers",
-    "attn.c_proj": "self_attn.o_proj",
-    "mlp.w1": "mlp.up_proj",
-    "mlp.w2": "mlp.gate_proj",
-    "mlp.c_proj": "mlp.down_proj",
-    "ln_1": "input_layernorm",
-    "ln_2": "post_attention_layernorm",
-}
-
-
 def qwen_config(fields: dict[str, Any]) -> Qwen2Config:
     """The first Qwen's config as qwen2's."""
     return Qwen2Config(
@@ -176,42 +184,3 @@ def qwen_config(fields: dict[str, Any]) -> Qwen2Config:
         rms_norm_eps=fields["layer_norm_epsilon"],
         rope_parameters={"rope_type": "default", "rope_theta": float(fields["rotary_emb_base"])},
     )
-
-
-def qwen_state(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The first Qwen's weights as qwen2's."""
-    state: dict[str, Tensor] = {}
-    for original, weight in weights.items():
-        name = reduce(lambda name, pair: name.replace(*pair), QWEN_NAMES.items(), original)
-        if "c_attn" in name:
-            for part, rows in zip("qkv", weight.chunk(3), strict=True):
-                state[name.replace("attn.c_attn", f"self_attn.{part}_proj")] = rows
-        else:
-            state[name] = weight
-    return state
-
-
-GLM_NAMES = {
-    "transformer.embedding.word_embeddings": "model.embed_tokens",
-    "transformer.encoder.final_layernorm": "model.norm",
-    "transformer.output_layer": "lm_head",
-    "transformer.encoder": "model",
-    "self_attention.dense": "self_attn.o_proj",
-    "mlp.dense_h_to_4h": "mlp.gate_up_proj",
-    "mlp.dense_4h_to_h": "mlp.down_proj",
-}
-
-
-def glm_state(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """ChatGLM3's weights as glm's."""
-    heads, groups = fields["num_attention_heads"], fields["multi_query_group_num"]
-    rows = [count * fields["kv_channels"] for count in (heads, groups, groups)]
-    state: dict[str, Tensor] = {}
-    for original, weight in weights.items():
-        name = reduce(lambda name, pair: name.replace(*pair), GLM_NAMES.items(), original)
-        if "query_key_value" in name:
-            for part, piece in zip("qkv", weight.split(rows), strict=True):
-                state[name.replace("self_attention.query_key_value", f"self_attn.{part}_proj")] = piece
-        else:
-            state[name] = weight
-    return state

@@ -1,8 +1,4 @@
-"""Recomputed, offloaded and compiled blocks, in all combinations, have the outputs and gradients of plain ones.
-
-Every model runs micro-batches of several lengths, packed and whole. The last tests count what torch.compile does: after
-the first micro-batches it compiles nothing any more.
-"""
+"""Recomputed, offloaded and compiled blocks, in all combinations, have the outputs and gradients of plain ones."""
 
 from __future__ import annotations
 
@@ -106,38 +102,45 @@ class Watched(offload.HostCopy):
         return super().back()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_recomputed_block_offloads_its_input_alone_and_no_weights(
-    recompute: bool, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(offload, "LEAST", 0)
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
     monkeypatch.setattr(offload, "HostCopy", Watched)
     monkeypatch.setattr(Watched, "sizes", [])
     monkeypatch.setattr(Watched, "returned", 0)
+    return Watched
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_recomputed_block_offloads_its_input_alone_and_no_weights(
+    recompute: bool, watched: type[Watched], make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(make("llama-tied", make_checkpoint), BlockOptions(BLOCKS if recompute else frozenset(), True))
+    outcome(model, [[13, 7]])
+    assert recompute or not watched.sizes, "small tensors stay"
+    watched.sizes.clear()
+    monkeypatch.setattr(offload, "LEAST", 0)
     weights = {parameter.numel() for parameter in model.blocks[0].parameters() if parameter.dim() > 1}
     outcome(model, [[13, 7]])
-    hidden = 20 * model.spec.config.hidden_size
     if recompute:
-        assert Watched.sizes == [hidden] * len(BLOCKS)
+        assert watched.sizes == [20 * model.spec.config.hidden_size] * len(BLOCKS)
     else:
-        assert len(Watched.sizes) > 5 * len(BLOCKS)
-        assert not weights & set(Watched.sizes)
-    assert Watched.returned >= len(Watched.sizes)
+        assert len(watched.sizes) > 5 * len(BLOCKS)
+        assert not weights & set(watched.sizes)
+    assert watched.returned >= len(watched.sizes)
 
 
-def test_what_several_operations_keep_goes_and_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_several_operations_keep_goes_and_comes_once(
+    watched: type[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(offload, "LEAST", 0)
-    monkeypatch.setattr(offload, "HostCopy", Watched)
-    monkeypatch.setattr(Watched, "sizes", [])
     fetched: list[offload.HostCopy] = []
 
     def fetch(copy: offload.HostCopy) -> Tensor:
         fetched.append(copy)
         return copy._copy
 
-    monkeypatch.setattr(Watched, "_fetched", fetch)
+    monkeypatch.setattr(watched, "_fetched", fetch)
     weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
     twins = [weight.detach().clone().requires_grad_() for weight in weights]
     given = torch.randn(5, 8)
@@ -153,14 +156,7 @@ def test_what_several_operations_keep_goes_and_comes_once(monkeypatch: pytest.Mo
         torch.testing.assert_close(_gradient(weight), _gradient(twin))
     inputs = [each for each in fetched if each._copy.shape == given.shape and each._copy.equal(given * 2)]
     assert len(inputs) == 1
-    assert len(Watched.sizes) == len(fetched) == 4  # what the first three products share, and three inputs
-
-
-def test_small_tensors_stay(make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "HostCopy", Watched)
-    monkeypatch.setattr(Watched, "sizes", [])
-    outcome(build(make("llama-tied", make_checkpoint), BlockOptions(offload=True)), [[13, 7]])
-    assert not Watched.sizes
+    assert len(watched.sizes) == len(fetched) == 4  # what the first three products share, and three inputs
 
 
 @pytest.mark.parametrize("recompute", [frozenset(), BLOCKS], ids=["kept", "recomputed"])

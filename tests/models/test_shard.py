@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from models import shard
-from models.process_groups import Peers
+from models.process_groups import RankGroup
 from models.shard import Shard, in_common
 
 SHAPE = (4, 6, 10)
@@ -22,7 +22,7 @@ def parts(size: int, side: int, above: int) -> list[Shard | None]:
     if size == 1:
         return [None]
     width = SHAPE[side] // above
-    shares = [Peers(size, rank).part(width) for rank in range(size)]
+    shares = [RankGroup(size, rank).part(width) for rank in range(size)]
     tops = range(0, SHAPE[side], width)
     return [Shard(SHAPE, side, tuple(range(top + part.start, top + part.stop) for top in tops)) for part in shares]
 
@@ -50,7 +50,7 @@ def test_all_of_a_weight_finds_its_place(
                 held = of(source, whole)
                 for mine in range(replicas):
                     for its in range(ranges):
-                        one, other = (Peers(*each) for each in ((replicas, mine), (ranges, its)))
+                        one, other = (RankGroup(*each) for each in ((replicas, mine), (ranges, its)))
                         here, there = one.part(len(wanted)), other.part(len(held))
                         pair = (
                             (part, here.start, here.stop - here.start),

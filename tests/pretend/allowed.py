@@ -34,14 +34,7 @@ def _fetched(where: str, most: int) -> Allowed:
     return Allowed("synchronize a stream", f"{where} > {DEEPSPEED}/zero/partition_parameters.py wait", most, why)
 
 
-EAGER_MASK = Allowed(
-    NUMBERS,
-    "models/attention/positions.py mask > transformers/masking_utils.py eager_mask",
-    2,
-    "transformers 5.17 takes a number of its mask to the device; newer ones do not",
-)
 STEP = [
-    EAGER_MASK,
     Allowed("float", f"{ENGINE} train_step", 1, "the step's loss is reported"),
     Allowed("float", "training/loop.py train_step", 1, "the gradient's norm is reported; it came with the loss"),
     Allowed("tolist", "training/distributed/signals.py agreed", 1, "all ranks leave the loop after the same step"),
@@ -94,7 +87,6 @@ STEP = [
     *_of_the_optimizer(NUMBERS, f"{STAGES} complete_grad_norm_calculation_for_cpu_offload", 1, "the sum of these"),
 ]
 EVALUATION = [
-    EAGER_MASK,
     Allowed("float", f"{ENGINE} eval_loss", 1, "the batch's loss is reported"),
     Allowed("float", f"{ZERO} _mean", 1, "the batch's loss is reported"),
     _fetched("models/layers.py forward", 4),

@@ -26,7 +26,7 @@ MakeCase = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def make_case(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> MakeCase:
-    """A function that gives a case of `tests.pretend.doors`, by the name of a model in `tests.models.cases`."""
+    """A function that gives a case of `tests.pretend.run_cases`, by the name of a model in `tests.models.cases`."""
     folder = tmp_path_factory.mktemp("pretend-samples")
     generator = random.Random(0)
     ids = [[generator.randrange(8, 512) for _ in range(length)] for length in LENGTHS]
@@ -40,7 +40,7 @@ def make_case(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Tem
     def make(
         name: str,
         model_name: str,
-        door: str = "pipeline",
+        work: str = "pipeline",
         kernel: str | None = None,
         planted: str | None = None,
         hang: str | list[str] | None = None,
@@ -48,14 +48,14 @@ def make_case(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Tem
     ) -> dict[str, Any]:
         config = {
             "model_path": str(model(model_name)),
-            "data_path": str(FAQ if door == "job" else folder / "samples.json"),
+            "data_path": str(FAQ if work == "job" else folder / "samples.json"),
             "save_path": str(folder / name),
             "train_batch_size": len(LENGTHS),
             "max_seq_len": 64,
             "pack_len": 64,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         }
-        case = {"name": name, "door": door, "kernel": kernel, "planted": planted, "config": config | keys}
+        case = {"name": name, "work": work, "kernel": kernel, "planted": planted, "config": config | keys}
         return case | ({"hang": hang} if hang else {})
 
     return make

@@ -1,11 +1,11 @@
-"""Bugs that are planted on purpose, of kinds that are easily made: the pretence has to see them all."""
+"""Bugs that are easily made, planted on purpose: the pretend device has to see them all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -41,7 +41,7 @@ class OnTheHost:
 
 
 @contextmanager
-def looking_at_each_block() -> Iterator[None]:
+def reading_a_number_in_each_block() -> Iterator[None]:
     """A block that asks for a number of its input, as debugging code does."""
     forward = models.layers.Block.forward
 
@@ -103,23 +103,65 @@ def _blocking(function: Callable[..., Any], tree: Any) -> Any:
     return tree_map(lambda tensor: tensor.to("cuda"), tree)
 
 
-BUGS: dict[str, Bug] = {
-    "slopes left on the host": lambda: patch.object(Positions, "slopes_on", lambda self, device: self.slopes),
-    "slopes copied each time": lambda: patch.object(Positions, "slopes_on", lambda self, to: self.slopes.to(to)),
-    "rotary left on the host": lambda: patch.object(nn.Module, "to", lambda self, *_, **__: self),
-    "router sums on the host": lambda: patch.object(models.layers, "torch", OnTheHost("zeros")),
-    "loss summed on the host": lambda: patch.object(models.lean_loss, "torch", OnTheHost("zeros")),
-    "a number asked of each block": looking_at_each_block,
-    "documents not told": lambda: patch.object(Positions, "expect", lambda self, documents: None),
-    "supervised positions not told": positions_not_found_ahead,
-    "tokens chosen by a mask": chosen_by_a_mask,
-    "micro-batches not sent": not_sent,
-    "copied without pinning": lambda: patch.object(Tensor, "pin_memory", lambda self: self),
-    "copied and waited for": lambda: patch.object(training.engine.prefetch, "tree_map", _blocking),
-    "offload waits for the way back": lambda: patch.object(
-        models.offload.HostCopy, "back", lambda self: self._copy.to(self._device)
+class Planted(NamedTuple):
+    """A bug, and the model and config where it matters.
+
+    Attributes:
+        seen: the beginning of a line that reports it.
+    """
+
+    bug: Bug
+    seen: str
+    model: str = "llama-tied"
+    keys: dict[str, Any] = {}
+
+
+COPY = "step: wait: copy from host to device"
+PLANTED = {
+    "slopes left on the host": Planted(
+        lambda: patch.object(Positions, "slopes_on", lambda self, device: self.slopes),
+        "step: mismatch: aten.mul",
+        "bloom",
     ),
-    "an expert at a time": lambda: patch("models.api.experts_implementation", lambda: "eager"),
-    "a host tensor in an all-reduce": summed_on_the_host,
-    "the timer is kept": lambda: patch("training.engine.stage_engine.NoopTimer", SynchronizedWallClockTimer),
+    "slopes copied each time": Planted(
+        lambda: patch.object(Positions, "slopes_on", lambda self, to: self.slopes.to(to)),
+        f"{COPY}, 4 times, models/",
+        "bloom",
+    ),
+    "rotary left on the host": Planted(lambda: patch.object(nn.Module, "to", lambda self, *_, **__: self), "step: "),
+    "router sums on the host": Planted(
+        lambda: patch.object(models.layers, "torch", OnTheHost("zeros")),
+        "step: mismatch: aten.add",
+        "mixtral",
+        {"aux_router_loss": {"weight": 0.5}},
+    ),
+    "loss summed on the host": Planted(
+        lambda: patch.object(models.lean_loss, "torch", OnTheHost("zeros")), "step: mismatch"
+    ),
+    "a number read in each block": Planted(reading_a_number_in_each_block, "step: wait: item"),
+    "documents not expected": Planted(
+        lambda: patch.object(Positions, "expect", lambda self, documents: None),
+        "step: wait: tolist, 4 times, models/attention/packed.py",
+    ),
+    "trained positions not found ahead": Planted(
+        positions_not_found_ahead, "step: wait: nonzero, 4 times, models/loss.py"
+    ),
+    "tokens chosen by a mask": Planted(chosen_by_a_mask, "step: wait: index by a mask"),
+    "micro-batches not sent": Planted(not_sent, f"{COPY}, 24 times"),
+    "copied without pinning": Planted(
+        lambda: patch.object(Tensor, "pin_memory", lambda self: self), f"{COPY} of memory that is not pinned"
+    ),
+    "copied and waited for": Planted(lambda: patch.object(training.engine.prefetch, "tree_map", _blocking), COPY),
+    "offload waits for the copy back": Planted(
+        lambda: patch.object(models.offload.HostCopy, "back", lambda self: self._copy.to(self._device)),
+        "step: wait: copy from pinned host to device",
+        keys={"offload_activations": True},
+    ),
+    "an expert at a time": Planted(
+        lambda: patch("models.api.experts_implementation", lambda: "eager"), "step: wait: ", "mixtral"
+    ),
+    "a host tensor in an all-reduce": Planted(summed_on_the_host, "step: refused: allreduce_ of a CPU tensor"),
+    "the timer is kept": Planted(
+        lambda: patch("training.engine.stage_engine.NoopTimer", SynchronizedWallClockTimer), "2 events"
+    ),
 }

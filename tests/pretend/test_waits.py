@@ -18,7 +18,7 @@ from tests.launching import topology
 from tests.models.cases import CASES
 from tests.pretend.allowed import unexpected
 from tests.pretend.conftest import MakeCase, Run
-from tests.pretend.doors import STEPS
+from tests.pretend.run_cases import STEPS
 
 pytestmark = pytest.mark.launched
 
@@ -37,7 +37,7 @@ LAYERS: dict[str, Any] = {"model_topo": GRID}
 
 
 def zero(stage: int) -> dict[str, Any]:
-    return {"door": "zero", "zero_optimization": {"stage": stage}}
+    return {"work": "zero", "zero_optimization": {"stage": stage}}
 
 
 # Of one process, for every model.
@@ -57,7 +57,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "zero-1": zero(1) | BF16,
     "zero-2": zero(2),
     "zero-3": zero(3),
-    "generation": {"door": "generation"},
+    "generation": {"work": "generation"},
 }
 # Of two processes, for every model.
 PAIRED: dict[str, dict[str, Any]] = {

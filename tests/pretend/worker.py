@@ -1,7 +1,7 @@
 """A process of its own that runs cases on the pretend device, one after the other.
 
 usage: RANK=... worker.py FILE, with a launcher's environment. FILE is a JSON list of the cases that
-`tests.pretend.doors` describes.
+`tests.pretend.run_cases` describes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.pretend.device import install
 
 def main() -> None:
     watch = install()
-    from tests.pretend.doors import run_cases
+    from tests.pretend.run_cases import run_cases
 
     run_cases(Path(sys.argv[1]), watch)
     sys.stdout.flush()

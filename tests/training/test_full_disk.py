@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from models.checkpoint.publish import workplace
+from models.checkpoint.publish import hidden_folder
 from tests.accidents import killed_at
 from tests.conftest import FAQ
 from tests.disks import fill, small_disk
@@ -63,7 +63,7 @@ def left_by_a_kill(run_folder: Path) -> None:
     """The files of a save that was under way take nearly all the room."""
 
     def save() -> None:
-        with workplace(step_folder(run_folder, 9)) as new:
+        with hidden_folder(step_folder(run_folder, 9)) as new:
             filler = fill(new)
             os.truncate(filler, filler.stat().st_size - 2**18)
 

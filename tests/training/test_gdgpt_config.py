@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
-from tests.training.config.test_passed_on import PIPELINE
+from tests.training.config.test_deepspeed_keys import PIPELINE
 
 
 @pytest.mark.launched

@@ -1,6 +1,6 @@
 """One of several processes that start at the same time and want the same samples.
 
-usage: caching.py JOB.json: {"data", "tokenizer", "limit", "cache", "go", "small"}. It waits for the file `go`, and
+usage: caching.py JOB.json: {"data", "tokenizer", "limit", "cache", "go"}. It waits for the file `go`, and
 prints {"fingerprint", "built", "told"} or {"error", "built", "told"}.
 """
 
@@ -26,7 +26,7 @@ def main() -> None:
     told = io.StringIO()
     result: dict[str, Any] = {}
     with (
-        patch.object(opening, "SMALL", job["small"]),
+        patch.object(opening, "SMALL", 0),
         patch.object(opening, "_build", wraps=opening._build) as build,
     ):
         print("ready", flush=True)

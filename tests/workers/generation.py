@@ -12,7 +12,7 @@ from typing import Any
 
 from models.generation import Request, Sampling, generate_many
 from training.config.keys import TrainConfig
-from training.demo.stages import Pipeline, load_stage
+from training.demo.stages import StagedPasses, load_stage
 from training.distributed.processes import Place
 
 
@@ -27,7 +27,7 @@ def requests_of(described: list[Any]) -> list[Request]:
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     place = Place.from_environment()
     assert place is not None
-    pipeline = Pipeline(load_stage(config.model_path, None, place), place)
+    pipeline = StagedPasses(load_stage(config.model_path, None, place), place)
     if place.rank:
         pipeline.follow()
         return

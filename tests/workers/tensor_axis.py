@@ -76,12 +76,12 @@ def keep_state(trainer: Trainer, path: Path) -> None:
     keys = [key for key, state in states.items() if state.dim()]
     kept = {}
     for name, weight in engine.module.named_parameters():
-        for key, tensor in sorted(({"": weight} | state_of(engine, weight, keys)).items()):  # alike on all peers
+        for key, tensor in sorted(({"": weight} | state_of(engine, weight, keys)).items()):  # alike on all ranks
             part, cut = tensor.detach().clone().view(weight.shape), share.shard(name)
             if cut:
                 whole = torch.zeros(cut.shape, dtype=part.dtype)
                 cut.put(part, whole)
-                part = add_up(whole, share.peers)
+                part = add_up(whole, share.ranks)
             kept[f"{name}:{key}"] = part.contiguous()
-    if trainer.replica == 0 and trainer.sharing.tensor.rank == 0:
+    if trainer.replica == 0 and trainer.groups.tensor.rank == 0:
         save_file(kept, path.with_name(f"{path.name}.stage{trainer.stage}.safetensors"))

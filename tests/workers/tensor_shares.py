@@ -22,7 +22,7 @@ from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
 from models.loss import micro_batch_loss
-from models.process_groups import Peers
+from models.process_groups import RankGroup
 from models.router import n_experts
 from models.tensor_parallel import TensorShare
 from tests.workers.leaving import leave
@@ -77,7 +77,7 @@ def run_dropout(case: dict[str, Any]) -> dict[str, Any]:
     spec = read_spec(Path(case["folder"]))
     spec.config.attention_dropout = spec.config.hidden_dropout = 0.3
     source, group = open_source(Path(case["folder"]), spec), distributed.group.WORLD
-    share = TensorShare(spec, Peers(distributed.get_world_size(), distributed.get_rank(), group))
+    share = TensorShare(spec, RankGroup(distributed.get_world_size(), distributed.get_rank(), group))
     model = CausalLM(spec, source, torch.float32, torch.device("cpu"), share=share).train()
     drawn: list[int] = []
 
@@ -108,7 +108,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("grouped"):
         spec.config._experts_implementation = "grouped_mm"  # as on a GPU
     source, dtype = open_source(Path(case["folder"]), spec), getattr(torch, case.get("dtype", "float32"))
-    share = TensorShare(spec, Peers(size, rank, distributed.group.WORLD), case.get("spread", False))
+    share = TensorShare(spec, RankGroup(size, rank, distributed.group.WORLD), case.get("spread", False))
     model = CausalLM(spec, source, dtype, torch.device("cpu"), share=share).train()
     whole = CausalLM(spec, source, dtype, torch.device("cpu")).train()
     for block in (*model.blocks, *whole.blocks):
@@ -126,7 +126,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         if cut:
             found = torch.zeros_like(reference)
             cut.put(weight.grad, found)
-            collectives.add_up(found, share.peers)
+            collectives.add_up(found, share.ranks)
         largest = reference.grad.abs().max().clamp(min=1e-12)
         far[name] = float((found - reference.grad).abs().max() / largest)
     held = sum(weight.numel() for weight in model.parameters()) / sum(weight.numel() for weight in whole.parameters())
@@ -173,7 +173,7 @@ def forget_norm(model: CausalLM) -> None:
 
 def other_head(model: CausalLM) -> None:
     """A process takes its words for others."""
-    model.head.peers = Peers(model.head.peers.size, 0, model.head.peers.group)
+    model.head.ranks = RankGroup(model.head.ranks.size, 0, model.head.ranks.group)
 
 
 FAULTS = {"copy": forget_copy, "norm": forget_norm, "head": other_head}

@@ -89,7 +89,7 @@ def parts_swapped() -> None:
 
     cut = TensorShare.shard
     TensorShare.shard = lambda self, name: cut(  # type: ignore[method-assign]
-        TensorShare(self._spec, replace(self.peers, rank=1 - self.peers.rank), self._spread), name
+        TensorShare(self._spec, replace(self.ranks, rank=1 - self.ranks.rank), self._spread), name
     )
 
 

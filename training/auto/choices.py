@@ -18,6 +18,7 @@ import yaml
 from common.terminal import safe_line
 from data.tokenized.columns import SPLIT_KIND
 from data.tokenized.dataset import Dataset
+from models.family import EMBEDDING_WEIGHT
 from models.spec import ModelSpec
 from training.config.changes import leaves
 from training.config.keys import TrainConfig
@@ -148,7 +149,7 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     """
     weights = sum(shape.numel() for layer in range(spec.n_layers) for shape in spec.shapes(layer).values())
     if spec.tied:
-        weights -= spec.shapes(0)[spec.family.tie.embedding].numel()
+        weights -= spec.shapes(0)[EMBEDDING_WEIGHT].numel()
     samples = counted = len(data)
     config, what = choices.config(train_batch_size=unit), "samples"
     if config.packing == "dataset":

@@ -11,9 +11,9 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -26,7 +26,6 @@ from data.tokenized.dataset import Dataset, check_vocabulary
 from models.api import download, read_spec
 from models.checkpoint.layout import HUB, layout_of, resolve
 from models.errors import CheckpointError
-from models.spec import ModelSpec
 from training.auto.choices import APART, Choices, fill, precision, sample_length, text_length
 from training.auto.search import Machine, Search
 from training.config.keys import TrainConfig
@@ -46,15 +45,7 @@ BASE = "base"  # folder of a model from the hub, in the run's folder
 ANY_BATCH = 720_720  # until one is chosen; a multiple of all numbers up to 16
 SEARCHED = "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations max_seq_len".split()
 OFFLOAD = "zero_optimization.offload_optimizer"
-DIMS, AXES = "model_topo.process_topology.dims", "model_topo.process_topology.axes"
-BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
-# Keys that need others beside them, and the values that do not.
-NEEDS: dict[str, tuple[tuple[str, ...], list[Any]]] = {
-    "model_topo.sequence": ((DIMS,), [1]),
-    "model_topo.experts": ((DIMS,), ["columns"]),
-    AXES: ((DIMS,), [["pipe", "data"], ["data", "pipe"]]),
-    "gradient_accumulation_steps": ((*BATCH, DIMS), [None]),
-}
+DIMS = "model_topo.process_topology.dims"
 AXIS_NAMES = {"pipe": "stages", "data": "replicas", "model": "processes to a layer"}
 
 
@@ -127,12 +118,14 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     Raises:
         ConfigError, CheckpointError, DataError: no model, no record, or not enough memory.
     """
-    for key, (others, free) in NEEDS.items():
-        if choices.own.get(key, free[0]) not in free and (
-            absent := [each for each in others if not choices.is_own(each)]
-        ):
-            raise ConfigError(f"{key}: --auto chooses what it depends on; expected beside it {', '.join(absent)}")
-    _add_dims(choices, machine)
+    beside = [key for key in ("train_batch_size", SEARCHED[0], DIMS) if not choices.is_own(key)]
+    if beside and choices.own.get("gradient_accumulation_steps"):
+        problem = "gradient_accumulation_steps: --auto chooses what it depends on"
+        raise ConfigError(f"{problem}; expected beside it {', '.join(beside)}")
+    parts = choices.own.get("model_topo.parts")
+    if isinstance(parts, list) and not choices.is_own(DIMS):
+        stages = max(1, len(parts) // (2 if choices.own.get("schedule") == "dualpipev" else 1))
+        choices.add(DIMS, [stages, max(1, machine.counts[-1] // stages)], "as many stages as your parts")
     if apart := choices.own.get("optimizer.type") == "Adafactor":
         choices.add("zero_optimization.stage", 0, APART)
     config = choices.config(train_batch_size=ANY_BATCH)
@@ -153,33 +146,20 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     kind, why = (None, APART) if apart else precision(machine.kind)
     if not choices.is_own("bf16") and not choices.is_own("fp16"):
         choices.add(f"{kind or 'bf16'}.enabled", kind is not None, why)
-    if "model_topo" in (fixed := _fixed_keys(choices)):
+    fixed = {key for key in SEARCHED if choices.is_own(key)}
+    if choices.is_own(OFFLOAD):
+        fixed.add("zero_optimization")
+    if choices.is_own(DIMS) or isinstance(parts, list):
+        fixed.add("model_topo")
         machine = replace(machine, counts=(config.model_topo.processes,))
     fill(choices, data, spec, config.train_micro_batch_size_per_gpu * math.lcm(*machine.counts))
-    plan = _choose_topology(choices, machine, spec, folder, fixed, log)
+    plan = _choose_topology(choices, Search(machine, spec, _reader(folder), frozenset(fixed), log))
     what = [f"machine: {machine.name}", f"model: {spec.family.name}, {spec.n_layers} layers"]
     return [*what, *summary.facts(data, config.max_seq_len)], plan
 
 
-def _add_dims(choices: Choices, machine: Machine) -> None:
-    """Derive dims where the user gives only parts."""
-    parts = choices.own.get("model_topo.parts")
-    if isinstance(parts, list) and not choices.is_own(DIMS):
-        stages = max(1, len(parts) // (2 if choices.own.get("schedule") == "dualpipev" else 1))
-        choices.add(DIMS, [stages, max(1, machine.counts[-1] // stages)], "as many stages as your parts")
-
-
-def _fixed_keys(choices: Choices) -> frozenset[str]:
-    """Keys that the search leaves as the user has them."""
-    fixed = {key for key in SEARCHED if choices.is_own(key)}
-    fixed |= {"model_topo"} if choices.is_own(DIMS) or isinstance(choices.own.get("model_topo.parts"), list) else set()
-    return frozenset(fixed | ({"zero_optimization"} if choices.is_own(OFFLOAD) else set()))
-
-
-def _choose_topology(
-    choices: Choices, machine: Machine, spec: ModelSpec, folder: Path, fixed: frozenset[str], log: Console
-) -> Plan:
-    """Choose topology, and what to give up to fit."""
+def _reader(folder: Path) -> Callable[[TrainConfig], Dataset]:
+    """Return a function that reads a config's records, once for each length."""
     datasets: dict[int, Dataset] = {}
 
     def read(config: TrainConfig) -> Dataset:
@@ -189,34 +169,25 @@ def _choose_topology(
             datasets[config.max_seq_len] = found
         return datasets[config.max_seq_len]
 
-    config = choices.config()
-    search = Search(machine, spec, read, fixed, log)
-    plan = search.best(config)
-    log.print(search_table(search.ranking))
-    if plan.basis.calibration:
-        plan.basis.calibration.write(Path(config.save_path))
-    _explain(choices, plan, search.ranking, config.max_seq_len)
-    return plan
+    return read
 
 
-def _explain(choices: Choices, plan: Plan, ranking: list[Plan], whole: int) -> None:
-    """Choose a plan's values, with reasons.
-
-    Args:
-        ranking: all plans, the fastest first.
-        whole: max_seq_len where nothing is given up.
-    """
-    config, basis = plan.basis.config, plan.basis
-    dims, peak = config.model_topo.process_topology.dims, plan.peak / GIGA
-    room = f"{peak:.1f} GB a process at most, of {(basis.device.memory or 0) / GIGA:.1f} GB"
-    others = {str(other.basis.config.model_topo.process_topology.dims): other for other in reversed(ranking)}
-    beside = [f"{name} {each.tokens_per_s:,.0f}" for name, each in others.items() if name != str(dims)]
+def _choose_topology(choices: Choices, search: Search) -> Plan:
+    """Choose topology, and what to give up to fit, with reasons."""
+    whole = choices.config()
+    ranking = search.rank(whole)
+    plan = search.choose(ranking)
+    search.log.print(search_table(ranking))
+    config, basis, topo = plan.basis.config, plan.basis, plan.basis.config.model_topo
+    if basis.calibration:
+        basis.calibration.write(Path(config.save_path))
+    dims, axes = topo.process_topology.dims, topo.process_topology.axes
+    speeds = {str(each.basis.config.model_topo.process_topology.dims): each.tokens_per_s for each in reversed(ranking)}
     which = "the fastest" if ranking[0].seconds >= plan.seconds else "the fewest processes of those about as fast"
-    topo = config.model_topo
     if topo.tensor > 1:
-        choices.add(AXES, topo.process_topology.axes, "several processes share each layer, the last of dims")
-    why = f"{' x '.join(AXIS_NAMES[axis] for axis in topo.process_topology.axes)}, {which} by plan: "
-    why += f"{plan.tokens_per_s:,.0f} tokens/s"
+        choices.add("model_topo.process_topology.axes", axes, "several processes share each layer, the last of dims")
+    why = f"{' x '.join(AXIS_NAMES[axis] for axis in axes)}, {which} by plan: {plan.tokens_per_s:,.0f} tokens/s"
+    beside = [f"{name} {speed:,.0f}" for name, speed in speeds.items() if name != str(dims)]
     choices.add(DIMS, dims, f"{why}; {', '.join(beside)}" if beside else why)
     if topo.sequence > 1:
         choices.add("model_topo.sequence", topo.sequence, "replicas that share their rows, which are long")
@@ -227,10 +198,13 @@ def _explain(choices: Choices, plan: Plan, ranking: list[Plan], whole: int) -> N
     waits = f"{plan.bubble:.0%} of the time is waiting" if plan.bubble > 0 else "nothing waits"
     choices.add("schedule", config.schedule, f"the faster of 1f1b and dualpipev; {waits}")
     saves = "what fits is faster with it" if config.use_grad_ckpt else "activations fit without"
+    room = f"{plan.peak / GIGA:.1f} GB a process at most, of {(basis.device.memory or 0) / GIGA:.1f} GB"
     choices.add("use_grad_ckpt", config.use_grad_ckpt, f"{saves}: {room}")
     if config.zero_optimization.offloads:
         choices.add(f"{OFFLOAD}.device", "cpu", "the optimizer's states do not fit beside the rest")
     if config.offload_activations:
         choices.add("offload_activations", True, "activations do not fit either")
-    if config.max_seq_len < whole:
-        choices.add("max_seq_len", config.max_seq_len, f"longer samples are cut, as rows of {whole} tokens do not fit")
+    if config.max_seq_len < whole.max_seq_len:
+        rows_of = f"rows of {whole.max_seq_len} tokens"
+        choices.add("max_seq_len", config.max_seq_len, f"longer samples are cut, as {rows_of} do not fit")
+    return plan

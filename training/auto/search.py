@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import psutil
@@ -27,7 +27,7 @@ from training.launch.start import Hosts
 from training.metrics.devices import GIGA, Device, parse_devices, this_device
 from training.plan.inputs import Basis, Calibration
 from training.plan.plan import Plan
-from training.plan.search import OFFLOAD, SHORTEST, Feed, advise_stages, feed_of, search, speed
+from training.plan.search import SHORTEST, Feed, advise_stages, feed_of, give_up, search, speed
 from training.plan.timing import calibrate
 
 MOST = 8  # processes without GPUs
@@ -40,19 +40,12 @@ TIMED = 512  # tokens at most of which a layer is timed
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run is to start.
+    """Where a run is to start."""
 
-    Attributes:
-        kind: device of each process; on a CPU they share it.
-        counts: possible numbers of processes.
-        memory: bytes of main memory to plan with, over all hosts.
-        name: for the log.
-    """
-
-    kind: Device
-    counts: tuple[int, ...]
-    memory: float
-    name: str
+    kind: Device  # of each process; on a CPU they share it
+    counts: tuple[int, ...]  # possible numbers of processes
+    memory: float  # bytes of main memory to plan with, over all hosts
+    name: str  # for the log
 
     @classmethod
     def find(cls, hosts: Hosts | None, devices: str | None) -> Machine:
@@ -73,15 +66,19 @@ class Machine:
         """Return the device, or share of a CPU, of each of N processes."""
         return self.kind if self.kind.memory else replace(self.kind, memory=int(self.memory / processes))
 
+    def holds(self, plan: Plan) -> bool:
+        """Whether main memory suffices for what is offloaded."""
+        held = sum(stage.memory.host for stage in plan.stages) * plan.basis.config.model_topo.replicas
+        return held <= self.memory
 
-@dataclass
+
+@dataclass(frozen=True)
 class Search:
     """Search the fastest run of a model on a machine.
 
     Attributes:
         read: the records, cut to a config's length.
         fixed: keys that stay as the config has them.
-        ranking: the best plans, the fastest first.
     """
 
     machine: Machine
@@ -90,64 +87,52 @@ class Search:
     fixed: frozenset[str]
     log: Console
 
-    def __post_init__(self) -> None:
-        self.ranking: list[Plan] = []
-        self._calibrations: dict[int, Calibration] = {}
-
-    def best(self, config: TrainConfig) -> Plan:
-        """Return the fastest plan of those that give up least.
+    def rank(self, config: TrainConfig) -> list[Plan]:
+        """Return the fastest plans of those that give up least, the fastest first.
 
         Raises:
             ConfigError: none fits.
         """
-        counts = self.machine.counts
-        for changed in self._ladder(config):
+        calibrations: dict[int, Calibration] = {}
+        for changed in self.ladder(config):
             feed = feed_of(self.read(changed), self.spec)
-            bases = [self._basis(changed, count, feed) for count in counts]
-            if not bases[0].device.known and not self._calibrations:
-                self._calibrate(bases)
-                bases = [
-                    replace(each, calibration=self._calibrations[n]) for n, each in zip(counts, bases, strict=True)
-                ]
-            found = (self._search(basis, count, feed) for basis, count in zip(bases, counts, strict=True))
-            self.ranking = sorted((plan for plans in found for plan in plans if self._has_memory(plan)), key=speed)
-            if self.ranking:
-                return self._fewest_recomputed(self._fewest_processes())
-        raise ConfigError(self._refusal(bases[-1]))
+            bases = {count: self._basis(changed, count, feed) for count in self.machine.counts}
+            if not self.machine.kind.known:
+                calibrations = calibrations or self._calibrate(bases)
+                bases = {count: replace(basis, calibration=calibrations[count]) for count, basis in bases.items()}
+            found = (plan for count, basis in bases.items() for plan in self._search(basis, count, feed))
+            if ranking := sorted(filter(self.machine.holds, found), key=speed):
+                return ranking
+        raise ConfigError(self._refusal(bases[self.machine.counts[-1]]))
 
-    def _ladder(self, config: TrainConfig) -> Iterator[TrainConfig]:
-        """The config, and its changes where it does not fit."""
+    def ladder(self, config: TrainConfig) -> Iterator[TrainConfig]:
+        """Yield the config, and its changes where it does not fit."""
         data = self.read(config)
         whole = data.lengths[~data.of_type(SPLIT_KIND)]  # texts lose nothing
         while True:
-            yield config
-            if self.machine.kind.reserves and "zero_optimization" not in self.fixed:
-                zero = config.zero_optimization.model_copy(update={"offload_optimizer": OFFLOAD})
-                yield (offloaded := config.model_copy(update={"zero_optimization": zero}))
-                if "offload_activations" not in self.fixed:
-                    yield offloaded.model_copy(update={"offload_activations": True})
+            yield from give_up(config, self.fixed) if self.machine.kind.reserves else [config]
             half = config.max_seq_len // 2
             if "max_seq_len" in self.fixed or half < SHORTEST or (whole > half).sum() > CUT * len(whole):
                 return
             config = config.model_copy(update={"max_seq_len": half})
 
-    def _calibrate(self, bases: Sequence[Basis]) -> None:
-        """Time the layers for each number of processes; in turn, since other programs come and go."""
-        self.log.print(f"timing a layer of each kind, as one of {', '.join(map(str, self.machine.counts))} processes")
-        for _ in range(ROUNDS):
-            for basis, count in zip(bases, self.machine.counts, strict=True):
-                work = basis.workload
-                length = min(math.ceil(work.length), TIMED)
-                short = replace(work, rows=1, length=length, attended=min(work.attended, length))
-                found = calibrate(basis.config, self.spec, short)
-                self._calibrations[count] = found.least(self._calibrations.get(count, found))
-
     def _basis(self, config: TrainConfig, count: int, feed: Feed) -> Basis:
-        """Inputs of a run in N processes."""
-        stages = min(count, self.spec.n_layers)
-        topo = config.model_topo if "model_topo" in self.fixed else config.model_topo.spread(stages, 1)
-        config = config.model_copy(update={"model_topo": topo})
-        return Basis(config, self.spec, feed(config), self.machine.device(count), self._calibrations.get(count))
+        """Return the planner's inputs of a run in N processes."""
+        if "model_topo" not in self.fixed:
+            topo = config.model_topo.spread(min(count, self.spec.n_layers), 1)
+            config = config.model_copy(update={"model_topo": topo})
+        return Basis(config, self.spec, feed(config), self.machine.device(count))
+
+    def _calibrate(self, bases: dict[int, Basis]) -> dict[int, Calibration]:
+        """Time the layers for each number of processes; in turn, since other programs come and go."""
+        self.log.print(f"timing a layer of each kind, as one of {', '.join(map(str, bases))} processes")
+        found: dict[int, Calibration] = {}
+        for count, basis in [*bases.items()] * ROUNDS:
+            length = min(math.ceil(basis.workload.length), TIMED)
+            short = replace(basis.workload, rows=1, length=length, attended=min(basis.workload.attended, length))
+            measured = calibrate(basis.config, self.spec, short)
+            found[count] = measured.least(found.get(count, measured))
+        return found
 
     def _search(self, basis: Basis, count: int, feed: Feed) -> list[Plan]:
         """Search all combinations, where the leanest fits with some dims: a tenth of the work where it does not."""
@@ -157,26 +142,17 @@ class Search:
             return []
         return search(basis, count, feed, self.fixed)
 
-    def _has_memory(self, plan: Plan) -> bool:
-        """Whether main memory suffices for what is offloaded."""
-        held = sum(stage.memory.host for stage in plan.stages) * plan.basis.config.model_topo.replicas
-        return held <= self.machine.memory
+    def choose(self, ranking: list[Plan]) -> Plan:
+        """Choose the fastest plan; on a CPU the one with the fewest processes of those about as fast.
 
-    def _fewest_processes(self) -> Plan:
-        """The fastest plan; on a CPU the one with the fewest processes of those about as fast.
-
-        It holds less, and other programs delay one process less than several that wait for each other.
+        It holds less, and other programs delay one process less than several that wait for each other. Where all blocks
+        recompute on a device with known memory, as few as needed do.
         """
-        fastest = self.ranking[0]
-        if self.machine.kind.reserves:
-            return fastest
-        alike = [plan for plan in self.ranking if plan.seconds * ALIKE <= fastest.seconds]
-        return min(alike, key=lambda plan: plan.basis.config.model_topo.processes)
-
-    def _fewest_recomputed(self, plan: Plan) -> Plan:
-        """Where all blocks recompute on a device with known memory: let as few as needed recompute."""
-        config = plan.basis.config
-        if config.use_grad_ckpt is not True or "use_grad_ckpt" in self.fixed or not self.machine.kind.memory:
+        plan, config = ranking[0], ranking[0].basis.config
+        if not self.machine.kind.reserves:
+            alike = [each for each in ranking if each.seconds * ALIKE <= plan.seconds]
+            return min(alike, key=lambda each: each.basis.config.model_topo.processes)
+        if config.use_grad_ckpt is not True or "use_grad_ckpt" in self.fixed:
             return plan
         config = config.with_parts(plan.parts).model_copy(update={"use_grad_ckpt": "auto"})
         return Plan.make(replace(plan.basis, config=config))

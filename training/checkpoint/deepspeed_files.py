@@ -4,11 +4,10 @@ DeepSpeed passes every state dict to its checkpoint engine, and the run its own 
 while it writes, and starts the write-out to disk early, so that little is left at the end. It keeps an error until all
 ranks can learn of it: a rank that raised while the others wait in a barrier would hang the run.
 
-With `save_async` a thread writes copies, and training continues once they are made. The files are the same, except that
-GPU tensors are saved as CPU tensors, to which they are loaded in any case.
+With `save_async` the same files are made in memory, and a thread writes them while training continues.
 
 Cost: on top of `torch.save` a CRC-32 of cached data, 1 to 4 GB/s per core. In the background, host memory for all that
-this rank writes, until it is written. It is not pinned: torch would round each block up to a power of two and keep it.
+this rank writes, until it is written; making a file there takes 1.2 to 2 times as long as a copy of its tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,10 +27,9 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheck
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch.utils._pytree import tree_leaves
 
 from common.whole_files import sync
-from models.checkpoint.tensor_files import load_archive
+from models.checkpoint.tensor_files import load_archive, os_errors
 from models.checkpoint.tensor_io import in_parallel, write_behind
 from training.checkpoint.folder import PIECE, FileRecord
 
@@ -44,7 +42,7 @@ class CheckpointFiles(TorchCheckpointEngine):
     """Writes the files of one checkpoint after the other.
 
     Args:
-        background: whether a thread writes copies while training continues.
+        background: whether a thread writes while training continues.
 
     Attributes:
         offsets: weight -> offset of this rank's slice in it, which DeepSpeed's file does not have.
@@ -66,9 +64,11 @@ class CheckpointFiles(TorchCheckpointEngine):
         """Write a state dict; see `write`."""
         if "optimizer_state_dict" in state_dict:
             state_dict = state_dict | {"offsets": self.offsets}
+        fill: Callable[[BinaryIO], object] = partial(torch.save, state_dict)
         if self._thread:
-            state_dict = in_host_memory(state_dict)
-        self.write(Path(path), partial(torch.save, state_dict))
+            fill(made := io.BytesIO())
+            fill = methodcaller("write", made.getbuffer())
+        self.write(Path(path), fill)
 
     def write(self, path: Path, fill: Callable[[BinaryIO], object]) -> None:
         """Write one file; do nothing after an error."""
@@ -105,15 +105,12 @@ class CheckpointFiles(TorchCheckpointEngine):
         if self._error:
             return
         try:
-            with SummedFile(path) as file:
+            with os_errors(), SummedFile(path) as file:
                 fill(file)
             write_behind(path)
             self._records[path] = FileRecord(size=file.size, crc32=file.crc32)
-        except (OSError, RuntimeError) as error:
-            cause = error if isinstance(error, OSError) else error.__context__
-            if not isinstance(cause, OSError):
-                raise
-            self._error = cause
+        except OSError as error:
+            self._error = error
 
     def _sync(self) -> None:
         """Flush the files to the disk, and drop them from the page cache."""
@@ -123,21 +120,6 @@ class CheckpointFiles(TorchCheckpointEngine):
                 write_behind(path)
         except OSError as error:
             self._error = self._error or error
-
-
-def in_host_memory(state: Any) -> Any:
-    """Copy a state dict to host memory; tensors that share memory do so in the copy too."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    copies: dict[int, Any] = {}  # id of the original -> copy, the memo of `deepcopy`
-    for tensor in filter(torch.is_tensor, tree_leaves(state)):
-        whole = tensor.untyped_storage()
-        if whole._cdata not in storages:
-            storages[whole._cdata] = torch.UntypedStorage(whole.nbytes()).copy_(whole)
-        copy = torch.empty(0, dtype=tensor.dtype)
-        copy.set_(storages[whole._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
-        vars(copy).update(deepcopy(vars(tensor), copies))  # DeepSpeed's attributes of tensors go into the file
-        copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
-    return deepcopy(state, copies)
 
 
 class SummedFile(io.BufferedWriter):

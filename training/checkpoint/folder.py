@@ -1,4 +1,4 @@
-"""A run's checkpoint folders on disk: list, verify and remove them.
+"""List, verify and remove the checkpoint folders of a run.
 
 `save_path/step-000120/` is complete when it has `checkpoint.json`, which is written last and lists every file with its
 size and CRC-32. It is written under a hidden name (`models.checkpoint.publish`), so a crash leaves nothing half-written
@@ -23,12 +23,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from common.whole_files import read_regular, regular, replace_text
 from models.checkpoint.layout import RECORD, FileName
-from models.checkpoint.publish import workplace
+from models.checkpoint.publish import hidden_folder
 from models.errors import GONE, CheckpointError, reading
 from training.topology import Topology
 
 BEST = "best.json"
-PIECE = 2**20  # what is summed up is still in the processor's cache
+PIECE = 2**20  # bytes; a piece is still in the processor's cache when its checksum is computed
 
 
 class FileRecord(BaseModel):
@@ -223,7 +223,7 @@ def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
             continue
         present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
         if present <= {*record.here, RECORD}:
-            with workplace(folder) as place:  # a crash meanwhile leaves nothing that looks complete
+            with hidden_folder(folder) as place:  # a crash meanwhile leaves nothing that looks complete
                 folder.rename(place)
 
 
@@ -237,6 +237,5 @@ def finished(save_path: Path) -> list[Path]:
 
 
 def _has_record(folder: Path) -> bool:
-    with suppress(FileNotFoundError), reading(folder):
-        return RECORD in os.listdir(folder)
-    return False
+    with reading(folder):
+        return (folder / RECORD).exists()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from models.checkpoint.layout import layer_file
 from models.errors import CheckpointError
-from models.process_groups import Peers
+from models.process_groups import RankGroup
 from models.shard import Shard
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
@@ -80,8 +80,8 @@ class SavedOptimizer:
         """
         try:
             for part, place in enumerate(self._places(stage)):
-                peers, shards = Peers(self.topology.tensor, part), self._shards(place)
-                share = TensorShare(self.spec, peers, self.topology.spread) if self.spec else None
+                ranks, shards = RankGroup(self.topology.tensor, part), self._shards(place)
+                share = TensorShare(self.spec, ranks, self.topology.spread) if self.spec else None
                 for piece in self._of_place(place, shards, share):
                     if cut := share.shard(piece.name) if share else None:
                         yield replace(piece, cut=cut)

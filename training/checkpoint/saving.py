@@ -32,7 +32,7 @@ from rich.console import Console
 
 from common.whole_files import sync
 from models.checkpoint.layout import LATEST
-from models.checkpoint.publish import workplace, writing
+from models.checkpoint.publish import hidden_folder, writing
 from training.checkpoint.deepspeed_files import CheckpointFiles
 from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, set_aside, step_folder
 from training.checkpoint.resharding import slices_of
@@ -99,7 +99,7 @@ class Checkpointer:
         engine = self.trainer.engine
         engine.checkpoint_engine = self._files = CheckpointFiles(background=self.config.save_async)
         engine._copy_recovery_script = lambda *_: None  # pp_to_hg replaces DeepSpeed's scripts
-        own, disk = (self.trainer.stage, self.trainer.sharing.tensor.rank), self.disk
+        own, disk = (self.trainer.stage, self.trainer.groups.tensor.rank), self.disk
         held = gather(own)
         if own not in [held[rank] for rank in disk.ranks[: disk.number]]:
             engine.save_non_zero_checkpoint = True  # files that a stage's replicas share are written once per disk
@@ -183,7 +183,7 @@ class Checkpointer:
             with agreed(), writing(folder):
                 if self.disk.keeps:
                     sweep_partial(self.save_path)
-                    place = hidden.enter_context(workplace(folder))
+                    place = hidden.enter_context(hidden_folder(folder))
             new = gather(place)[self.disk.ranks[0]]
             assert new is not None
             engine.save_checkpoint(str(new.parent), tag=new.name, client_state=names, save_latest=False)

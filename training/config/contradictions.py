@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
+from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
 from training.config.sections import suggest
 
-LARGEST = 10**12  # of a number of steps, samples and the like
+LARGEST = 10**12  # any whole number of a config
 ADAM = "lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused".split()
-# What each optimizer takes, as their signatures say: here, as their packages take seconds to import.
+# Parameters of each optimizer, copied from its signature: importing their packages takes seconds.
 PARAMETERS = {
     "AdamW": ADAM,
     "Adam": [*ADAM, "decoupled_weight_decay"],
@@ -18,25 +18,20 @@ PARAMETERS = {
     "Adafactor": "lr beta2_decay eps d weight_decay foreach maximize".split(),
     "SGD": "lr momentum dampening weight_decay nesterov maximize foreach differentiable fused".split(),
 }
-OFFLOADED = {  # those that DeepSpeed has for the CPU
+OFFLOADED = {  # DeepSpeed's own for the CPU
     "AdamW": "lr bias_correction betas eps weight_decay amsgrad fp32_optimizer_states".split(),
     "Lion": "lr betas weight_decay fp32_optimizer_states".split(),
 }
 
 
 def contradictions(config: Any) -> Iterator[str]:
-    """Yield a line for each contradiction, the plainest first.
-
-    Args:
-        config: a `TrainConfig`, whose module calls this one.
-    """
+    """Yield a line for each contradiction, the plainest first; `config` is a `TrainConfig`, which calls this."""
     for name, value in config:
         if type(value) is int and value > LARGEST:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
     yield from _of_zero(config.zero_optimization)
     yield from _of_precision(config)
     yield from of_optimizer(config)
-    yield from _of_deepspeed(config)
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
     if config.stream_gb and config.packing == "dataset":
@@ -59,8 +54,8 @@ def contradictions(config: Any) -> Iterator[str]:
 
 
 def _of_zero(zero: Any) -> Iterator[str]:
-    for key in sorted(NOT_PASSED_ON & {f"zero_optimization.{name}" for name in zero.model_extra or {}}):
-        yield f"{key}: {LEFT_OUT}"
+    for key in sorted(REFUSED & {f"zero_optimization.{name}" for name in zero.model_extra or {}}):
+        yield f"{key}: {WHY_REFUSED}"
     for name in (name for name, value in (zero.model_extra or {}).items() if value == "auto"):  # HF Trainer fills it in
         yield f"zero_optimization.{name}: expected a value, found 'auto'; leave it out for DeepSpeed's own"
     if zero.offloads and not zero.stage:
@@ -86,35 +81,12 @@ def _of_precision(config: Any) -> Iterator[str]:
         yield "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
 
 
-def _of_deepspeed(config: Any) -> Iterator[str]:
-    """A line for whatever DeepSpeed would stop at with an assertion, in the middle of a start."""
-    zero, bf16, kind, types = config.zero_optimization, config.bf16, config.optimizer.type, config.data_types
-    cpu = zero.offloads and config.zero_force_ds_cpu_optimizer
-    own = zero.stage == 1 and not zero.offloads and not types  # bf16's own optimizer, which looks at none of these
-    masters = bf16.enabled and bf16.bf16_master_weights_and_grads
-    states = bf16.enabled and bf16.bf16_optimizer_states
-    if states and not (masters and (not cpu or config.optimizer.params.get("fp32_optimizer_states") is False)):
-        also = " and optimizer.params.fp32_optimizer_states: false" if cpu else ""
-        yield f"bf16.bf16_optimizer_states: expected bf16_master_weights_and_grads: true{also} beside it, or false"
-    for key, found in {
-        "fp16.fp16_master_weights_and_grads": config.fp16.enabled and config.fp16.fp16_master_weights_and_grads,
-        "bf16.bf16_master_weights_and_grads": masters and not own and not (zero.stage and states and not zero.offloads),
-        "zero_optimization.offload_optimizer.ratio": getattr(zero.offload_optimizer, "ratio", 1) != 1,
-    }.items():
-        if found and not (cpu and kind == "AdamW"):
-            yield f"{key}: needs DeepSpeed's AdamW for the CPU; expected offload_optimizer: {{device: cpu}} and AdamW"
-    if zero.stage and not config.zero_allow_untested_optimizer and (kind == "SGD" or (kind == "Lion" and not cpu)):
-        yield f"zero_allow_untested_optimizer: DeepSpeed has not tested {kind} with ZeRO; expected true"
-    if types and not zero.stage and types.grad_accum_dtype != ("bf16" if bf16.enabled else "fp32"):
-        yield "data_types.grad_accum_dtype: stage 0 sums in the run's own dtype; expected that, or stage 1 or more"
-
-
 def of_optimizer(config: Any) -> Iterator[str]:
-    """Yield a line for whatever an optimizer does not go with.
+    """Yield a line for each setting that an optimizer does not support.
 
-    Adafactor keeps a row and a column for a matrix but a number for each element of a vector, and takes the size of its
-    steps from the norm of what it is given. ZeRO joins the weights of a stage into one vector, and so do DeepSpeed's
-    bf16 and fp16 optimizers without it: the memory would be Lion's, and the steps would depend on how the model is cut.
+    Adafactor keeps a row and a column for a matrix, but a number for each element of a vector, and scales its steps by
+    the norm of a whole tensor. ZeRO, and DeepSpeed's bf16 and fp16 optimizers, flatten the weights of a stage into one
+    vector: the memory would be Lion's, and the steps would depend on how the model is divided.
     """
     kind, zero = config.optimizer.type, config.zero_optimization
     joined = {

@@ -11,51 +11,40 @@ from pydantic import ValidationError
 
 from models import tensor_parallel as tensor
 from models.block_options import fp8_obstacle
-from models.process_groups import Peers
+from models.process_groups import RankGroup
 from models.spec import ModelSpec, key_heads
+from training.config.deepspeed_keys import IDLE
 from training.config.keys import TrainConfig
-from training.config.passed_on import IDLE
-from training.config.sections import reworded, suggest
+from training.config.sections import suggest
 from training.errors import ConfigError
 
 ZERO = "zero_optimization"
-QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def check_device(config: TrainConfig) -> None:
-    """Refuse what this device cannot compute correctly.
+    """Check `zero_optimization` by DeepSpeed's own model, and fp16 on this device.
 
-    A CPU without instructions for fp16 computes in it all the same, slowly: enough for a test.
+    A CPU without fp16 instructions computes in fp16 all the same, slowly: enough for a test.
 
     Raises:
-        ConfigError: fp16 where the device has none or DeepSpeed does not scale the loss; quantized communication
-            without CUDA; a key of zero_optimization that DeepSpeed refuses.
+        ConfigError: DeepSpeed does not have a key or refuses a value, or trains wrongly with it.
     """
     try:
         known = DeepSpeedZeroConfig.model_validate(config.zero_optimization.model_dump(exclude_none=True))
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join([ZERO, *map(str, first["loc"])])
-        told = f"{reworded(first['msg'])}, found {first['input']!r}" if first["loc"] else first["msg"]
+        reason = f"{first['msg']}, found {first['input']!r}" if first["loc"] else first["msg"]
         if first["type"] == "extra_forbidden":
-            told = f"DeepSpeed does not have it{suggest(first['loc'][-1], DeepSpeedZeroConfig.model_fields, ZERO)}"
-        raise ConfigError(f"{place}: {told}") from None
-    if known.stage in (1, 2) and known.allgather_bucket_size % 2:
-        raise ConfigError(f"{ZERO}.allgather_bucket_size: expected an even number, found {known.allgather_bucket_size}")
+            reason = f"DeepSpeed does not have it{suggest(first['loc'][-1], DeepSpeedZeroConfig.model_fields, ZERO)}"
+        raise ConfigError(f"{'.'.join([ZERO, *map(str, first['loc'])])}: {reason}") from None
     if known.stage == 3 and config.model_topo.processes % max(1, known.zero_hpz_partition_size):
         raise ConfigError(f"{ZERO}.zero_hpz_partition_size: expected a divisor of the number of processes")
     if known.stage == 3 and known.offload_param and known.offload_param.device == "nvme":
         raise ConfigError(f"{ZERO}.offload_param.device: expected cpu or none, found 'nvme'")
+    if config.fp16.enabled and known.stage == 0:  # DeepSpeed 0.19.8 divides gradients by the scale all the same
+        raise ConfigError(f"{ZERO}.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
     if get_accelerator().device_name() == "cpu":
         get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks for the instructions, torch needs none
-    if config.fp16.enabled and not get_accelerator().is_fp16_supported():
-        raise ConfigError("fp16.enabled: this device does not compute in fp16; expected bf16 or neither")
-    if config.fp16.enabled and config.zero_optimization.stage == 0:  # DeepSpeed 0.19.8 divides gradients by the scale
-        raise ConfigError(f"{ZERO}.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
-    zero = config.zero_optimization
-    asked = [key for key in QUANTIZED if zero.stage == 3 and (zero.model_extra or {}).get(key)]
-    if asked and not torch.cuda.is_available():
-        raise ConfigError(f"{ZERO}.{asked[0]}: its kernels need CUDA, which this machine does not have")
 
 
 def router_loss_weight(config: TrainConfig, spec: ModelSpec) -> float:
@@ -87,31 +76,22 @@ def check_fp8(config: TrainConfig, spec: ModelSpec) -> None:
         raise ConfigError(f"fp8.enabled: {obstacle}; expected false")
 
 
-def check_tensor(config: TrainConfig, spec: ModelSpec) -> None:
-    """Refuse a model axis that the model's layers do not allow.
+def check_sharing(config: TrainConfig, spec: ModelSpec) -> None:
+    """Check that this model's layers can be shared by a `model` axis, and its rows by `sequence`.
 
     Raises:
         ConfigError: they cannot.
     """
-    topo = config.model_topo
+    topo, name, keys = config.model_topo, spec.family.name, key_heads(spec.config)
     if reason := tensor.obstacle(spec, topo.tensor, topo.experts == "spread"):
         raise ConfigError(f"model_topo.process_topology: {reason}")
-
-
-def check_shared_rows(config: TrainConfig, spec: ModelSpec) -> None:
-    """Refuse shared rows that the model does not allow.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
-    topo, name, keys = config.model_topo, spec.family.name, key_heads(spec.config)
-    parts = (Peers(topo.tensor, rank).part(keys) for rank in range(topo.tensor))  # with the queries that belong to them
-    held = {len(range(keys)[part]) * int(spec.config.num_attention_heads) // keys for part in parts}
     if topo.sequence > 1 and not spec.family.shares_rows:
         raise ConfigError(
             f"model_topo.sequence: in {name} tokens meet elsewhere than in attention (linear attention, or an indexer "
             "that chooses keys); expected 1"
         )
+    parts = (RankGroup(topo.tensor, rank).part(keys) for rank in range(topo.tensor))  # with their queries
+    held = {len(range(keys)[part]) * int(spec.config.num_attention_heads) // keys for part in parts}
     for heads in (heads for heads in held if heads % topo.sequence):
         where = " in a process that shares its layers" if topo.tensor > 1 else ""
         raise ConfigError(
@@ -128,14 +108,13 @@ def training_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
-    """Make DeepSpeed's part of the config.
+    """Make DeepSpeed's config.
 
-    bf16 accumulates gradients in fp32 unless `data_types` says otherwise: summing a hundred micro-batches with 8 bits
-    of mantissa loses the small ones. It does so parameter by parameter, as gradients arrive: DeepSpeed's other way
-    collects them when the last stage's module has run backward, and misses the head, which the loss uses outside the
-    module.
+    bf16 accumulates gradients in fp32 unless `data_types` says otherwise: in a sum of a hundred micro-batches 8 bits
+    of mantissa lose the small ones. They are accumulated as they arrive, parameter by parameter: DeepSpeed's other way
+    collects them after the backward pass of the last stage's module, and misses the head, which the loss calls.
     """
-    # The number of micro-batches is told before each step; at the start DeepSpeed only looks whether it is enough.
+    # Each step sets its number of micro-batches; at the start DeepSpeed only checks that there are enough.
     topo = config.model_topo
     rows = max(
         config.train_batch_size, config.least_micro_batches * config.train_micro_batch_size_per_gpu * topo.row_replicas
@@ -143,14 +122,14 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     resolved: dict[str, Any] = {
         "train_batch_size": rows * topo.sequence,  # DeepSpeed counts rows that replicas share once for each
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
-        # DeepSpeed looks at the norm, and leaves out a step whose norm is not finite, only where it may have to clip.
+        # Only where it may have to clip does DeepSpeed compute the norm, and skip a step whose norm is not finite.
         "gradient_clipping": config.gradient_clipping or torch.finfo(torch.float32).max,
         "zero_optimization": config.zero_optimization.model_dump(exclude_none=True),
         "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,
         "zero_force_ds_cpu_optimizer": False,  # build_optimizer already chose
-        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},  # peers on the model axis have all of both
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},  # ranks of a model axis have both whole
         "steps_per_print": None,  # Pipetune reports progress itself
-        "timers": {"throughput": {"enabled": False}},  # and its own timer does not wait for the device each micro-batch
+        "timers": {"throughput": {"enabled": False}},  # which would wait for the device in each micro-batch
     }
     for name, precision in (("bf16", config.bf16), ("fp16", config.fp16)):
         if precision.enabled:

@@ -22,9 +22,9 @@ from training.config.sections import (
     FP16,
     DataPath,
     DataTypes,
-    NewPlace,
+    NewPathText,
     Optimizer,
-    Place,
+    PathText,
     Ports,
     Precision,
     RouterLoss,
@@ -40,8 +40,8 @@ from training.errors import ConfigError
 from training.schedule.instructions import Schedule
 from training.topology import Topology
 
-# What says how DeepSpeed sums the replicas' gradients.
-DEEPSPEEDS_SUMS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
+# Keys of zero_optimization by which DeepSpeed itself sums the replicas' gradients.
+SUM_KEYS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
 LONGEST = 2**24  # tokens: of a sample or a row
 YEAR = 366 * 24 * 60  # minutes
 
@@ -54,7 +54,7 @@ ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
 class TrainConfig(Section):
     """A whole run."""
 
-    model_path: Place
+    model_path: PathText
     """The folder of the model to start from, in either layout; the `save_path` of a run stands for its newest
     checkpoint."""
 
@@ -62,7 +62,7 @@ class TrainConfig(Section):
     """The records to train on: a file, a folder, a glob, or a list of them; an entry may be an object with the keys of
     docs/configuration.md#entries-of-data_path."""
 
-    save_path: NewPlace
+    save_path: NewPathText
     """The folder of the run: config.yml, metrics.jsonl, checkpoints. It is made where it does not exist."""
 
     from_scratch: bool = False
@@ -161,7 +161,7 @@ class TrainConfig(Section):
     gradient_accumulation_steps: int | None = None
     """Computed; if given, it must agree with the batch sizes."""
 
-    resume: Place = "auto"
+    resume: PathText = "auto"
     """`auto` resumes from the newest whole checkpoint in `save_path`, if there is one; a folder resumes from that
     checkpoint; `none` starts anew, in a `save_path` without checkpoints. What may change between two starts:
     docs/resuming.md."""
@@ -315,20 +315,16 @@ class TrainConfig(Section):
 
     @property
     def sums_while_computing(self) -> bool:
-        """Say whether replicas sum gradients during the backward pass.
-
-        Not with an offloaded optimizer, nor with keys that say how DeepSpeed is to do it.
-        """
+        """Say whether replicas sum gradients during the backward pass: unless DeepSpeed has to do it."""
         zero = self.zero_optimization
-        deepspeeds = zero.offloads or self.data_types or DEEPSPEEDS_SUMS & set(zero.model_extra or {})
-        return self.model_topo.replicas > 1 and zero.stage == 1 and not deepspeeds
+        by_deepspeed = zero.offloads or self.data_types or SUM_KEYS & set(zero.model_extra or {})
+        return self.model_topo.replicas > 1 and zero.stage == 1 and not by_deepspeed
 
     def check_entry_point(self, in_stages: bool) -> None:
-        """Refuse what only the other entry point can do, and a missing `lr`.
+        """Refuse a missing `lr`, and what only the other entry point can do.
 
         Raises:
-            ConfigError: no `lr`; in a pipeline a stage of ZeRO that shards what it needs whole; without one several
-                stages, or processes that share layers.
+            ConfigError: no `lr`; in a pipeline ZeRO stage 2 or 3; without one several stages or a model axis.
         """
         if "lr" not in self.optimizer.params:  # torch's default, 1e-3, spoils a trained model without a word
             raise ConfigError("optimizer.params.lr: missing; expected a learning rate, such as 1.0e-5 for a 7B model")
@@ -376,9 +372,10 @@ class TrainConfig(Section):
         return [n_layers] if chunks == 1 else parts
 
     def topology(self, parts: list[int]) -> Topology:
-        """The topology of a run with these layers per stage, or per chunk; with none under plain ZeRO."""
+        """Return the topology with these layers per stage or chunk; none under plain ZeRO."""
         topo = self.model_topo
-        wide = {name: size for name in ("tensor", "sequence") if (size := getattr(topo, name)) > 1}  # else left out
+        # What is 1 is left out: a checkpoint's record has only what is set, and earlier versions know no more.
+        wide = {name: size for name in ("tensor", "sequence") if (size := getattr(topo, name)) > 1}
         wide |= {"spread": True} if topo.experts == "spread" else {}
         zero = self.zero_optimization.stage
         return Topology(stages=topo.stages, replicas=topo.replicas, zero_stage=zero, parts=parts, **wide)

@@ -41,7 +41,7 @@ class ModelTopo(Section):
     process_topology: ProcessTopology = ProcessTopology()
     sequence: PositiveInt = 1
     """How many neighbouring replicas share their rows, each with a part of the tokens, for rows too long for one. It
-    divides the replicas (docs/parallelism.md#long-rows)."""
+    divides the replicas (docs/parallelism.md#sequence-parallelism)."""
 
     experts: Literal["columns", "spread"] = "columns"
     """How processes that share layers share experts: each has a part of every one, or with `spread` some whole ones.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
-from math import isfinite
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -29,9 +28,6 @@ from training.config.foreign_names import FOREIGN
 
 ALIKE = 0.8  # the share of letters that a misspelt name and the one that was meant have in common
 FEW = 12  # names that fit into a message
-# pydantic's words: what surrounds the expected, and what it is called here.
-AROUND = r"^(\w+ should (be|have)|expected) |, (unable|got) .*| after validation.*| or instance of .*"
-WORDS = {"integer": "an integer", "dictionary": "keys and values", "boolean": "true or false"}
 
 
 class Section(BaseModel):
@@ -51,7 +47,8 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `save_interval: yes`, which pydantic reads as 1."""
         kinds = list(_kinds(cls.model_fields[str(info.field_name)].annotation))
         if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
             raise ValueError("expected a number")
@@ -71,7 +68,7 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def expected(words: str) -> WrapValidator:
-    """Complain about any other value in these words."""
+    """Describe a union of types in one phrase; pydantic would report an error for each of its types."""
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:
@@ -80,13 +77,6 @@ def expected(words: str) -> WrapValidator:
             raise ValueError(f"expected {words}") from None
 
     return WrapValidator(check)
-
-
-def reworded(message: str) -> str:
-    """Turn pydantic's `Input should be a valid X, ...` into `expected a X`."""
-    what = re.sub(AROUND, "", message)
-    found = re.fullmatch("a valid (.*)", what)
-    return f"expected {WORDS.get(found[1], f'a {found[1]}') if found else what}"
 
 
 def suggest(name: object, known: Iterable[str], section: str = "") -> str:
@@ -102,27 +92,36 @@ def suggest(name: object, known: Iterable[str], section: str = "") -> str:
     return f"; expected one of {', '.join(known)}" if len(known) <= FEW else ""
 
 
-# The home folder takes the place of `~`, which no shell replaces in a file.
-_HOME = AfterValidator(with_home)
-Place = Annotated[str, _HOME]
-NewPlace = Annotated[str, Field(min_length=1), _HOME]
+# `~` becomes the home folder, as no shell expands it in a file.
+PathText = Annotated[str, AfterValidator(with_home)]
+NewPathText = Annotated[str, Field(min_length=1), AfterValidator(with_home)]
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
 
 
-# The entry's form decides what it is, so that a complaint is about the right one.
+# The form of an entry decides its type, so that an error is about the right one.
 _Entry = Annotated[
     Annotated[str, Tag("path")] | Annotated[Source, Tag("source")],
     Discriminator(lambda entry: "source" if isinstance(entry, (dict, Source)) else "path"),
 ]
-DataPath = Annotated[list[_Entry], BeforeValidator(_listed)]
+DataPath = Annotated[list[_Entry], BeforeValidator(_as_list)]
+
+Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
 
-SWITCHES = set("amsgrad maximize nesterov foreach fused capturable differentiable adamw_mode bias_correction".split())
+class _OptimizerNumbers(BaseModel):
+    """Types of the parameters that several optimizers have."""
+
+    lr: Number = 0.0
+    weight_decay: Number = 0.0
+    momentum: Number = 0.0
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.0, 0.0]
+    eps: Annotated[Number | list[Number | None], expected("a number of at least 0, or two for Adafactor")] = 0.0
 
 
 class Optimizer(Section):
@@ -138,30 +137,15 @@ class Optimizer(Section):
     no_wd_kws: list[re.Pattern[str]] = []
     """Regular expressions; parameters whose names match one get no weight decay."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Optimizer:
-        numbers = ["lr", "weight_decay", "momentum"]
-        if self.type != "Adafactor":  # whose eps is a pair
-            numbers.append("eps")
-        for name in numbers:
-            value = self.params.get(name, 0.0)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
-                raise ValueError(f"params.{name}: expected a number of at least 0, found {value!r}")
-        betas = self.params.get("betas", (0.0, 0.0))
-        if not (isinstance(betas, (list, tuple)) and len(betas) == 2 and all(_is_share(beta) for beta in betas)):
-            raise ValueError(f"params.betas: expected two numbers of at least 0 and below 1, found {betas!r}")
-        for name in SWITCHES & self.params.keys():
-            if not isinstance(self.params[name], bool):
-                raise ValueError(f"params.{name}: expected true or false, found {self.params[name]!r}")
-        return self
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+    @field_validator("params")
+    @classmethod
+    def _check_numbers(cls, params: dict[str, Any]) -> dict[str, Any]:
+        _OptimizerNumbers.model_validate(params)
+        return params
 
 
 class WarmUp(Section):
-    """The warm-up that every schedule begins with; ratios are of the optimizer's lr."""
+    """The warm-up of every schedule; ratios are of the optimizer's lr."""
 
     warmup_num_steps: int = Field(default=0, ge=0)
     """Steps until the full learning rate."""
@@ -207,9 +191,6 @@ _SCHEDULER_PARAMS: dict[str, type[WarmUp]] = {
 }
 
 
-PARAMS = "scheduler.params"
-
-
 class Scheduler(Section):
     """`scheduler`: the learning rate over the run; total_num_steps is computed from the data."""
 
@@ -224,14 +205,15 @@ class Scheduler(Section):
 
     @field_validator("params", mode="before")
     @classmethod
-    def _params_of_the_type(cls, params: Any, info: ValidationInfo) -> Any:
+    def _check_params(cls, params: Any, info: ValidationInfo) -> Any:
         kind = info.data.get("type")
-        if kind is None:  # refused already
+        if kind is None:  # an error already
             return params
         section = _SCHEDULER_PARAMS[kind]
         if isinstance(params, dict):
             for name in (name for name in params if name not in section.model_fields):
-                raise ValueError(f"{name}: {kind} does not have it{suggest(name, section.model_fields, PARAMS)}")
+                hint = suggest(name, section.model_fields, "scheduler.params")
+                raise ValueError(f"{name}: {kind} does not have it{hint}")
         return section.model_validate(params)
 
 

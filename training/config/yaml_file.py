@@ -1,14 +1,12 @@
-"""Reading the YAML file of a run: overrides from the command line, and one line for whatever is wrong.
+"""Read a run's YAML file and its overrides from the command line; report what is wrong in one line.
 
-A key that `training.config.keys` does not have is refused with the nearest name. `key.sub=value` words on the command
-line override the file.
+An unknown key is refused with the nearest name. `key.sub=value` words on the command line override the file.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +15,13 @@ from pydantic import ValidationError
 
 from common.terminal import is_safe_line, reason_of
 from data.paths import read_small
+from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
 from training.config.keys import ALIASES, TrainConfig
-from training.config.passed_on import LEFT_OUT, NOT_PASSED_ON
-from training.config.sections import reworded, sections_in, suggest
+from training.config.sections import sections_in, suggest
 from training.errors import ConfigError
 
-MOST_VALUES = 100_000  # in a config, its aliases and merge keys followed
+MOST_VALUES = 100_000  # in a config, with aliases and merge keys expanded
+MERGE = "tag:yaml.org,2002:merge"
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -37,7 +36,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 
 
 def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | None = None) -> Config:
-    """The same for a config with keys of its own."""
+    """Do the same for a config with keys of its own."""
     raw = _read_yaml(Path(path))
     for word in overrides or []:
         override(raw, word)
@@ -45,7 +44,7 @@ def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | 
 
 
 def checked(kind: type[Config], raw: dict[str, Any], place: str = "") -> Config:
-    """The config that keys and values make.
+    """Make a config of keys and values.
 
     Args:
         place: where they come from, for the message.
@@ -60,38 +59,34 @@ def checked(kind: type[Config], raw: dict[str, Any], place: str = "") -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1e-5 as a number (YAML 1.1 wants 1.0e-5), without repeated keys and control characters."""
+    """Read 1e-5 as a number (YAML 1.1 wants 1.0e-5); refuse repeated keys, alias bombs and control characters."""
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
         if node is not None and _size(node, {}) > MOST_VALUES:
-            what = f"more than {MOST_VALUES:,} values, aliases and merge keys followed"
-            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+            raise _error(f"more than {MOST_VALUES:,} values, with aliases and merge keys expanded", node)
         return node
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if not is_safe_line(str(node.value)):  # which no key, path or name needs
-            raise yaml.constructor.ConstructorError(
-                None, None, "a control character; expected printable text", node.start_mark
-            )
+            raise _error("a control character; expected printable text", node)
         return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=deep)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key is not a plain value", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-            seen.add(key)
+        seen: list[Any] = []
+        for key, _ in node.value:
+            if key.tag != MERGE and key.value in seen:
+                raise _error(f"key {key.value!r} is repeated", key)
+            seen.append(key.value)
         return super().construct_mapping(node, deep)
 
 
+def _error(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
 def _size(node: yaml.Node, known: dict[int, float]) -> float:
-    """How many values a node stands for; endless where it holds itself."""
+    """Count the values of a node; infinite where it contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -123,11 +118,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected keys and values, found {type(raw).__name__}")
-    for alias, name in ALIASES.items():
-        if alias in raw:
-            if name in raw:
-                raise ConfigError(f"{path}: {alias} and {name} are one key; expected only one of them")
-            raw[name] = raw.pop(alias)
+    for alias in ALIASES.keys() & raw.keys():
+        raw[ALIASES[alias]] = raw.pop(alias)
     return raw
 
 
@@ -136,10 +128,10 @@ def _parse_yaml(text: str) -> Any:
 
 
 def override(raw: dict[str, Any], word: str) -> None:
-    """Put what a `key.sub=value` word says into the keys and values of a config.
+    """Apply a `key.sub=value` word to the keys and values of a config.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not such a word.
     """
     key, equals, text = word.partition("=")
     if not equals or not key:
@@ -161,25 +153,27 @@ def override(raw: dict[str, Any], word: str) -> None:
 
 
 def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
+    """Describe the first error, or the first unknown key: a misspelt key may be reported as missing, too."""
     unknown = ("extra_forbidden", "invalid_key")
-    first = min(error.errors(), key=lambda each: each["type"] not in unknown)  # a misspelt key may be missing as well
+    first = min(error.errors(), key=lambda each: each["type"] not in unknown)
     steps = [str(step) for step in first["loc"] if step != "[key]"]
-    if steps and "data_path" in steps[0]:  # after the entry's number stands its form
+    if steps and "data_path" in steps[0]:  # the entry's form follows its number
         del steps[2:3]
     place = ".".join(steps)
     if first["type"] in unknown:
-        if place in NOT_PASSED_ON:
-            return f"{place}: {LEFT_OUT}"
+        if place in REFUSED:
+            return f"{place}: {WHY_REFUSED}"
         *sections, name = steps
         around: Any = kind
         for step in sections:
-            if step in around.model_fields:  # else it is a place in a list
+            if step in around.model_fields:  # else it is a number in a list
                 around = sections_in(around.model_fields[step].annotation)[0]
         return f"unknown key {place}{suggest(name, around.model_fields, '.'.join(sections))}"
     if first["type"] == "missing":
         return f"{place}: missing"
-    reason = str(first["ctx"]["error"]) if first["type"] == "value_error" else reworded(first["msg"])
-    if not reason.startswith("expected"):
+    own = first["type"] == "value_error"
+    reason = str(first["ctx"]["error"]) if own else first["msg"]
+    if own and not reason.startswith("expected"):
         return f"{place}.{reason}" if place else reason
     auto = ", which HF Trainer would fill in" if first["input"] == "auto" else ""
     return f"{place}: {reason}, found {first['input']!r}{auto}"

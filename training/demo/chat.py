@@ -1,7 +1,7 @@
-"""Lead a dialogue with a model, turn by turn.
+"""A dialogue with a model, turn by turn.
 
-Each turn asks with the whole dialogue, as it would be rendered at once, so that an answer never depends on how the
-turns came about. Where the model calls a tool, the call is shown and its result is typed.
+Each turn renders the whole dialogue anew, so an answer never depends on how the turns came about. Where the model calls
+a tool, the call is shown and the user types its result.
 """
 
 from __future__ import annotations
@@ -19,19 +19,15 @@ from data.paths import read_small
 from data.records.chat import Chat as ChatRecord
 from data.records.chat import Message
 from data.records.record import explain
-from training.demo.speaker import Answer, Speaker, Wishes
-
-Tell = Callable[[str], None]
-MOST_CALLS = 16  # in a turn; a model may go round in a circle
-TOO_MANY = f"the model still calls tools after {MOST_CALLS} calls; expected an answer"
+from training.demo.chat_model import Answer, AnswerOptions, ChatModel
 
 
 class Chat:
-    """A dialogue; it remembers the turns so far, of which the oldest go where the context is full.
+    """A dialogue. It remembers its turns, and drops the oldest ones when the context is full.
 
     Args:
-        tell: gets what the user has to know, a line each.
-        opening: what stands before the first question, such as a system message.
+        notify: prints a line that is no part of an answer.
+        opening: messages before the first question, such as a system message.
         tools: schemas of the tools that the model may call.
 
     Attributes:
@@ -39,14 +35,19 @@ class Chat:
     """
 
     def __init__(
-        self, speaker: Speaker, wishes: Wishes, tell: Tell, opening: Sequence[Said] = (), tools: Sequence[JSON] = ()
+        self,
+        model: ChatModel,
+        options: AnswerOptions,
+        notify: Callable[[str], None],
+        opening: Sequence[Said] = (),
+        tools: Sequence[JSON] = (),
     ) -> None:
-        self._speaker = speaker
-        self._wishes = wishes
-        self._tell = tell
+        self._model = model
+        self._options = options
+        self._notify = notify
         self._opening = tuple(opening)
         self._tools = list(tools)
-        self._form = speaker.call_form() if tools else None
+        self._call_form = model.call_form() if tools else None
         self.said: tuple[Said, ...] = self._opening
 
     def reset(self) -> None:
@@ -57,89 +58,81 @@ class Chat:
         """Yield the answer in pieces as it is written, and remember it.
 
         Args:
-            about: the input of a record of instruct.
+            about: the `input` of a record of type instruct.
         """
         said = (*self.said, Said("user", text, input=about))
-        for _ in range(MOST_CALLS):
-            answer = Answer(self._speaker.tokenizer, self._wishes.stop)
-            said, prompt = self._fitted(said)
-            yield from self._speaker.written(prompt, self._wishes, answer)
-            text, calls = self._calls_in(answer.text, sum(len(each.calls) for each in said))
-            said = (*said, self._answer(text)._replace(calls=calls))
-            results = [self._result(call) for call in calls]
-            if not calls or None in results:
+        results: list[Said | None] = [None]
+        while results:
+            answer = Answer(self._model.tokenizer, self._options.stop)
+            said, prompt = self._fit_context(said)
+            yield from self._model.write(prompt, self._options, answer)
+            message = self._read_answer(answer.text, sum(len(each.calls) for each in said))
+            results = [self._ask_result(call) for call in message.calls]
+            said = (*said, message)
+            if None in results:
                 break
             said = (*said, *filter(None, results))
-        else:
-            raise DataError(TOO_MANY)
         self.said = said
 
     def save(self, path: Path) -> None:
-        """Append the dialogue to a file of records, which can be trained on.
+        """Append the dialogue to a file of records that can be trained on.
 
         Raises:
             DataError: there is no answer yet, or the file cannot be written.
         """
         if self.said == self._opening:
             raise DataError("nothing was said yet; expected a question first")
-        record: JSON = {"messages": as_record(self.said)}
-        if self._tools:
-            record["tools"] = self._tools
+        record: JSON = {"messages": as_record(self.said)} | ({"tools": self._tools} if self._tools else {})
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: cannot be written: {error}") from None
 
-    def _answer(self, text: str) -> Said:
-        """Keep thoughts apart from words, as templates do in later questions."""
-        form = self._speaker.answer_form
+    def _read_answer(self, text: str, calls_before: int) -> Said:
+        """Split an answer into thoughts, words and calls, as templates render them in later turns."""
+        calls: tuple[Call, ...] = ()
+        if self._call_form:
+            try:
+                text, calls = self._call_form.read(text, calls_before + 1)
+            except ValueError as error:
+                raise DataError(f"the model's call cannot be read: {error}") from None
+        form = self._model.answer_form
         thought, words = form.read(text) if form else ("", text)
-        return Said("assistant", words, thought, supervised=True)
+        return Said("assistant", words, thought, calls, supervised=True)
 
-    def _calls_in(self, text: str, made: int) -> tuple[str, tuple[Call, ...]]:
-        """Split an answer into its words and its calls, with unused ids."""
-        try:
-            return self._form.read(text, made + 1) if self._form else (text, ())
-        except ValueError as error:
-            raise DataError(f"the model's call cannot be read: {error}") from None
-
-    def _result(self, call: Call) -> Said | None:
-        """Show a call and ask for its result; None where the input has ended."""
-        self._tell(f"call: {call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
+    def _ask_result(self, call: Call) -> Said | None:
+        """Show a call and let the user type its result; None at the end of the input."""
+        self._notify(f"call: {call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
         try:
             return Said("tool", input(f"\nresult of {call.name}> ").strip(), call_id=call.id, name=call.name)
         except EOFError:
             return None
 
-    def _fitted(self, said: tuple[Said, ...]) -> tuple[tuple[Said, ...], list[int]]:
-        """Drop the oldest rounds until dialogue and answer fit the context."""
-        context, dropped = self._speaker.context, 0
-        prompt = self._speaker.encode(said, self._tools)
-        while context is not None and len(prompt) + self._wishes.max_new_tokens > context:
+    def _fit_context(self, said: tuple[Said, ...]) -> tuple[tuple[Said, ...], list[int]]:
+        """Drop the oldest rounds until prompt and answer fit the context; return the rest and its prompt."""
+        context, dropped = self._model.context, 0
+        prompt = self._model.encode(said, self._tools)
+        while context is not None and len(prompt) + self._options.max_new_tokens > context:
             asked = [place for place, each in enumerate(said) if each.role == "user"]
             if len(asked) == 1:
                 if (room := context - len(prompt)) > 0:
-                    self._tell(f"the context of {context} tokens has room for {room} tokens of the answer")
+                    self._notify(f"the context of {context} tokens has room for {room} tokens of the answer")
                 break
             said = said[: asked[0]] + said[asked[1] :]
             dropped += 1
-            prompt = self._speaker.encode(said, self._tools)
+            prompt = self._model.encode(said, self._tools)
         if dropped:
-            self._tell(f"{dropped} of the oldest questions and answers are left out: the context has {context} tokens")
+            self._notify(
+                f"{dropped} of the oldest questions and answers are left out: the context has {context} tokens"
+            )
         return said, prompt
 
 
-def text_of(path: str) -> str:
-    """Read a text file without the white space around it.
-
-    Raises:
-        DataError: it cannot be read, is empty or no UTF-8.
-    """
+def read_text(path: str) -> str:
+    """Read a text file without the white space around it."""
     try:
         text = read_small(path).decode("utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a text in UTF-8") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not text:
@@ -147,23 +140,16 @@ def text_of(path: str) -> str:
     return text
 
 
-def schemas_in(path: str) -> list[JSON]:
-    """Read the tools of a file, as a record of type chat has them.
-
-    Raises:
-        DataError: the file holds no list of tools with names.
-    """
-    asked = Message(role="assistant", content="?")
+def read_tools(path: str) -> list[JSON]:
+    """Read a file's list of tools, in the form that records of type chat have."""
+    text, answered = read_text(path), Message(role="assistant", content="?")
     try:
-        tools = ChatRecord(messages=[asked], tools=from_json(text_of(path), allow_inf_nan=False)).tools
+        tools = ChatRecord(messages=[answered], tools=from_json(text, allow_inf_nan=False)).tools
     except ValidationError as error:
         raise DataError(f"{path}: {explain(error)}") from None
     except ValueError as error:
-        raise error if isinstance(error, DataError) else DataError(f"{path}: no JSON: {error}") from None
-    for number, tool in enumerate(tools, start=1):
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"{path}: tool {number}: expected an object with a function that has a name")
-    if not tools:
-        raise DataError(f"{path}: expected at least one tool, found none")
+        raise DataError(f"{path}: no JSON: {error}") from None
+    functions = [tool.get("function") for tool in tools]
+    if not tools or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+        raise DataError(f"{path}: expected a list of tools, each with a function that has a name")
     return tools

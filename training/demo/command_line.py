@@ -1,6 +1,6 @@
 """Parse the command line of demo.py and answer.
 
-What takes seconds to import is imported once the words are checked, so that a mistake is reported at once.
+Slow imports come after the check of the options, so that a mistake is reported immediately.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from common.terminal import safe_line, safe_text
+from common.terminal import safe_line, safe_text, typed_name
 from data.chat.prompts import PLAIN, Prompts, check_prompt_format
 from data.errors import DataError
 from data.records.fields import TemplateArguments
@@ -41,23 +41,26 @@ RANGES = {
     "threads": (1, None),
     "batch_size": (1, None),
 }
-# Of each option: how it is parsed, and what the help says.
+# Option: arguments of `add_argument`, help.
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--model": ({"required": True}, "model folder, checkpoint or a run's save_path"),
     "--prompt": ({}, "ask this and leave; an interactive chat where absent"),
     "--input": ({"metavar": "TEXT"}, "what --prompt is about, as in records of instruct"),
-    "--raw": (FLAG, "the prompt is a text to go on with, as in records of pretrain"),
+    "--raw": (FLAG, "continue the prompt as a text, as in records of pretrain"),
     "--prompts-file": ({"metavar": "FILE"}, "ask each line, an object with a prompt or messages"),
     "--output": ({"metavar": "FILE"}, "the lines of --prompts-file with answers; continues such a file"),
     "--batch-size": ({"type": int, "metavar": "N"}, "prompts answered at once; default 8 a process"),
     "--system": ({"metavar": "TEXT"}, "a system message before the first question"),
-    "--reference": ({"metavar": "FILE"}, "a text that the answers rest on, as in records of ref_qa"),
+    "--reference": ({"metavar": "FILE"}, "a text to answer from, as in records of ref_qa"),
     "--tools": ({"metavar": "FILE"}, "tools that may be called, a JSON list as in records of chat; type the results"),
     "--max-new-tokens": ({"type": int, "metavar": "N", "default": 256}, "default 256"),
     "--greedy": (FLAG, "always take the likeliest token"),
     "--temperature": ({"type": float, "metavar": "T"}, "default 0.7; 0 is --greedy"),
-    "--top-p": ({"type": float, "metavar": "P"}, "sample from this much of the probability; default 0.9"),
+    "--top-p": (
+        {"type": float, "metavar": "P"},
+        "sample from the likeliest tokens with this total probability; default 0.9",
+    ),
     "--top-k": ({"type": int, "metavar": "K"}, "sample from the likeliest K tokens; default all"),
     "--repetition-penalty": ({"type": float, "metavar": "R", "default": 1.0}, "default 1, which is none"),
     "--seed": ({"type": int}, "the same seed gives the same answers"),
@@ -66,32 +69,32 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--tensor-parallel": (FLAG, "processes share each layer instead of dividing the layers"),
     "--threads": ({"type": int, "metavar": "N"}, "threads of each process; torch's choice where absent"),
     "--prompt-format": ({"metavar": "FORMAT"}, "chat_template, plain or a Jinja file, as in the training config"),
-    "--template-args": ({"metavar": "JSON"}, 'what a template gets, as in the config: {"enable_thinking": false}'),
+    "--template-args": ({"metavar": "JSON"}, 'variables of a template, as in the config: {"enable_thinking": false}'),
     "--local_rank": ({"type": int}, argparse.SUPPRESS),  # the deepspeed launcher passes it
 }
 
 
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=typed_name(), description="Talk to a model in either layout.")
+    for name, (keys, text) in OPTIONS.items():
+        parser.add_argument(name, help=text, **keys)
+    return parser
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Talk to a model in either layout.")
-    for name, (keys, said) in OPTIONS.items():
-        parser.add_argument(name, help=said, **keys)
-    return parser.parse_args()
+    return make_parser().parse_args()
 
 
 def open_demo(arguments: argparse.Namespace, place: Place | None) -> None:
-    """Answer in this process, or be one of those that a launcher started.
-
-    Raises:
-        ConfigError: the words make no sense together.
-    """
+    """Answer in this process, or be one of the processes that a launcher started."""
     check(arguments)
     import torch
 
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     if place and place.world_size > 1:
-        from training.demo.stages import in_processes
+        from training.demo.stages import run_rank
 
-        in_processes(arguments, dtype, place, partial(talk, arguments, dtype))
+        run_rank(arguments, dtype, place, partial(talk, arguments, dtype))
         return
     if arguments.tensor_parallel:
         raise ConfigError("--tensor-parallel: without effect in one process; expected deepspeed --num_gpus N demo.py")
@@ -101,50 +104,45 @@ def open_demo(arguments: argparse.Namespace, place: Place | None) -> None:
 
 
 def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes | None = None) -> None:
-    """Answer one prompt, those of a file, or a chat.
+    """Answer one prompt, a file of prompts, or a chat.
 
     Args:
-        model: to be loaded where absent.
+        model: to ask instead of loading the folder's.
     """
     from data.chat.messages import Said
     from data.prompt_texts import REFERENCE_TITLE
     from models.generation import GREEDY, Sampling
-    from training.demo.chat import Chat, schemas_in, text_of
-    from training.demo.prompts_file import answer_all
-    from training.demo.speaker import Speaker, Wishes, as_trained
+    from training.demo.chat import Chat, read_text, read_tools
+    from training.demo.chat_model import AnswerOptions, ChatModel, find_trained_prompts
+    from training.demo.prompts_file import answer_file
 
     prompts = Prompts(arguments.prompt_format, template_args_of(arguments))
     if not arguments.raw and arguments.prompt_format != PLAIN:
         absent = [name for name in ("prompt_format", "template_args") if getattr(arguments, name) is None]
-        prompts = replace(prompts, **as_trained(arguments.model, absent, tell))
-    speaker = Speaker(arguments.model, prompts, dtype, model)
+        prompts = replace(prompts, **find_trained_prompts(arguments.model, absent, notify))
+    chat_model = ChatModel(arguments.model, prompts, dtype, model)
     opening = [Said("system", arguments.system)] if arguments.system else []
     if arguments.reference:
-        opening.append(Said("context", text_of(arguments.reference), name=REFERENCE_TITLE))
+        opening.append(Said("context", read_text(arguments.reference), name=REFERENCE_TITLE))
     names = ("temperature", "top_p", "top_k", "seed", "repetition_penalty")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     sampling = replace(GREEDY if arguments.greedy else Sampling(), **given)
-    wishes = Wishes(arguments.max_new_tokens, sampling, tuple(arguments.stop))
+    options = AnswerOptions(arguments.max_new_tokens, sampling, tuple(arguments.stop))
     if arguments.prompts_file:
         files = Path(arguments.prompts_file), Path(arguments.output)
-        answer_all(speaker, wishes, *files, opening, arguments.batch_size, tell, arguments.raw)
-        return
-    if arguments.raw:
-        show(speaker.continued(arguments.prompt, wishes))
-        return
-    chat = Chat(speaker, wishes, tell, opening, schemas_in(arguments.tools) if arguments.tools else [])
-    if arguments.prompt is None:
-        converse(chat)
+        answer_file(chat_model, options, *files, opening, arguments.batch_size, notify, arguments.raw)
+    elif arguments.raw:
+        show(chat_model.continue_text(arguments.prompt, options))
     else:
-        show(chat.ask(arguments.prompt, arguments.input or ""))
+        chat = Chat(chat_model, options, notify, opening, read_tools(arguments.tools) if arguments.tools else [])
+        if arguments.prompt is None:
+            converse(chat)
+        else:
+            show(chat.ask(arguments.prompt, arguments.input or ""))
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse numbers out of their range, and options without effect.
-
-    Raises:
-        ConfigError: in one line, what was expected.
-    """
+    """Raise a ConfigError for numbers out of range, and for options that have no effect together."""
     for name, (least, most) in RANGES.items():
         value = getattr(arguments, name)
         if value is not None and not (least <= value < inf and (most is None or value <= most)):
@@ -152,34 +150,30 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{_option(name)}: expected {expected}, found {value}")
     if not 0 < arguments.repetition_penalty < inf:
         raise ConfigError(f"--repetition-penalty: expected a number above 0, found {arguments.repetition_penalty}")
-    drawn = [name for name in ("top_p", "top_k", "seed") if getattr(arguments, name) is not None]
-    if drawn and (arguments.greedy or arguments.temperature == 0):
-        raise ConfigError(f"{_option(drawn[0])}: nothing is drawn; expected it without --greedy and --temperature 0")
+    sampled = [name for name in ("top_p", "top_k", "seed") if getattr(arguments, name) is not None]
+    if sampled and (arguments.greedy or arguments.temperature == 0):
+        raise ConfigError(f"{_option(sampled[0])}: nothing is sampled with --greedy or --temperature 0")
     if arguments.prompt_format:
         check_prompt_format(arguments.prompt_format)
     template_args_of(arguments)
-    alone = arguments.prompt is not None
-    if arguments.prompts_file and (alone or not arguments.output):
+    one, many = arguments.prompt is not None, bool(arguments.prompts_file)
+    if many and (one or not arguments.output):
         raise ConfigError("--prompts-file: expected it with --output and without --prompt")
-    if not arguments.prompts_file and (arguments.output or arguments.batch_size):
+    if not many and (arguments.output or arguments.batch_size):
         raise ConfigError("--output and --batch-size: expected them with --prompts-file")
-    if arguments.prompts_file and arguments.tools:
+    if many and arguments.tools:
         raise ConfigError("--tools: expected it without --prompts-file, whose lines have tools of their own")
-    if arguments.input is not None and not alone:
+    if arguments.input is not None and not one:
         raise ConfigError("--input: expected it with --prompt; a line of --prompts-file has its own")
-    if arguments.raw and not alone and not arguments.prompts_file:
-        raise ConfigError("--raw: goes on with one text; expected it with --prompt or --prompts-file")
+    if arguments.raw and not one and not many:
+        raise ConfigError("--raw: continues one text; expected it with --prompt or --prompts-file")
     around = ("input", "system", "reference", "tools", "prompt_format", "template_args")
     if arguments.raw and (given := [name for name in around if getattr(arguments, name)]):
-        raise ConfigError(f"--raw: nothing stands around the text; expected it without {_option(given[0])}")
+        raise ConfigError(f"--raw: the text stands alone; expected no {_option(given[0])}")
 
 
 def template_args_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Parse what a chat template gets beside the messages.
-
-    Raises:
-        ConfigError: it is no JSON object, or holds what Pipetune gives.
-    """
+    """Parse the variables of a chat template."""
     try:
         return TypeAdapter(TemplateArguments).validate_json(arguments.template_args or "{}")
     except ValidationError as error:
@@ -188,9 +182,9 @@ def template_args_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def converse(chat: Chat) -> None:
-    """Ask what is typed, until an empty line or the end of the input."""
+    """Answer what is typed, until an empty line or the end of the input."""
     print(HELP)
-    if isinstance(sys.stdin, io.TextIOWrapper):  # what is no text is refused as a question, and the chat goes on
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are refused as a question; the chat goes on
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
@@ -201,33 +195,33 @@ def converse(chat: Chat) -> None:
         if not text:
             return
         try:
-            obey(chat, text)
+            handle(chat, text)
         except DataError as error:  # the next question may be a better one
-            tell(f"error: {error}")
+            notify(f"error: {error}")
 
 
-def obey(chat: Chat, text: str) -> None:
-    """Do what was typed: a command, or a question."""
+def handle(chat: Chat, text: str) -> None:
+    """Run a command, or answer a question."""
     word, _, rest = text.partition(" ")
     if text == "/reset":
         chat.reset()
     elif word == "/save" and rest:
         chat.save(Path(rest.strip()))
     elif text.startswith("/"):
-        tell(f"{word}: expected /reset or /save FILE")
+        notify(f"{word}: expected /reset or /save FILE")
     else:
         show(chat.ask(text))
 
 
 def show(pieces: Iterable[str]) -> None:
-    """Print an answer while it comes."""
+    """Print an answer while it is written."""
     for piece in pieces:
         print(safe_text(piece), end="", flush=True)
     print()
 
 
-def tell(line: str) -> None:
-    """Print what is no part of an answer on standard error."""
+def notify(line: str) -> None:
+    """Print a line that is no part of an answer to standard error."""
     print(safe_line(line), file=sys.stderr, flush=True)
 
 

@@ -1,11 +1,11 @@
-"""Answer the prompts of a file, several at once, into another file.
+"""Answer a file of prompts, several at once, into another file.
 
-A line in is an object with a `prompt` and maybe an `input` as in records of instruct, or with `messages` and maybe
-`tools` as in records of type chat; whatever else it holds is kept. A line out is the same with its `answer`. Lines come
-out in the order of the prompts, each as soon as those before it are there. A start that was ended goes on behind the
-last whole line.
+An input line is an object with a `prompt` and maybe an `input`, as in records of type instruct, or with `messages` and
+maybe `tools`, as in records of type chat; other fields are kept. An output line is the input with its `answer`. Answers
+are written in the order of the prompts, each as soon as all before it are complete. A second start continues after the
+last complete line.
 
-All prompts are looked at before the first is answered.
+All prompts are checked before the first one is answered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import fcntl
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,120 +26,124 @@ from data.errors import DataError
 from data.records.chat import Chat
 from data.records.record import explain, json_type
 from models.generation import Request, generate_many
-from training.demo.speaker import Answer, Speaker, Wishes
+from training.demo.chat_model import Answer, AnswerOptions, ChatModel
 
 ANSWER = "answer"
+FIELDS = ("prompt", "messages", "tools", "input")
 MOST_SEEDS = 2**63
 
 
-class Dialogue(Chat):
-    """A dialogue that waits for an answer."""
+class Prompt(Chat):
+    """A line of the file: messages that wait for an answer; a `prompt` stands for one message."""
+
+    input: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_messages(cls, line: JSON) -> JSON:
+        if "messages" in line:
+            if line.get("input") is not None:
+                raise ValueError("input: expected it beside a prompt")
+            return line
+        return line | {"messages": [{"role": "user", "content": line["prompt"]}]}
 
     @model_validator(mode="after")
-    def _check(self) -> Dialogue:
+    def _check(self) -> Prompt:
         if self.messages[-1].role in ("assistant", "system"):
             raise ValueError("messages: expected a question or a result at the end")
         return self
 
 
-def answer_all(
-    speaker: Speaker,
-    wishes: Wishes,
+def answer_file(
+    model: ChatModel,
+    options: AnswerOptions,
     source: Path,
     target: Path,
     opening: Sequence[Said],
     rows: int | None,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     raw: bool = False,
 ) -> None:
-    """Answer the prompts of `source` that `target` has no answers to yet.
+    """Answer the prompts of `source` that have no answer in `target` yet.
 
     Args:
-        opening: what stands before every prompt.
+        opening: messages before every prompt.
         rows: how many are answered at once; see `generate_many`.
-        raw: each prompt is a text to go on with, as in records of pretrain.
+        raw: each prompt is a text to continue, as in records of type pretrain.
 
     Raises:
-        DataError: a line is wrong or too long for the model, or `target` answers other prompts.
+        DataError: a line is wrong or too long for the model, or `target` has answers to other prompts.
     """
-    lines, seed = _lines(source), wishes.sampling.seed
+    lines, seed = _read_prompts(source), options.sampling.seed
 
     def request(place: int, number: int, line: JSON) -> Request:
         try:
-            said, tools = _said(line, opening, raw)
-            prompt = speaker.encode_beginning(said[0].text) if raw else speaker.encode(said, tools)
-            return speaker.request(prompt, wishes, None if seed is None else (seed + place) % MOST_SEEDS)
+            beside = [name for name in FIELDS[1:] if line.get(name) is not None]
+            if raw and beside:
+                raise DataError(f"field {beside[0]}: expected a prompt alone, as --raw continues its text")
+            said, tools = _messages(line, opening)
+            prompt = model.encode_beginning(said[0].text) if raw else model.encode(said, tools)
+            return model.request(prompt, options, None if seed is None else (seed + place) % MOST_SEEDS)
         except DataError as error:
             raise DataError(f"{source}: line {number}: {error}") from None
 
-    with _writing(target) as file:
-        kept = _answered(file, target, source, [line for _, line in lines])
+    with _locked(target) as file:
+        kept = _count_answered(file, target, source, [line for _, line in lines])
         if kept:
-            tell(f"{target}: {kept} of {len(lines)} answers are there already and stay as they are")
-        asked = [request(place, *lines[place]) for place in range(kept, len(lines))]
-        for (_, line), answer in zip(lines[kept:], _in_order(speaker, wishes, asked, rows, raw), strict=True):
+            notify(f"{target}: {kept} of {len(lines)} answers are there already and stay as they are")
+        requests = [request(place, *lines[place]) for place in range(kept, len(lines))]
+        for (_, line), answer in zip(lines[kept:], _answers(model, options, requests, rows, raw), strict=True):
             file.write(json.dumps(line | {ANSWER: answer}, ensure_ascii=False).encode() + b"\n")
             file.flush()
-    tell(f"{target}: {len(lines)} answers")
+    notify(f"{target}: {len(lines)} answers")
 
 
-def _said(line: JSON, opening: Sequence[Said], raw: bool) -> tuple[list[Said], list[JSON] | None]:
-    """Read the messages and tools of a line.
-
-    Raises:
-        DataError: a field is wrong.
-    """
+def _messages(line: JSON, opening: Sequence[Said]) -> tuple[list[Said], list[JSON]]:
+    """Return the messages and tools of a line."""
     if ANSWER in line:
         raise DataError(f"field {ANSWER}: expected it absent, as the answer is written there")
     if ("prompt" in line) == ("messages" in line):
         raise DataError("expected either prompt or messages")
-    messages = line["messages"] if "messages" in line else [{"role": "user", "content": line["prompt"]}]
     try:
-        dialogue = Dialogue.model_validate({"messages": messages, "tools": line.get("tools")})
+        prompt = Prompt.model_validate({name: line[name] for name in FIELDS if name in line})
     except ValidationError as error:
         raise DataError(explain(error).replace("messages[0].content", "prompt")) from None
-    beside = next((name for name in ("messages", "tools", "input") if line.get(name) is not None), None)
-    if raw and beside:
-        raise DataError(f"field {beside}: expected a prompt alone, as --raw goes on with its text")
-    about, said = line.get("input"), said_in(dialogue)
-    if about is not None and "prompt" not in line:
-        raise DataError("field input: expected it beside a prompt")
-    if about is not None and not isinstance(about, str):
-        raise DataError(f"field input: expected a string, found {json_type(about)}")
+    said = said_in(prompt)
     if {each.role for each in said} & {each.role for each in opening}:
         raise DataError("field messages: has a system message; expected none beside --system")
-    return [*opening, *said[:-1], said[-1]._replace(input=about or "")], dialogue.tools
+    return [*opening, *said[:-1], said[-1]._replace(input=prompt.input or "")], prompt.tools
 
 
-def _in_order(speaker: Speaker, wishes: Wishes, asked: list[Request], rows: int | None, raw: bool) -> Iterator[str]:
+def _answers(
+    model: ChatModel, options: AnswerOptions, requests: list[Request], rows: int | None, raw: bool
+) -> Iterator[str]:
     """Yield the answers in the order of the requests."""
-    answers = {request: Answer(speaker.tokenizer, wishes.stop, goes_on=raw) for request in asked}
-    following = 0
-    for request, token in generate_many(speaker.model, asked, rows):
+    answers = {request: Answer(model.tokenizer, options.stop, continues=raw) for request in requests}
+    waiting = iter(requests)
+    first = next(waiting, None)
+    for request, token in generate_many(model.model, requests, rows):
         if token is not None:
             answers[request].add(token)
-            request.done = request.done or answers[request].stopped is not None
-        while following < len(asked) and asked[following].done:
-            yield answers.pop(asked[following]).text
-            following += 1
+            request.done = request.done or answers[request].stopped
+        while first is not None and first.done:
+            yield answers.pop(first).text
+            first = next(waiting, None)
 
 
-def _lines(source: Path) -> list[tuple[int, JSON]]:
-    """Read the objects of a file of lines, with their numbers."""
-    found = []
+def _read_prompts(source: Path) -> list[tuple[int, JSON]]:
+    """Read the objects of a file of JSON lines, with their line numbers."""
     try:
         content = source.read_bytes().removeprefix(codecs.BOM_UTF8)
-        for number, line in enumerate(content.splitlines(), start=1):
-            if line.strip():
-                found.append((number, _object(line, f"{source}: line {number}")))
     except OSError as error:
         raise DataError(f"{source}: cannot be read: {error.strerror}; expected a file of prompts") from None
+    lines = ((number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip())
+    found = [(number, _parse_object(line, f"{source}: line {number}")) for number, line in lines]
     if not found:
         raise DataError(f"{source}: expected at least one prompt, found none")
     return found
 
 
-def _object(line: bytes, where: str) -> JSON:
+def _parse_object(line: bytes, where: str) -> JSON:
     try:
         value: Any = from_json(line, allow_inf_nan=False)
     except ValueError as error:
@@ -151,7 +154,7 @@ def _object(line: bytes, where: str) -> JSON:
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[BinaryIO]:
+def _locked(target: Path) -> Iterator[BinaryIO]:
     """Open the file for this process alone."""
     try:
         with target.open("a+b") as file:
@@ -163,15 +166,16 @@ def _writing(target: Path) -> Iterator[BinaryIO]:
         raise DataError(f"{target}: cannot be written: {error.strerror}") from None
 
 
-def _answered(file: BinaryIO, target: Path, source: Path, lines: list[JSON]) -> int:
-    """Count the whole answers; cut off the beginning of another one."""
+def _count_answered(file: BinaryIO, target: Path, source: Path, prompts: list[JSON]) -> int:
+    """Count the complete answers in the file; remove the beginning of another one."""
     file.seek(0)
     written = file.read()
-    whole = written[: written.rfind(b"\n") + 1]
-    done = [_object(line, f"{target}: line {number}") for number, line in enumerate(whole.splitlines(), start=1)]
-    nothing: JSON = {}
-    for number, (line, asked) in enumerate(zip_longest(done, lines[: len(done)], fillvalue=nothing), start=1):
-        if not isinstance(line.get(ANSWER), str) or line != asked | {ANSWER: line[ANSWER]}:
+    complete = written[: written.rfind(b"\n") + 1]
+    lines = complete.splitlines()
+    for number, line in enumerate(lines, start=1):
+        answered = _parse_object(line, f"{target}: line {number}")
+        answer, prompt = answered.pop(ANSWER, None), prompts[number - 1] if number <= len(prompts) else None
+        if not isinstance(answer, str) or answered != prompt:
             raise DataError(f"{target}: line {number} answers no prompt of {source}; expected another --output")
-    file.truncate(len(whole))
-    return len(done)
+    file.truncate(len(complete))
+    return len(lines)

@@ -1,12 +1,12 @@
-"""Generate in stages: each process holds some neighbouring layers.
+"""Generate in several processes: each holds a stage of the model, or with `--tensor-parallel` a share of every layer.
 
-Rank 0 holds the last layers with the head: it reads, chooses tokens and writes as a single process does. It tells all
-others of each pass in a line of JSON, by gloo; hidden states go from rank to rank down to it, by NCCL where there are
-GPUs. As many groups of rows as there are stages take turns, so that each stage computes for one group while the others
-compute for the others. With `--tensor-parallel` each holds a share of every layer instead (`Together`).
+Rank 0 holds the last stage, with the head: it reads questions, chooses tokens and writes as a single process does. It
+sends each pass to all others as a line of JSON, by gloo; hidden states go from rank to rank down to it, by NCCL on
+GPUs. There are as many groups of rows as stages: while one stage computes for one group, the others compute for the
+others.
 
-Cost: a pass reads a stage's weights once however many rows it has, so that several stages answer more at once rather
-than one text sooner.
+Cost: a pass reads a stage's weights once, whatever its number of rows. So several stages answer more prompts at once,
+but not one prompt sooner.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from training.plan.partition import best_split, layer_ranges
 
 PATIENCE = timedelta(days=20)  # for the next question; torch counts milliseconds in 31 bits
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FAILURE_TOLD = 10  # seconds from a failure until all have left that hear of it
+REPORTED = 10  # seconds from a failure until all ranks have learned of it
 
 
-class Pipeline(Passes):
-    """One stage of the model, of which rank 0 has the last; all ranks make it together."""
+class StagedPasses(Passes):
+    """Passes through stages, of which rank 0 holds the last; all ranks make it together."""
 
     def __init__(self, model: CausalLM, place: Place, groups: int | None = None) -> None:
         super().__init__(model, groups or place.world_size)
-        self._rank, self._last_rank = place.rank, place.world_size - 1
-        self._told = distributed.new_group(backend="gloo")
+        self._rank, self._first_stage = place.rank, place.world_size - 1
+        self._requests = distributed.new_group(backend="gloo")
         self._sent: deque[list[Any]] = deque()
         self._handed_on: Any = None
 
     def give(self, work: Pass) -> None:
-        """Ask all stages for a pass.
+        """Queue a pass here and on all other ranks.
 
         Raises:
             CheckpointError: the model does not know a token.
         """
         super().give(work)
-        self._tell(work)
+        self._send_request(work)
 
     def forget(self) -> None:
         while self._queue:
             self.inputs(self._queue.popleft())
 
     def inputs(self, work: Pass) -> Tensor:
-        """Take token ids, or hidden states of the stage before."""
-        self._wait()
-        if self._rank == self._last_rank:
+        """Return token ids, or receive the hidden states of the stage before."""
+        self._wait_for_request()
+        if self._rank == self._first_stage:
             return super().inputs(work)
         shape = len(work.texts), len(work.texts[0]), self.spec.config.hidden_size
         hidden = self._weight.new_empty(shape)
@@ -76,8 +76,8 @@ class Pipeline(Passes):
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """Compute what rank 0 sends, until it ends."""
-        while (work := self._hear()) is not None:
+        """Compute what rank 0 requests, until it ends."""
+        while (work := self._receive_request()) is not None:
             self.hand_on(self.compute(work).contiguous())
 
     def hand_on(self, hidden: Tensor) -> None:
@@ -86,59 +86,58 @@ class Pipeline(Passes):
         self._handed_on = distributed.isend(hidden, self._rank - 1)
 
     def end(self) -> None:
-        """Let the others leave."""
+        """Let the other ranks leave."""
         self.forget()
-        self._tell(None)
-        self._wait()
+        self._send_request(None)
+        self._wait_for_request()
 
-    def _tell(self, work: Pass | None) -> None:
+    def _send_request(self, work: Pass | None) -> None:
         content = torch.frombuffer(bytearray(json.dumps(work).encode()), dtype=torch.uint8)
         parts = torch.tensor([len(content)]), content
-        ranks = range(1, self._last_rank + 1)
-        self._sent.append([distributed.isend(part, rank, self._told) for rank in ranks for part in parts])
+        ranks = range(1, self._first_stage + 1)
+        self._sent.append([distributed.isend(part, rank, self._requests) for rank in ranks for part in parts])
 
-    def _wait(self) -> None:
-        """Wait until the first message has been received by all."""
+    def _wait_for_request(self) -> None:
+        """Wait until all have received the oldest request."""
         for each in self._sent.popleft() if self._sent else ():
             wait(each)
 
-    def _hear(self) -> Pass | None:
+    def _receive_request(self) -> Pass | None:
         size = torch.empty(1, dtype=torch.int64)
-        distributed.recv(size, 0, self._told)
+        distributed.recv(size, 0, self._requests)
         content = torch.empty(int(size), dtype=torch.uint8)
-        distributed.recv(content, 0, self._told)
-        told = json.loads(content.numpy().tobytes())
-        return Pass(*told) if told else None
+        distributed.recv(content, 0, self._requests)
+        request = json.loads(content.numpy().tobytes())
+        return Pass(*request) if request else None
 
 
-class Together(Pipeline):
-    """A share of every layer (`models.api`): all ranks compute the same pass."""
+class TensorParallelPasses(StagedPasses):
+    """Passes through shares of every layer (`models.api.load_share`): all ranks compute the same pass."""
 
     def __init__(self, model: CausalLM, place: Place) -> None:
         super().__init__(model, place, groups=1)
 
     def forget(self) -> None:
-        while self._queue:  # the others compute it, and sum with this one
+        while self._queue:  # the others compute it, and sum with this rank
             self.hand_on(self.compute(self._queue.popleft()))
 
     def inputs(self, work: Pass) -> Tensor:
-        """Take token ids."""
-        self._wait()
+        self._wait_for_request()
         return Passes.inputs(self, work)
 
     def hand_on(self, hidden: Tensor) -> None:
-        """Gather the logits; each rank has those of some words."""
+        """Gather the logits, of which each rank has a share."""
         self.logits(hidden)
 
 
-def in_processes(
-    arguments: Namespace, dtype: torch.dtype | None, place: Place, answer: Callable[[Pipeline], None]
+def run_rank(
+    arguments: Namespace, dtype: torch.dtype | None, place: Place, answer: Callable[[StagedPasses], None]
 ) -> None:
-    """Run one of the processes that hold a model together.
+    """Be one of the processes that hold a model together.
 
     Args:
-        arguments: the words after demo.py.
-        answer: what rank 0 does with it.
+        arguments: the parsed command line.
+        answer: what rank 0 does with the model.
     """
     processes.join(place, PATIENCE)
     everyone = distributed.group.WORLD
@@ -147,27 +146,28 @@ def in_processes(
         torch.set_num_threads(arguments.threads)
     failure, shares = None, arguments.tensor_parallel
     with RankMonitor(place, 0 if shares else stage_of(place), timeout_minutes=0):
-        obey_signals(place)
+        handle_signals(place)
         with agreed():
-            if shares:
-                model = load_share(arguments.model, everyone, dtype, DEVICE)
-            else:
-                model = load_stage(arguments.model, dtype, place)
-        pipeline = Together(model, place) if shares else Pipeline(model, place)
+            model = (
+                load_share(arguments.model, everyone, dtype, DEVICE)
+                if shares
+                else load_stage(arguments.model, dtype, place)
+            )
+        passes = TensorParallelPasses(model, place) if shares else StagedPasses(model, place)
         if place.rank:
-            pipeline.follow()
+            passes.follow()
         else:
             try:
-                answer(pipeline)
+                answer(passes)
             except USER_ERRORS as error:
                 failure = error
-            pipeline.end()
+            passes.end()
     if failure:
         raise failure
 
 
-def obey_signals(place: Place) -> None:
-    """End at Ctrl-C; at SIGTERM later, as another failure may cause it."""
+def handle_signals(place: Place) -> None:
+    """End at Ctrl-C; at SIGTERM later, as another rank's failure may have caused it."""
 
     def leave_at_once(*_: object) -> None:
         if place.rank == 0:
@@ -176,7 +176,7 @@ def obey_signals(place: Place) -> None:
 
     signal.signal(signal.SIGINT, leave_at_once)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(FAILURE_TOLD))
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(REPORTED))
 
 
 def stage_of(place: Place) -> int:
@@ -185,24 +185,13 @@ def stage_of(place: Place) -> int:
 
 
 def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place) -> CausalLM:
-    """Load the layers of this process's stage.
-
-    Raises:
-        CheckpointError: see `load_model`.
-        ConfigError: there are fewer layers than stages.
-    """
+    """Load the layers of this process's stage."""
     ranges = layer_ranges(divide(read_spec(resolve(folder)), place.world_size))
     return load_model(folder, dtype, DEVICE, range(*ranges[stage_of(place)]))
 
 
 def divide(spec: ModelSpec, stages: int) -> list[int]:
-    """Divide the layers so that the largest stage is as small as possible.
-
-    A pass takes about as long as reading the weights does.
-
-    Raises:
-        ConfigError: there are fewer layers than stages.
-    """
+    """Divide the layers so that the largest stage has the fewest weights: a pass takes as long as reading them does."""
     weights = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(spec.n_layers)]
     parts = best_split(weights, stages, lambda *_: True)
     if parts is None:

@@ -1,7 +1,6 @@
-"""Wait for a message or a sum with other ranks.
+"""Wait for a message or an all-reduce, in a file of its own by which the failure detector recognizes a waiting rank.
 
-`Work.wait` is no Python, so a stack or traceback ends where it is called, as if that place itself hung or failed. In a
-file of its own, the failure detector recognizes a waiting rank by its stack (`training.distributed.rank_monitor`).
+`Work.wait` is not Python, so the stack of a waiting rank ends at its caller (`training.distributed.rank_monitor`).
 """
 
 from __future__ import annotations
@@ -10,6 +9,6 @@ from torch.distributed import Work
 
 
 def wait(work: Work | None) -> None:
-    """Block until a message or a sum is done; on a GPU the device waits, not the host."""
+    """Block until the work is done; on a GPU the device waits, not the host."""
     if work:
         work.wait()

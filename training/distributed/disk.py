@@ -1,7 +1,7 @@
 """Which ranks write to one disk: all of them (`storage: shared`), or those of one host (`storage: local`).
 
-The first of them keeps the run's folder there: it takes the lease, names and renames checkpoints, and removes old ones.
-A host is known by its name. A checkpoint records it, so it has to stay the same between two starts of a run.
+The first rank of a disk keeps the run's folder there: it holds the lease, renames finished checkpoints and removes old
+ones. Hosts are identified by name, which a checkpoint records; so it has to stay the same between two starts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Disk:
     """The disk that this rank writes to.
 
     Attributes:
-        host: whose disk it is; empty where all hosts share it.
+        host: its host's name; empty if all hosts share it.
         ranks: that write to it.
-        number: of this rank among them, from 0.
+        number: index of this rank among them.
     """
 
     host: str
@@ -34,31 +34,30 @@ class Disk:
 
     @classmethod
     def of(cls, storage: str, place: Place, topology: ModelTopo) -> Disk:
-        """As the config's `storage` says; all ranks call it together.
+        """Find the disk by the config's `storage`; all ranks call it together.
 
         Raises:
-            RunRefused: on every rank, where two hosts have the same name, or share layers, of which each would keep
-                a part.
+            RunRefused: on every rank, if two hosts have the same name, or share layers: each would have a part.
         """
         if storage == "shared":
             return cls.of_all()
-        told = gather((socket.gethostname(), place.local_rank == 0))
-        mine = told[place.rank][0]
-        twins = [host for host, count in Counter(host for host, first in told if first).items() if count > 1]
+        hosts = gather((socket.gethostname(), place.local_rank == 0))
+        mine = hosts[place.rank][0]
+        twins = [host for host, count in Counter(host for host, first in hosts if first).items() if count > 1]
         if twins:
             raise RunRefused(f"storage: local: two hosts are called {twins[0]}; expected a name of its own for each")
-        for hosts in ({told[rank][0] for rank in peers} for peers in topology.sharing("layers").tolist()):
-            if len(hosts) > 1:
+        for names in ({hosts[rank][0] for rank in ranks} for ranks in topology.sharing("layers").tolist()):
+            if len(names) > 1:
                 raise RunRefused(
-                    f"storage: local: {' and '.join(sorted(hosts))} share layers; expected those who do on one host, "
+                    f"storage: local: {' and '.join(sorted(names))} share layers; expected those who do on one host, "
                     "or storage: shared"
                 )
-        ranks = [rank for rank, (host, _) in enumerate(told) if host == mine]
+        ranks = [rank for rank, (host, _) in enumerate(hosts) if host == mine]
         return cls(mine, ranks, ranks.index(place.rank))
 
     @classmethod
     def of_all(cls) -> Disk:
-        """The one that all hosts share."""
+        """Return the one that all hosts share."""
         return cls("", range(torch.distributed.get_world_size()), torch.distributed.get_rank())
 
     @property
@@ -67,5 +66,5 @@ class Disk:
         return self.number == 0
 
     def told(self, text: str) -> str:
-        """What a line says of this disk's folder: the host first, where each has its own."""
+        """Prefix a message about this disk's folder with the host, if each has its own."""
         return f"host {self.host}: {text}" if self.host else text

@@ -1,11 +1,11 @@
-"""How far this process's GPU has come in the schedule, for the moment when nothing moves any more.
+"""Follow how far this process's GPU has come in the schedule, to find the rank at fault in a hang.
 
-Under NCCL nobody sees in Python that a rank waits for another: its GPU does, in one of NCCL's kernels, and its host in
-whatever needs a number first. So an event follows each instruction into the GPU's queue. The first one that did not
-come to pass names the instruction in which the GPU stands: its own computation, or a message or sum with others. Where
-ranks share layers or rows, the passes too hold such sums, so that a GPU in one of them may wait for another's.
+Under NCCL no Python code shows that a rank waits for another: its GPU waits in one of NCCL's kernels, and its host for
+the next number. So an event follows each instruction in the GPU's queue. The first event that has not happened names
+the instruction in which the GPU is: its own computation, or a message or sum with others. Where ranks share layers or
+rows, forward and backward passes contain such sums too.
 
-Cost: an event an instruction, some 2 microseconds; nobody waits for one. On a CPU there is nothing to follow.
+Cost: an event per instruction, some 2 microseconds; nobody waits for one. Does nothing on a CPU.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from training.schedule.instructions import JOINED, ON_ITS_OWN
 
 Execute = Callable[..., Any]
 
-_given: deque[tuple[str, torch.cuda.Event]] = deque()  # in the order of the queue; what is done leaves it
-_under_way: list[str] = []  # what the host is giving at the moment, if anything
-_joined: set[str] = set()  # instructions in which this process exchanges numbers with those that it shares layers with
+_queue: deque[tuple[str, torch.cuda.Event]] = deque()  # in the order of the GPU's queue; finished ones leave it
+_under_way: list[str] = []  # the instruction that the host is executing, if any
+_joined: set[str] = set()  # instructions that contain sums with the ranks that share layers or rows
 
 
 def followed(instructions: Mapping[type, Execute], shared: bool = False) -> dict[type, Execute]:
-    """What an engine calls for each kind of instruction, with an event after it.
+    """Add an event after each kind of instruction of an engine.
 
     Args:
         shared: whether layers or rows are shared with other processes.
@@ -37,13 +37,13 @@ def followed(instructions: Mapping[type, Execute], shared: bool = False) -> dict
     return {kind: _followed(kind.__name__, execute) for kind, execute in instructions.items()}
 
 
-def standing() -> str | None:
-    """The name of the first instruction that the GPU has not come to the end of; None behind the last of a step."""
-    return next((name for name, event in list(_given) if not event.query()), next(iter(_under_way), None))
+def current_instruction() -> str | None:
+    """Return the name of the first instruction that the GPU has not finished; None after the last one of a step."""
+    return next((name for name, event in list(_queue) if not event.query()), next(iter(_under_way), None))
 
 
-def on_its_own(name: str | None) -> bool:
-    """Whether an instruction needs no other rank, so that a GPU that stands in it holds up the others."""
+def needs_no_other_rank(name: str | None) -> bool:
+    """Whether an instruction is a computation of this rank alone, which the others wait for."""
     return name in ON_ITS_OWN - _joined
 
 
@@ -58,9 +58,9 @@ def _followed(name: str, execute: Execute) -> Execute:
         if torch.cuda.is_initialized():
             event = torch.cuda.Event()
             event.record()
-            _given.append((name, event))
-            while _given and _given[0][1].query():
-                _given.popleft()
+            _queue.append((name, event))
+            while _queue and _queue[0][1].query():
+                _queue.popleft()
         return result
 
     return run

@@ -1,9 +1,9 @@
-"""Process groups that only their members make.
+"""Make process groups among their members alone.
 
 DeepSpeed makes every group of the grid in every process: 592 for [16, 32], of which a process is in four. torch counts
-the others and goes on. But DeepSpeed binds each process of a run on GPUs to its own, and by that NCCL makes each group
-out of the communicator of all (ncclCommSplit): the processes that are in none take part, group by group. While nothing
-is bound, the members of a group make its communicator among themselves, at its first use.
+the others and goes on. But DeepSpeed binds each process of a run on GPUs to its GPU, and NCCL then splits each group
+off the communicator of all (ncclCommSplit), in which all processes take part, group by group. While nothing is bound,
+the members of a group make its communicator themselves, at its first use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @contextmanager
 def among_members() -> Iterator[None]:
-    """Make groups without those that are not in them; every process still makes all groups in the same order."""
+    """Make groups without other processes; every process still makes all groups in the same order."""
     world = torch.distributed.group.WORLD
     assert world is not None
     bound, world.bound_device_id = world.bound_device_id, None

@@ -38,7 +38,7 @@ from training.distributed.failure_detector import (
     keep_alive,
     lost_rank,
 )
-from training.distributed.gpu_progress import on_its_own, standing
+from training.distributed.gpu_progress import current_instruction, needs_no_other_rank
 from training.distributed.processes import Place, agreed, gather
 from training.distributed.rendezvous import listen
 from training.errors import ConfigError, RunRefused, describe_error, with_traceback
@@ -176,8 +176,8 @@ def whereabouts(device: int) -> Report:
     waiting = any(part in stack for stack in stacks.values() for part in COMMUNICATION)
     on_gpu = ""
     if torch.cuda.is_initialized() and not torch.cuda.default_stream(device).query():
-        name = standing()
-        waiting = not on_its_own(name)
+        name = current_instruction()
+        waiting = not needs_no_other_rank(name)
         on_gpu = f", its GPU in {name or 'what follows the schedule'}"
     main = threading.main_thread().ident or 0
     code = frames[main].f_code

@@ -1,10 +1,9 @@
-"""Where the ranks of a run meet: at the address that MASTER_ADDR names, and at no other of the host.
+"""Rendezvous: let the ranks of a run find each other at MASTER_ADDR, or report which ones are missing.
 
-Each says in the store that it is there, and rank 0 waits for all of them: who does not come is named, while those that
-came leave. With several hosts each takes the network interface for gloo and NCCL by which it reaches the others, as its
-own name often stands for a loopback address in /etc/hosts.
+Each rank registers in a store; rank 0 waits for all of them. On several hosts, gloo and NCCL get the network interface
+by which a host reaches the others: its own name is often a loopback address in /etc/hosts.
 
-Nothing that comes in there is encrypted, and torch's store asks nobody who he is: the network has to be trusted.
+Nothing is encrypted, and torch's store has no password: the network has to be trusted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -32,17 +30,17 @@ from training.launch.pdsh import end_soon
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
-PATIENCE = 90.0  # seconds without another rank, after which the ones that are missing never come
-POLL = 0.2  # seconds between two looks at who came
+PATIENCE = 90.0  # seconds without another rank, after which the missing ones are given up
+POLL = 0.2  # seconds between two looks at the store
 
 
 def listen(ranks: int, on_this_host: int, port: int = 0) -> socket.socket:
-    """A socket that the other ranks can connect to: at MASTER_ADDR's address where it is one of this host.
+    """Open a socket for the other ranks at MASTER_ADDR's address alone.
 
-    Elsewhere, and where other hosts could not reach it, at every address, with a warning.
+    Listens at every address, with a warning, where that address is not of this host or others cannot reach it.
 
     Args:
-        ranks: of the run.
+        ranks: number of ranks of the run.
         on_this_host: how many of them are here.
     """
     name = os.environ["MASTER_ADDR"]
@@ -54,27 +52,27 @@ def listen(ranks: int, on_this_host: int, port: int = 0) -> socket.socket:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     listener = socket.create_server(("", port), family=family, backlog=ranks)
-    why = f"warning: MASTER_ADDR: {name} is {address} on this machine, where others cannot reach it"
-    print(f"{why}; port {listener.getsockname()[1]} is open at every address", file=sys.stderr, flush=True)
+    reason = f"warning: MASTER_ADDR: {name} is {address} on this machine, where others cannot reach it"
+    print(f"{reason}; port {listener.getsockname()[1]} is open at every address", file=sys.stderr, flush=True)
     return listener
 
 
 def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPStore:
-    """Wait until all ranks are there; the store by which the process group finds it, too.
+    """Wait for all ranks; return the store, by which the process group finds them too.
 
     Args:
-        patience: how long a rank waits once it has reached rank 0.
+        patience: timeout of a rank that has reached rank 0.
 
     Raises:
-        RunRefused: on every rank that is there, where another one does not come.
+        RunRefused: on every rank that came, if another one did not.
         OSError: another run, or another program, has the port.
         torch.distributed.DistError: rank 0 cannot be reached, or left.
     """
     import torch
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own store
-    opens = rank == 0 and not agents
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # whose agent holds the store
+    opens = rank == 0 and not by_torchrun
     store = torch.distributed.TCPStore(
         address,
         port,
@@ -82,36 +80,36 @@ def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPSt
         timeout=timedelta(seconds=PATIENCE),
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=listen(ranks, on_this_host, port).detach() if opens else None,  # torch would at every address
+        master_listen_fd=listen(ranks, on_this_host, port).detach() if opens else None,  # torch listens everywhere
     )
     store.set_timeout(patience)
     attempt = torch.distributed.PrefixStore(f"pipetune-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", store)
     mine = json.dumps([secrets.token_hex(8), own_address(address)])
-    if agents:
+    if by_torchrun:
         attempt.set(str(rank), mine)
     elif attempt.compare_set(str(rank), "", mine).decode() != mine:
         raise OSError(errno.EADDRINUSE, f"another run has a rank {rank} there")
     if rank == 0:
-        missing = absent(attempt, ranks)
-        there = [str(each) for each in range(ranks) if each not in missing]
-        addresses = [json.loads(told)[1] for told in attempt.multi_get(there)]
-        elsewhere = [each for each in addresses if not ipaddress.ip_address(each).is_loopback]
-        attempt.set("met", json.dumps([named(missing), *elsewhere[:1]]))
-    who, *elsewhere = json.loads(attempt.get("met"))
-    if who:
+        missing = missing_ranks(attempt, ranks)
+        present = [str(each) for each in range(ranks) if each not in missing]
+        addresses = [json.loads(entry)[1] for entry in attempt.multi_get(present)]
+        remote = [each for each in addresses if not ipaddress.ip_address(each).is_loopback]
+        attempt.set("met", json.dumps([describe_ranks(missing), *remote[:1]]))
+    missing_names, *remote = json.loads(attempt.get("met"))
+    if missing_names:
         time.sleep(0.0 if rank else 2 * POLL)  # the store ends with rank 0
         end_soon()
         raise RunRefused(
-            f"{who} did not come to {address}:{port}, where the others waited {PATIENCE:.0f} s; expected all {ranks} "
-            "ranks: what ssh, pdsh or srun printed may say why, or a firewall closes the port"
+            f"{missing_names} did not come to {address}:{port}, where the others waited {PATIENCE:.0f} s; expected all "
+            f"{ranks} ranks: what ssh, pdsh or srun printed may say why, or a firewall closes the port"
         )
     if ranks > on_this_host:
-        choose_interface(address, *elsewhere)
+        choose_interface(address, *remote)
     return store
 
 
-def absent(store: Store, ranks: int) -> list[int]:
-    """The ranks that are not there when nobody has come for PATIENCE; empty as soon as all are."""
+def missing_ranks(store: Store, ranks: int) -> list[int]:
+    """Wait for ranks until none has come for PATIENCE; return those that are missing."""
     missing, last = set(range(ranks)), time.monotonic()
     while missing and time.monotonic() - last < PATIENCE:
         if came := {rank for rank in missing if store.check([str(rank)])}:
@@ -120,8 +118,8 @@ def absent(store: Store, ranks: int) -> list[int]:
     return sorted(missing)
 
 
-def named(ranks: Iterable[int]) -> str:
-    """Ranks for people: by host, where DeepSpeed's launcher, which started this process, says which is where."""
+def describe_ranks(ranks: list[int]) -> str:
+    """Name ranks, with their hosts where DeepSpeed's launcher, the parent of this process, knows them."""
     hosts: list[str] = []
     with suppress(psutil.Error, ValueError):
         words = psutil.Process(os.getppid()).cmdline()
@@ -130,12 +128,11 @@ def named(ranks: Iterable[int]) -> str:
     by_host = defaultdict(list)
     for rank in ranks:
         by_host[f" (host {hosts[rank]})" if rank < len(hosts) else ""].append(str(rank))
-    told = [f"rank{'s' * (len(here) > 1)} {', '.join(here)}{host}" for host, here in by_host.items()]
-    return " and ".join(told)
+    return " and ".join(f"rank{'s' * (len(its) > 1)} {', '.join(its)}{host}" for host, its in by_host.items())
 
 
 def own_address(other: str) -> str:
-    """The address of this host by which it reaches another one."""
+    """Return the address by which this host reaches another one."""
     family, _, _, _, target = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # which sends nothing
@@ -143,7 +140,7 @@ def own_address(other: str) -> str:
 
 
 def choose_interface(*others: str) -> None:
-    """Let gloo and NCCL use the interface by which this host reaches the first of others, where the user chose none."""
+    """Let gloo and NCCL use the interface by which this host reaches the others, unless the user chose one."""
     reached = [mine for mine in map(own_address, others) if not ipaddress.ip_address(mine).is_loopback]
     if reached and (name := interface_of(reached[0])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -151,6 +148,6 @@ def choose_interface(*others: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address of this host."""
+    """Return the network interface of this host that has an address."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, found in interfaces if address in {each.address for each in found}), None)

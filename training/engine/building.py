@@ -18,7 +18,7 @@ from models.block_options import BlockOptions
 from models.checkpoint.source import open_source
 from models.loading import LayerStates, SeededStates
 from models.loss import micro_batch_loss
-from models.process_groups import ALONE, Peers, Sharing
+from models.process_groups import ONE_RANK, RankGroup, RankGroups
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.gpu import check_gpu
@@ -28,6 +28,7 @@ from training.distributed.groups import among_members
 from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
 from training.engine.gradient_sums import sum_without_copies
+from training.errors import ConfigError
 from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
 
@@ -39,14 +40,14 @@ def build_engine(
     layers: Sequence[int],
     make_model: Callable[..., nn.Module],
     division: Division,
-    sharing: Sharing,
+    groups: RankGroups,
 ) -> Any:
     """Build the model and its engine, for `Trainer.build`.
 
     Args:
         layers: numbers of this process's layers, in the order of building.
         make_model: takes the keyword arguments that `models.pipeline` and `models.sharded` have in common.
-        sharing: the process groups that share this process's sequences and layers.
+        groups: the process groups that share this process's sequences and layers.
     """
     with agreed():
         check_gpu(config)
@@ -71,9 +72,9 @@ def build_engine(
                 micro_batch_loss,
                 z_loss_weight=config.aux_max_z_loss.weight,
                 router_loss_weight=router_weight,
-                rows=sharing.sequence,
+                rows=groups.sequence,
             ),
-            sharing=sharing,
+            groups=groups,
             read_together=layers if together else (),
         )
     return wrap_in_engine(model, config, spec.tied_names)
@@ -84,8 +85,11 @@ def wrap_in_engine(model: nn.Module, config: TrainConfig, tied_names: tuple[str,
     with agreed():
         trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
         optimizer = build_optimizer(config, trained, tied_names)
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use four times
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use four times
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
+    except (AssertionError, NotImplementedError, ValueError) as error:  # keys that do not fit each other or the device
+        raise ConfigError(f"DeepSpeed refuses its keys: {error}") from None
     sum_without_copies(engine.optimizer)
     clip_in_update(engine.optimizer)
     if config.model_topo.replicas == 1:  # DeepSpeed would copy the gradients, round sums to 16 bits, and copy them back
@@ -98,22 +102,22 @@ def copy_to_cpu(layer: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in layer.state_dict().items()}
 
 
-def make_groups(topology: ModelTopo) -> Sharing:
+def make_groups(topology: ModelTopo) -> RankGroups:
     """Make the process groups that share this process's sequences and layers; all ranks call it together."""
-    return Sharing(
+    return RankGroups(
         sequence=_make_group(topology.sharing("rows")),
         tensor=_make_group(topology.sharing("layers")),
     )
 
 
-def _make_group(groups: NDArray[Any]) -> Peers:
+def _make_group(groups: NDArray[Any]) -> RankGroup:
     """Make this process's group, of ranks [groups, size]."""
     if (size := groups.shape[1]) == 1:
-        return ALONE
-    rank, own = torch.distributed.get_rank(), ALONE
+        return ONE_RANK
+    rank, own = torch.distributed.get_rank(), ONE_RANK
     with among_members():
         for row in groups.tolist():
             group = torch.distributed.new_group(row)  # every process must call it for every group
             if rank in row:
-                own = Peers(size, row.index(rank), group)
+                own = RankGroup(size, row.index(rank), group)
     return own

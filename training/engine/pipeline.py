@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from data.loader import GlobalBatch, Loader
 from models.checkpoint.layout import layer_file
 from models.pipeline import PipelineModel, VScheduleModel
-from models.process_groups import NONE_SHARED, Sharing, add_up
+from models.process_groups import NO_GROUPS, RankGroups, add_up
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
 from training.config.keys import TrainConfig
@@ -37,12 +37,12 @@ class PipelineTrainer(Trainer):
     in_stages = True
     engine: StageEngine
 
-    def __init__(self, engine: StageEngine, sharing: Sharing = NONE_SHARED) -> None:
-        super().__init__(engine, engine.grid.get_data_parallel_id(), sharing, engine.stage_id)
+    def __init__(self, engine: StageEngine, groups: RankGroups = NO_GROUPS) -> None:
+        super().__init__(engine, engine.grid.get_data_parallel_id(), groups, engine.stage_id)
         # This number names the checkpoint's files; DeepSpeed's depends on the order of the axes.
-        engine.checkpoint_mp_rank = self.stage * sharing.tensor.size + sharing.tensor.rank
+        engine.checkpoint_mp_rank = self.stage * groups.tensor.size + groups.tensor.rank
         engine._INSTRUCTION_MAP = followed(
-            engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}, sharing != NONE_SHARED
+            engine._INSTRUCTION_MAP | {schedule.OptimizerStep: self._take_optimizer_step}, groups != NO_GROUPS
         )
 
     @classmethod
@@ -55,12 +55,12 @@ class PipelineTrainer(Trainer):
         model_class, engine_class = (
             (VScheduleModel, VScheduleEngine) if topology.v_schedule else (PipelineModel, StageEngine)
         )
-        sharing = make_groups(config.model_topo)
+        groups = make_groups(config.model_topo)
         make_model = partial(
             model_class, spec=spec, topology=processes, parts=topology.parts, spread_experts=topology.spread
         )
-        engine = build_engine(config, spec, folder, layers, make_model, division, sharing)
-        trainer = cls(engine_class.adopt(engine), sharing)
+        engine = build_engine(config, spec, folder, layers, make_model, division, groups)
+        trainer = cls(engine_class.adopt(engine), groups)
         if config.sums_while_computing:
             sum_while_computing(engine)
         return trainer
@@ -86,7 +86,7 @@ class PipelineTrainer(Trainer):
             share: TensorShare = self.engine.module.share
             stages = gather(self.stage)
             writes = self.stage not in [stages[rank] for rank in disk.ranks[: disk.number]]
-            if add_up(torch.tensor(int(writes), device=self.engine.device), share.peers):
+            if add_up(torch.tensor(int(writes), device=self.engine.device), share.ranks):
                 for number, layer in named.items():
                     whole = share.whole(number, layer, writes)
                     if writes:

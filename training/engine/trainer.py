@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from data.loader import GlobalBatch, Loader, MicroBatch
 from models.attention.packed import Documents
-from models.process_groups import NONE_SHARED, Sharing
+from models.process_groups import NO_GROUPS, RankGroups
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
@@ -28,16 +28,16 @@ class Trainer(ABC):
     Attributes:
         in_stages: whether the layers are divided among the stages of a pipeline.
         replica: number, from 0, of this rank's replica of the model or of its stage.
-        sharing: process groups that share this rank's sequences and layers.
+        groups: process groups that share this rank's sequences and layers.
         stage: of the pipeline, from 0.
     """
 
     in_stages: ClassVar[bool]
 
-    def __init__(self, engine: Any, replica: int, sharing: Sharing = NONE_SHARED, stage: int = 0) -> None:
+    def __init__(self, engine: Any, replica: int, groups: RankGroups = NO_GROUPS, stage: int = 0) -> None:
         self.engine = engine
         self.replica = replica
-        self.sharing = sharing
+        self.groups = groups
         self.stage = stage
         self.timings = Timings()
 
@@ -75,19 +75,19 @@ class Trainer(ABC):
         """Yield this rank's micro-batches on the device; first set batch size and expected documents."""
         # The number of micro-batches may change with each batch, and DeepSpeed averages over the number set here.
         samples = batch.n_micro_batches * loader.micro_batch_size * loader.replicas
-        self.engine.set_train_batch_size(samples * self.sharing.sequence.size)
+        self.engine.set_train_batch_size(samples * self.groups.sequence.size)
         documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.row_replica)]
         for positions in self.engine.module.positions:
             positions.expect(documents)
         micro_batches = loader.tensors(batch, self.row_replica)
-        if self.sharing.sequence.size > 1:
+        if self.groups.sequence.size > 1:
             micro_batches = map(self._own_tokens, micro_batches)
         return prefetch(micro_batches, self.engine.device)
 
     @property
     def row_replica(self) -> int:
         """This rank's replica for the loader, where ranks that share sequences count as one."""
-        return self.replica // self.sharing.sequence.size
+        return self.replica // self.groups.sequence.size
 
     def _own_tokens(self, micro_batch: MicroBatch) -> MicroBatch:
         """Take this rank's tokens of shared sequences [B, S], with the label behind them and all positions.
@@ -95,7 +95,7 @@ class Trainer(ABC):
         The loss is averaged over all ranks, so each rank's sum is scaled by the number of ranks that share sequences.
         """
         (input_ids, position_ids), (labels, scale, share) = micro_batch
-        peers = self.sharing.sequence
-        own = peers.part(input_ids.shape[1])
+        ranks = self.groups.sequence
+        own = ranks.part(input_ids.shape[1])
         known = labels[:, own.start : own.stop + 1]
-        return (input_ids[:, own], position_ids), (known, scale * peers.size, share)
+        return (input_ids[:, own], position_ids), (known, scale * ranks.size, share)

@@ -40,13 +40,13 @@ class ZeroTrainer(Trainer):
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> ZeroTrainer:
         stage = config.zero_optimization.stage
         make_model = partial(ShardedModel, spec=spec, shards=deepspeed_config(config) if stage == 3 else None)
-        sharing = make_groups(config.model_topo)
-        engine = build_engine(config, spec, folder, range(spec.n_layers), make_model, division, sharing)
+        groups = make_groups(config.model_topo)
+        engine = build_engine(config, spec, folder, range(spec.n_layers), make_model, division, groups)
         if stage == 0:
             engine.clip_fp32_gradients = MethodType(_clip_gradients, engine)
             if config.bf16.enabled:
                 _undo_empty_step(engine)
-        return cls(engine, engine.global_rank, sharing)
+        return cls(engine, engine.global_rank, groups)
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         losses = []

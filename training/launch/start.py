@@ -66,9 +66,9 @@ def launch(
         "signals": [signal.Signals[name] for name in config.preemption_signals],
         "port": config.ports.meeting,
     }
-    if early_signals.came:
+    if early_signals.received:
         requeue()
-        early_signals.leave(early_signals.came[0])
+        early_signals.leave(early_signals.received[0])
     sys.stdout.flush()
     os.environ[JOB] = json.dumps(job)  # where no other user reads what .deepspeed_env may hold
     os.execv(sys.executable, [sys.executable, "-c", SUPERVISOR, *sys.argv])

@@ -1,8 +1,8 @@
 """Report a run: lines or a live view on the terminal, metrics.jsonl, and trackers.
 
-Rank 0 appends a JSON line after each optimizer step and each evaluation; the other ranks do nothing. A run resumed at
-step N first removes the lines of step N and later, which it repeats, and a torn last line. So each step has one line,
-however often the run was interrupted. Numbers that are not finite become null: JSON has no NaN. A full disk or a
+Rank 0 appends a JSON line after each optimizer step and each evaluation. A run resumed at step N first removes the
+lines of step N and later, which it repeats, and a torn last line. So each step has one line, however often the run was
+interrupted. Numbers that are not finite become null: JSON has no NaN. A full disk or a
 failing tracker does not end the run; it is reported once.
 
 Cost: 0.1 ms per step, with TensorBoard 0.9 ms.
@@ -33,10 +33,9 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass
 class Reporter:
-    """Writes metrics.jsonl, shows progress and feeds the trackers; on ranks other than 0 it does nothing.
+    """Writes metrics.jsonl, shows progress and feeds the trackers, on rank 0.
 
     Attributes:
-        active: whether this rank reports.
         steps_per_print: steps between two lines, if there is no live view.
         first_step: the next step; above 1 in a resumed run.
         trackers: receive the numbers too; the reporter closes them.
@@ -46,7 +45,6 @@ class Reporter:
 
     folder: Path
     total_steps: int
-    active: bool
     steps_per_print: int
     first_step: int = 1
     trackers: Sequence[Tracker] = ()
@@ -58,16 +56,13 @@ class Reporter:
         self._begin = time.monotonic()
         self._unwritten = b""
         self._disk_failed = False
-        if self.active:
-            path = self.folder / METRICS_FILE
-            drop_repeated(path, self.first_step, self.evaluates_first)
-            self._file = open(path, "ab", buffering=0)
-            self._view = open_live_view(self.total_steps, self.parts)
+        path = self.folder / METRICS_FILE
+        drop_repeated(path, self.first_step, self.evaluates_first)
+        self._file = open(path, "ab", buffering=0)
+        self._view = open_live_view(self.total_steps, self.parts)
 
     def report(self, metrics: StepMetrics) -> None:
         """Record one step."""
-        if not self.active:
-            return
         self._record(asdict(metrics))
         a_step = (time.monotonic() - self._begin) / (metrics.step - self.first_step + 1)
         left = tqdm.format_interval(a_step * (self.total_steps - metrics.step))
@@ -83,8 +78,6 @@ class Reporter:
 
     def report_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         """Record an evaluation after `step`: `eval_loss`, `eval_perplexity`, `eval_loss/<type of record>`."""
-        if not self.active:
-            return
         self._record({"step": step, **numbers})
         text = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
         print(f"step {step}/{self.total_steps}  {text}", flush=True)
@@ -114,10 +107,9 @@ class Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.active:
-            self._file.close()
-            if self._view:
-                self._view.close()
+        self._file.close()
+        if self._view:
+            self._view.close()
         for tracker in self._working:
             try:
                 tracker.close(failed=kind is not None)

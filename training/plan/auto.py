@@ -65,12 +65,12 @@ def divide(
     Raises:
         ConfigError: the config and the model do not fit each other.
     """
-    if in_stages and (config.use_grad_ckpt == "auto" or config.parts_for(spec.n_layers) is None):
-        device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
-        chosen = gather(choose(config, spec, device, loader, saved) if torch.distributed.get_rank() == 0 else None)[0]
-        assert chosen is not None
-        return chosen
-    return split_as_configured(config, spec, in_stages)
+    if not in_stages or (config.use_grad_ckpt != "auto" and config.parts_for(spec.n_layers)):
+        return split_as_configured(config, spec, in_stages)
+    device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
+    chosen = gather(choose(config, spec, device, loader, saved) if torch.distributed.get_rank() == 0 else None)[0]
+    assert chosen is not None
+    return chosen
 
 
 def choose(

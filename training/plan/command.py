@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy
 import torch
 from rich.console import Console
 from rich.table import Column, Table
@@ -23,11 +25,12 @@ from models.api import read_spec
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.errors import CheckpointError
+from models.shapes import shape_of
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_device, check_fp8, check_shared_rows, check_tensor
+from training.config.deepspeed_config import check_device, check_fp8, check_sharing
+from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.gpu import check_gpu, check_numbers
 from training.config.keys import TrainConfig
-from training.config.passed_on import unheeded
 from training.data_setup import RecordReader
 from training.distributed.links import FILE as LINKS_FILE
 from training.errors import ConfigError
@@ -41,6 +44,7 @@ from training.plan.timing import calibrate
 DOES_NOT_FIT = 1
 WIDTH = 160  # columns of a plan that is written to a file
 PICTURE = "plan.png"
+MEMORY = "weights gradients optimizer activations step peak".split()  # columns of a plan, and of `StageMemory`
 DPI = 120
 
 
@@ -51,8 +55,9 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         ConfigError, CheckpointError: config, model or devices are unusable.
     """
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    folder = resolve(config.model_path)
-    spec = read_spec(folder)
+    shape = shape_of(config.model_path)
+    folder = Path(config.model_path) if shape else resolve(config.model_path)
+    spec = _read_spec(folder, shape, log)
     check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     if arguments.devices:
@@ -67,9 +72,8 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
         fabric = Fabric.named(arguments.links, device, arguments.per_host or PER_HOST)
         config = config.model_copy(update={"model_topo": fabric.placed(config.model_topo)})
     if not arguments.search:
-        check_tensor(config, spec)
-        check_shared_rows(config, spec)
-    workload, feed = _feed(config, spec, folder, log)
+        check_sharing(config, spec)
+    workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
             raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
@@ -81,7 +85,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     processes = count or config.model_topo.processes
     where = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
-    for line in [*ignored, *unheeded(config, plan=True)]:
+    for line in [*ignored, *describe_ignored_keys(config, plan=True)]:
         log.print(line)
     if arguments.search:
         best = search(basis, processes, feed)
@@ -96,6 +100,14 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     if not plan.fits:
         log.print(advice_table(advise(basis), plan))
         sys.exit(DOES_NOT_FIT)
+
+
+def _read_spec(folder: Path, shape: tuple[str, dict[str, Any]] | None, log: Console) -> ModelSpec:
+    """Read the model's config.json, or take the known shape."""
+    if shape is None:
+        return read_spec(folder)
+    log.print(f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, with full rows")
+    return read_spec(folder, shape[1])
 
 
 def show(plan: Plan, log: Console) -> None:
@@ -138,24 +150,23 @@ def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> t
 
 def stages_table(plan: Plan) -> Table:
     """Show layers, parameters, memory and time of each stage."""
-    shape = ", V schedule" if plan.basis.config.v_schedule else ""
-    headings = ["stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "step", "peak"]
-    sent = [stage_messages(plan.basis, stage.layers).sent(plan.basis.config.model_topo) for stage in plan.stages]
-    columns: dict[str, list[float]] = {"main memory": [stage.memory.host for stage in plan.stages]}
-    for heading, of_stages in zip(("exchanges", "all-reduces"), zip(*sent, strict=True), strict=True):
-        columns[heading] = [plan.basis.micro_batches * size for size in of_stages]
-    more = {heading: sizes for heading, sizes in columns.items() if any(sizes)}
-    what = "memory, and messages of a process in a step," if any(map(any, sent)) else "memory"
-    made = _table(f"{len(plan.stages)} stages of {plan.parts}{shape}, {what} in GB", [*headings, *more, "time"])
+    basis, memory = plan.basis, [stage.memory for stage in plan.stages]
+    columns = {name: [getattr(each, name) for each in memory] for name in MEMORY}
+    sent = [stage_messages(basis, stage.layers).sent(basis.config.model_topo) for stage in plan.stages]
+    exchanges, all_reduces = ([basis.micro_batches * size for size in sizes] for sizes in zip(*sent, strict=True))
+    more = {"main memory": [each.host for each in memory], "exchanges": exchanges, "all-reduces": all_reduces}
+    columns |= {heading: sizes for heading, sizes in more.items() if any(sizes)}
+    what = "memory, and messages of a process in a step," if any([*exchanges, *all_reduces]) else "memory"
+    shape = ", V schedule" if basis.config.v_schedule else ""
+    headings = ["stage", "layers", "parameters", *columns, "time"]
+    made = _table(f"{len(plan.stages)} stages of {plan.parts}{shape}, {what} in GB", headings)
     slowest = max(stage.seconds for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
-        memory = stage.memory
-        sizes = [memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.step, memory.peak]
         made.add_row(
             str(number),
             " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.ranges),
             f"{stage.parameters:,}",
-            *(f"{size / GIGA:.2f}" for size in [*sizes, *(column[number] for column in more.values())]),
+            *(f"{sizes[number] / GIGA:.2f}" for sizes in columns.values()),
             f"{stage.seconds / slowest:.0%}",
         )
     return made
@@ -195,8 +206,6 @@ def plan_summary(plan: Plan) -> list[str]:
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
     lines += _links(plan)
-    if links := basis.measured_links:
-        lines.append(f"links: measured by --check on {' and '.join(dict.fromkeys(links.hosts))} ({LINKS_FILE})")
     if basis.measured or basis.calibration or device.known:
         mfu = "" if plan.mfu is None else f", {plan.mfu:.0%} MFU"
         lines.append(f"speed: {plan.seconds:.2f} s a step, {plan.tokens_per_s:,.0f} tokens/s{mfu}")
@@ -214,18 +223,21 @@ def _links(plan: Plan) -> list[str]:
     """Describe links, and the messages of sequence and tensor parallelism."""
     basis, topo, fabric = plan.basis, plan.basis.config.model_topo, plan.basis.fabric
     lines = []
-    if basis.named:
+    if links := basis.measured_links:
+        lines.append(f"links: measured by --check on {' and '.join(dict.fromkeys(links.hosts))} ({LINKS_FILE})")
+    elif basis.named:
         ends = zip(fabric.name.split(","), (fabric.inside, fabric.between), strict=True)
-        links = [f"{name} ({link.bandwidth / GIGA:.3g} GB/s, {1e6 * link.latency:.1f} us)" for name, link in ends]
-        lines.append(f"links: {links[0]} among the {fabric.per_host} GPUs of a host, {links[1]} from host to host")
-    elif topo.processes > fabric.per_host and basis.device.reserves and not basis.measured_links:
+        inside, between = (f"{name} ({x.bandwidth / GIGA:.3g} GB/s, {1e6 * x.latency:.1f} us)" for name, x in ends)
+        lines.append(f"links: {inside} among the {fabric.per_host} GPUs of a host, {between} from host to host")
+    elif topo.processes > fabric.per_host and basis.device.reserves:
         lines.append("links: all processes as if on one host; --links nvlink4,ib400 names those between hosts")
     block = stage_messages(basis, [1])
-    for group, sizes, sent, what in (
-        (fabric.sharing_rows(topo), block.exchanged, block.sent(topo)[0], "exchanges of heads for tokens"),
-        (fabric.sharing_layers(topo), block.summed, block.sent(topo)[1], "all-reduces of hidden states"),
+    for ranks, sizes, sent, what in (
+        (topo.sharing("rows"), block.exchanged, block.sent(topo)[0], "exchanges of heads for tokens"),
+        (topo.sharing("layers"), block.summed, block.sent(topo)[1], "all-reduces of hidden states"),
     ):
         if sizes:
+            group = fabric.group(ranks)
             where = "on one host" if group.hosts == 1 else f"over {group.hosts} hosts"
             of = f"{len(sizes)} {what}, for which a process sends {sent / GIGA:.3f} GB"
             lines.append(f"a block and micro-batch: {of}; among {group.size} {where}")
@@ -249,28 +261,30 @@ def advice_table(advice: Sequence[Advice], now: Plan) -> Table:
 
 def search_table(plans: Sequence[Plan]) -> Table:
     """Show the fastest plans."""
-    shared = any(plan.basis.config.model_topo.sequence > 1 for plan in plans)
-    axes = list(dict.fromkeys(", ".join(plan.basis.config.model_topo.process_topology.axes) for plan in plans))
-    headings = ["dims", *(["axes"] if axes != ["pipe, data"] else []), *(["sequence"] if shared else [])]
-    headings += ["parts", "micro-batch", "schedule", "use_grad_ckpt", "bubble", "peak, GB", "tokens/s", "MFU"]
+    rows = []
+    for plan in plans:
+        config, topo = plan.basis.config, plan.basis.config.model_topo
+        rows.append(
+            {
+                "dims": str(topo.process_topology.dims),
+                "axes": ", ".join(topo.process_topology.axes),
+                "sequence": str(topo.sequence),
+                "parts": str(plan.parts),
+                "micro-batch": str(config.train_micro_batch_size_per_gpu),
+                "schedule": config.schedule,
+                "use_grad_ckpt": str(config.use_grad_ckpt).lower(),
+                "bubble": f"{plan.bubble:.1%}",
+                "peak, GB": f"{plan.peak / GIGA:.2f}{'*' if plan.is_tight else ''}",
+                "tokens/s": f"{plan.tokens_per_s:,.0f}",
+                "MFU": "" if plan.mfu is None else f"{plan.mfu:.0%}",
+            }
+        )
+    usual = {"axes": "pipe, data", "sequence": "1"}  # columns that are left out where they say nothing
+    headings = [heading for heading in rows[0] if {row[heading] for row in rows} != {usual.get(heading)}]
     tight = f"; *: less than {ERROR:.0%} of the memory is left, and a plan may err by as much"
     made = _table(f"fastest first{tight if any(plan.is_tight for plan in plans) else ''}", headings)
-    for plan in plans:
-        config = plan.basis.config
-        topo = config.model_topo
-        made.add_row(
-            str(topo.process_topology.dims),
-            *([", ".join(topo.process_topology.axes)] if "axes" in headings else []),
-            *([str(topo.sequence)] if shared else []),
-            str(plan.parts),
-            str(config.train_micro_batch_size_per_gpu),
-            config.schedule,
-            str(config.use_grad_ckpt).lower(),
-            f"{plan.bubble:.1%}",
-            f"{plan.peak / GIGA:.2f}{'*' if plan.is_tight else ''}",
-            f"{plan.tokens_per_s:,.0f}",
-            "" if plan.mfu is None else f"{plan.mfu:.0%}",
-        )
+    for row in rows:
+        made.add_row(*(row[heading] for heading in headings))
     return made
 
 
@@ -278,29 +292,22 @@ def draw(plan: Plan, path: Path) -> Path:
     """Draw memory and time of the stages as a PNG."""
     from matplotlib.figure import Figure  # takes a second
 
-    stages = range(len(plan.stages))
-    memory = [stage.memory for stage in plan.stages]
+    memory, device = [stage.memory for stage in plan.stages], plan.basis.device
+    stages = numpy.arange(len(memory))
     figure = Figure(figsize=(max(7.0, 1.5 + 0.35 * len(stages)), 6), dpi=DPI, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    bottom = [0.0] * len(memory)
-    layers = {
-        "weights": [each.weights for each in memory],
-        "gradients": [each.gradients for each in memory],
-        "optimizer": [each.optimizer for each in memory],
-        "activations or step": [max(each.activations, each.step) for each in memory],
-    }
-    for label, sizes in layers.items():
-        heights = [size / GIGA for size in sizes]
-        above.bar(stages, heights, bottom=bottom, label=label)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    limit = plan.basis.device.memory
-    if limit is not None:
-        above.axhline(limit / GIGA, color="black", linewidth=0.8, linestyle="--", label=plan.basis.device.name)
+    bottom = numpy.zeros(len(memory))
+    for names in (["weights"], ["gradients"], ["optimizer"], ["activations", "step"]):
+        heights = numpy.array([max(getattr(each, name) for name in names) for each in memory]) / GIGA
+        above.bar(stages, heights, bottom=bottom, label=" or ".join(names))
+        bottom += heights
+    if device.memory is not None:
+        above.axhline(device.memory / GIGA, color="black", linewidth=0.8, linestyle="--", label=device.name)
     above.set_ylabel("peak memory, GB")
     above.legend(fontsize="small")
     above.set_title(f"{plan.basis.spec.family.name}, parts {plan.parts}", fontsize="medium", wrap=True)
-    slowest = max(stage.seconds for stage in plan.stages)
-    below.bar(stages, [stage.seconds / slowest for stage in plan.stages], color="tab:gray")
+    seconds = numpy.array([stage.seconds for stage in plan.stages])
+    below.bar(stages, seconds / seconds.max(), color="tab:gray")
     below.set_ylabel("time, of the slowest stage")
     below.set_xlabel("stage")
     figure.savefig(path, format="png")

@@ -20,11 +20,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy
+from numpy.typing import NDArray
 
-from models.process_groups import Peers
+from models.process_groups import RankGroup
 from models.spec import ModelSpec, key_heads
 from models.tensor_parallel import plan_of
 from training.config.deepspeed_config import training_dtype
@@ -36,7 +36,7 @@ from training.metrics.devices import GIGA, HOST_LINK, LINKED, Device
 if TYPE_CHECKING:
     from training.plan.inputs import Basis
 
-PER_HOST = 8
+PER_HOST = 8  # GPUs of a host, where `--per-host` is not given
 NVLINK = "nvlink"  # that of the device
 BY_NVLINK, BY_PCIE, BY_NETWORK, BY_TCP = 3.4e-6, 5.7e-6, 9.6e-6, 3e-5  # latency in seconds
 # GB/s in one direction for each GPU, of which a run gets `LINKED`.
@@ -63,12 +63,7 @@ OF_LOSS = 3  # numbers of a token: the largest logit, the sum of exponentials, t
 
 @dataclass(frozen=True)
 class Group:
-    """A process group.
-
-    Attributes:
-        size: number of processes.
-        hosts: number of hosts that they are on.
-    """
+    """A process group: its size, how many hosts it is on, and its links inside of a host and between hosts."""
 
     size: int
     hosts: int
@@ -137,17 +132,10 @@ class Fabric:
         link = Link(latency=0.0, bandwidth=device.link)
         return cls("", link, link)
 
-    def replicas(self, topo: ModelTopo) -> Group:
-        """Group of the processes with the same stage and the same shard of its layers."""
-        return self._group(topo.along("data"))
-
-    def sharing_rows(self, topo: ModelTopo) -> Group:
-        """Group of sequence parallelism."""
-        return self._group(topo.sharing("rows"))
-
-    def sharing_layers(self, topo: ModelTopo) -> Group:
-        """Group of tensor parallelism."""
-        return self._group(topo.sharing("layers"))
+    def group(self, ranks: NDArray[Any]) -> Group:
+        """Return the slowest of these process groups, [groups, size]."""
+        hosts = max(len(set(row)) for row in (ranks // self.per_host).tolist())
+        return Group(ranks.shape[1], hosts, self.inside, self.between)
 
     def to_next(self, topo: ModelTopo) -> list[Link]:
         """Slowest link from each stage to the next."""
@@ -158,19 +146,12 @@ class Fabric:
         """Order the axes as a run does where its config names none (`training.distributed.placement`)."""
         if "axes" in topo.process_topology.model_fields_set or topo.processes <= self.per_host:
             return topo
-        orders = topo, topo.turned()
-        return min(
-            orders,
-            key=lambda one: (
-                self.sharing_rows(one).hosts,
-                self.replicas(one).hosts,
-                self.to_next(one).count(self.between),
-            ),
-        )
 
-    def _group(self, ranks: numpy.ndarray) -> Group:
-        hosts = max(len(set(row)) for row in (ranks // self.per_host).tolist())
-        return Group(ranks.shape[1], hosts, self.inside, self.between)
+        def crossings(topo: ModelTopo) -> tuple[int, ...]:
+            groups = (self.group(ranks).hosts for ranks in (topo.sharing("rows"), topo.along("data")))
+            return *groups, self.to_next(topo).count(self.between)
+
+        return min(topo, topo.turned(), key=crossings)
 
 
 @dataclass(frozen=True)
@@ -195,12 +176,12 @@ class Messages:
         rounds = 2 * sum(self.summed) + sum(self.gathered)
         return (1 - 1 / topo.sequence) * sum(self.exchanged), (1 - 1 / topo.tensor) * rounds
 
-    def seconds(self, basis: Basis) -> tuple[float, float]:
+    def seconds(self, basis: Basis) -> dict[str, float]:
         """Seconds of exchanges, and of sums and gathers; nothing is computed meanwhile."""
-        topo, fabric = basis.config.model_topo, basis.fabric
-        rows, layers = fabric.sharing_rows(topo), fabric.sharing_layers(topo)
+        topo, group = basis.config.model_topo, basis.fabric.group
+        rows, layers = group(topo.sharing("rows")), group(topo.sharing("layers"))
         joined = sum(map(layers.all_reduce, self.summed)) + sum(map(layers.gather, self.gathered))
-        return sum(map(rows.all_to_all, self.exchanged)), joined
+        return {"exchanges": sum(map(rows.all_to_all, self.exchanged)), "all_reduces": joined}
 
 
 def layer_messages(basis: Basis, layer: int) -> tuple[Messages, Messages]:
@@ -212,7 +193,7 @@ def layer_messages(basis: Basis, layer: int) -> tuple[Messages, Messages]:
     forward, backward = Messages(), Messages()
     if topo.sequence > 1 and is_block:
         all_heads, all_keys = int(spec.config.num_attention_heads), key_heads(spec.config)
-        own = len(range(all_keys)[Peers(topo.tensor).part(all_keys)])
+        own = len(range(all_keys)[RankGroup(topo.tensor).part(all_keys)])
         heads, keys = own * all_heads // all_keys, math.lcm(own, topo.sequence)
         width = vars(spec.config).get("head_dim") or spec.config.hidden_size // all_heads
         exchanged = Messages(exchanged=[tokens * width * itemsize * count for count in (heads, keys, keys, heads)])

@@ -1,17 +1,15 @@
 """Time of each layer for a micro-batch: a roofline, corrected by measurements.
 
-A layer of each kind runs on fake tensors (`models.costs`), which gives its kernels; each takes the time of
-its arithmetic or of its memory traffic, whichever is longer. A matrix product gets the share of the peak of large
-products (`Device.products`), less where its result does not fill all cores with tiles: the last wave of them takes as
-long as a full one. Attention gets `Device.attention` with long documents and less with short ones, and skips the half
-of the pairs that a causal mask hides. All else goes at the memory's bandwidth. Where the host cannot launch kernels as
-fast as they are done, the device waits for it.
+A layer of each kind runs on fake tensors (`models.costs`), which gives its kernels; each takes the time of its
+arithmetic or of its memory traffic, whichever is longer. A matrix product gets the share of the peak of large products
+(`Device.products`), less where its result does not fill all cores with tiles: the last wave of them takes as long as a
+full one. Attention gets `Device.attention` with long documents and less with short ones, and skips the half of the
+pairs that a causal mask hides. All else goes at the memory's bandwidth. Where the host cannot launch kernels as fast as
+they are done, the device waits for it.
 
-Recomputation adds a forward pass to the backward pass. Gradients are added up in every micro-batch, the dense one of
-the embedding included; the last stage takes logits to their gradient. Once a step the replicas sum their gradients and
-the optimizer runs, in main memory where it is offloaded. Of gradients and activations that move while a layer is
-computed only what takes longer than that counts. `training.plan.timing` measures single layers,
-`training.plan.feedback` the run's own steps.
+Recomputation adds a forward pass to the backward pass. Once a step the replicas sum their gradients and the optimizer
+runs, in main memory where it is offloaded. Of gradients and activations that move while a layer is computed only what
+takes longer than that counts. `training.plan.timing` measures single layers, `training.plan.feedback` whole steps.
 """
 
 from __future__ import annotations
@@ -24,17 +22,18 @@ import torch
 
 from models.attention.positions import SLIDING, attention_kind
 from models.costs import LayerCase, LayerWork, Operation, product, work_of
+from models.family import HEAD_WEIGHT
 from models.lean_loss import chunk_tokens
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import HOST_LINK, Device, this_device
-from training.plan.communication import Messages, layer_messages
+from training.plan.communication import layer_messages
 from training.plan.inputs import Basis, layer_kinds
-from training.plan.memory import StateBytes, offloaded_bytes, sent_bytes
+from training.plan.memory import StateBytes, kept_bytes, sent_bytes
 
 TILE = 128  # rows and columns of the result that a core computes at a time (NVIDIA's guide to matrix multiplication)
 PAIRS = 0.5  # of query and key, that a causal mask leaves
-# Bytes that are read and written for each of what is counted.
+# Bytes read and written for each element.
 LOGIT = 36  # from a logit to its gradient, in nine passes over fp32 (`models.lean_loss`)
 ROUNDED = 6  # to give that gradient 16 bits
 HEAD_GRADIENT = 14  # to scale the gradient of the head's weights, which is fp32, and round it
@@ -117,16 +116,11 @@ class Roofline:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Time of a layer by kind of work.
+    """Time of a layer by kind of work."""
 
-    Attributes:
-        forward, backward: for one micro-batch; backward includes recomputation.
-        update: once a step: the sum over the replicas and the optimizer.
-    """
-
-    forward: Spent
-    backward: Spent
-    update: Spent
+    forward: Spent  # for one micro-batch
+    backward: Spent  # the same, recomputation included
+    update: Spent  # once a step: the sum over the replicas and the optimizer
 
     def step(self, micro_batches: int) -> Spent:
         """Return the time of a whole step."""
@@ -137,8 +131,9 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     """Return the times of all layers, the embedding first."""
     config, kinds, calibrated, work = basis.config, layer_kinds(basis.spec), basis.calibration, basis.share
     device = this_device() if calibrated else basis.device  # a calibration holds for the device that it was made on
-    offloaded, passes = offloaded_bytes(basis), {kind: _passes(basis, kind, device) for kind in set(kinds)}
-    sent = {kind: [_messages_time(basis, each) for each in layer_messages(basis, kind)] for kind in passes}
+    passes = {kind: _passes(basis, kind, device) for kind in set(kinds)}
+    offloaded = kept_bytes(basis)[1] if config.offload_activations else [0] * len(kinds)
+    sent = {kind: [Spent(**each.seconds(basis)) for each in layer_messages(basis, kind)] for kind in passes}
     update = (calibrated.update if calibrated else 1.0) * update_time(config, device)
     update /= config.model_topo.replicas if config.zero_optimization.stage else 1
     times = []
@@ -164,11 +159,6 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     return times
 
 
-def _messages_time(basis: Basis, messages: Messages) -> Spent:
-    exchanges, all_reduces = messages.seconds(basis)
-    return Spent(exchanges=exchanges, all_reduces=all_reduces)
-
-
 def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
     """Bytes read and written to add up the gradient of one parameter of a layer in a micro-batch."""
     config, itemsize = basis.config, training_dtype(basis.config).itemsize
@@ -186,7 +176,6 @@ def _sum_time(config: TrainConfig, bandwidth: float, weights: int, hidden: float
 
     Args:
         bandwidth: bytes/s that a process sends.
-        weights: number of parameters.
         hidden: seconds of computation meanwhile; none where the cores that compute also send.
     """
     others, early = 1 - 1 / config.model_topo.replicas, config.sums_while_computing
@@ -214,7 +203,7 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
     if layer == spec.n_layers - 1:
         forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
-        head = basis.shapes(layer)[spec.family.tie.head].numel()
+        head = basis.shapes(layer)[HEAD_WEIGHT].numel()
         backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
     return forward, backward
 
@@ -225,15 +214,13 @@ def _layer_work(basis: Basis, layer: int, dtype: torch.dtype, device: Device) ->
     case = LayerCase(layer, work.rows, math.ceil(work.length), dtype, flash, config.model_topo.tensor)
     found = basis.once(work_of, case, compiled)
     is_block = 0 < layer < basis.spec.n_layers - 1
-    return in_fp8(found, compiled) if is_block and basis.in_fp8 else found
+    if not (is_block and basis.in_fp8):
+        return found
+    return LayerWork(*(tuple(in_fp8(each, compiled)) for each in (found.forward, found.backward)))
 
 
-def in_fp8(work: LayerWork, compiled: bool) -> LayerWork:
-    """Do the products of a block's linear layers in fp8, with the passes that round their factors."""
-    return LayerWork(tuple(_with_casts(work.forward, compiled)), tuple(_with_casts(work.backward, compiled)))
-
-
-def _with_casts(operations: Iterable[Operation], compiled: bool) -> Iterator[Operation]:
+def in_fp8(operations: Iterable[Operation], compiled: bool) -> Iterator[Operation]:
+    """Yield a block's operations, linear layers' products in fp8, after the passes that round their factors."""
     for operation in operations:
         at_a_time, rows, columns = operation.shape
         if operation.kind != "products" or at_a_time > 1:  # several at a time are those of attention
@@ -249,7 +236,7 @@ def _with_casts(operations: Iterable[Operation], compiled: bool) -> Iterator[Ope
 def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operation]:
     """Return the kernels of a micro-batch's loss and its gradients, chunk by chunk (`models.lean_loss`)."""
     work, itemsize = basis.share, dtype.itemsize
-    words, hidden = basis.shapes(basis.spec.n_layers - 1)[basis.spec.family.tie.head]
+    words, hidden = basis.shapes(basis.spec.n_layers - 1)[HEAD_WEIGHT]
     tokens = work.micro_tokens * work.supervised
     chunks = max(1, math.ceil(tokens / chunk_tokens(words, not device.reserves)))
     rows = max(1, math.ceil(tokens / chunks))

@@ -1,9 +1,9 @@
 """Compare the plan with the first steps of a start, and correct later plans by them.
 
 The first `WARM_UP` steps are not counted, as they compile and allocate; the next `COUNTED` are. A shorter start is not
-measured, and says so: one or two steps may be a hiccup. The log compares each stage's time, the median of these steps,
-and its peak with the plan. measured.json in the run's folder keeps them, and corrects later plans and `parts: auto` of
-runs of the same kind (`Basis.conditions`).
+measured: one or two steps may be a hiccup. The log compares each stage's time, the median of these steps, and its peak
+with the plan. measured.json in the run's folder keeps them, and corrects later plans and `parts: auto` of runs of the
+same kind (`Basis.conditions`).
 
 A stage's time is that of all its layers. So each kind of layer gets one factor, which fit the times of all stages best
 (least squares, smallest change), and what remains of a stage goes to each of its layers. Planned memory only grows, as
@@ -13,7 +13,7 @@ Where another stage split would make a step at least `GAIN` times as fast, and f
 next checkpoint: all processes save and start over (`training.distributed.processes.start_over`), at most `MOVES` times
 in a run's folder. A smaller gain may be the measurement's own error, and a move costs a start.
 
-Cost: the clock's, some 10 microseconds a pass in `COUNTED` steps; once a plan on rank 0, a second or two.
+Cost: some 10 microseconds a pass in `COUNTED` steps; once a plan on rank 0, a second or two.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from training.loop import Run
 from training.metrics.devices import GIGA, Device, this_device
 from training.metrics.peak_memory import peak_memory
 from training.metrics.step_metrics import StepMetrics
-from training.plan.costs import layer_times
 from training.plan.inputs import MEASURED_FILE, Basis, Measured, Workload, layer_kinds
 from training.plan.plan import Plan
 from training.schedule.instructions import PASSES
@@ -70,7 +69,8 @@ class StageClock:
     @contextmanager
     def step(self, engine: PipelineEngine, micro_batches: int) -> Iterator[None]:
         """Measure what the engine does in the block, which ends when the step's loss is known."""
-        mark = cuda_mark if engine.device.type == "cuda" else time.thread_time
+        on_gpu = engine.device.type == "cuda"
+        mark: Callable[[], Any] = cuda_mark if on_gpu else time.thread_time
         spans: list[tuple[Any, Any]] = []
 
         def framed(execute: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +88,6 @@ class StageClock:
             yield
         finally:
             engine._INSTRUCTION_MAP = plain
-        on_gpu = mark is cuda_mark
         seconds = sum(begin.elapsed_time(end) / 1000 if on_gpu else end - begin for begin, end in spans)
         self.seconds.append(seconds / micro_batches)
 
@@ -150,15 +149,15 @@ class Feedback(Callback):
         better = better_parts(Plan(replace(plan.basis, measured=measured), plan.parts))
         moves = better is not None and config.rebalance and measured.moves < MOVES
         measured.better, measured.moves = better and better[0], measured.moves + moves
-        advice = f"no other parts would make a step {GAIN - 1:.0%} faster"
-        if better:
-            advice = f"parts {better[0]} would make a step {better[1] - 1:.0%} faster; "
-            if config.rebalance:
-                advice += "taken at the next checkpoint" if moves else f"not taken, after {MOVES} times"
-            else:
-                advice += "with parts: auto, rebalance: true takes them at a checkpoint"
-        for line in [*comparison(plan, measured), *([f"plan: {advice}"] if topology.stages > 1 else [])]:
+        for line in comparison(plan, measured):
             self._log.print(line)
+        if better:
+            taken = "with parts: auto, rebalance: true takes them at a checkpoint"
+            if config.rebalance:
+                taken = "taken at the next checkpoint" if moves else f"not taken, after {MOVES} times"
+            self._log.print(f"plan: parts {better[0]} would make a step {better[1] - 1:.0%} faster; {taken}")
+        elif topology.stages > 1:
+            self._log.print(f"plan: no other parts would make a step {GAIN - 1:.0%} faster")
         replace_text(Path(config.save_path) / MEASURED_FILE, measured.model_dump_json(indent=2) + "\n")
         return moves
 
@@ -172,7 +171,7 @@ def measure(plan: Plan, steps: tuple[int, int], seconds: list[float], peaks: lis
         peaks: most bytes of each stage.
     """
     estimated = Plan(replace(plan.basis, measured=None), plan.parts)
-    costs = [(layer.forward + layer.backward).total for layer in layer_times(estimated.basis)]
+    costs = [(layer.forward + layer.backward).total for layer in estimated.times]
     held = [stage.layers for stage in estimated.stages]
     return Measured(
         conditions=plan.basis.conditions,
@@ -234,5 +233,5 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
 
 def stage_seconds(plan: Plan) -> list[float]:
     """Return the planned time of each stage for a micro-batch."""
-    times = [(layer.forward + layer.backward).total for layer in layer_times(plan.basis)]
+    times = [(layer.forward + layer.backward).total for layer in plan.times]
     return [sum(times[layer] for layer in stage.layers) for stage in plan.stages]

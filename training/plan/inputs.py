@@ -48,29 +48,17 @@ DEPENDS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """The micro-batches of a step.
+    """The micro-batches of a step."""
 
-    Attributes:
-        rows: packed sequences in a micro-batch.
-        length: mean tokens of a row, padding included.
-        longest: most tokens of a row.
-        attended: mean length of a token's document, which the quadratic term grows with.
-        supervised: share of trained-on tokens.
-        micro_batches: of one replica in a step.
-        tokens: in a step, without padding, over all replicas.
-        steps: of the whole run; None where the data are not known.
-        source: where the numbers come from, for the log.
-    """
-
-    rows: int
-    length: float
-    longest: int
-    attended: float
-    supervised: float
-    micro_batches: int
-    tokens: float
-    steps: int | None
-    source: str
+    rows: int  # packed sequences in a micro-batch
+    length: float  # mean tokens of a row, padding included
+    longest: int  # most tokens of a row
+    attended: float  # mean length of a token's document, which the quadratic term grows with
+    supervised: float  # share of trained-on tokens
+    micro_batches: int  # of one replica in a step
+    tokens: float  # in a step, without padding, over all replicas
+    steps: int | None  # of the whole run; None where the data are not known
+    source: str  # of these numbers, for the log
 
     @classmethod
     def of(cls, loader: Loader | None, config: TrainConfig) -> Workload:
@@ -124,11 +112,7 @@ class Workload:
 
 
 def divide_rows(rows: int, config: TrainConfig) -> tuple[int, int]:
-    """Divide a step's rows: rows in a micro-batch (fewer where the schedule needs more micro-batches) and their number.
-
-    Returns:
-        Rows in a micro-batch, and micro-batches of a replica.
-    """
+    """Return rows in a micro-batch, fewer where the schedule needs more of them, and their number."""
     size, least = config.train_micro_batch_size_per_gpu, config.least_micro_batches
     replicas = config.model_topo.row_replicas
     micro_batches = max(1, ceil(rows / (size * replicas)))
@@ -138,20 +122,13 @@ def divide_rows(rows: int, config: TrainConfig) -> tuple[int, int]:
 
 
 class Calibration(BaseModel):
-    """Measured time over estimated time, on this machine.
-
-    Attributes:
-        device, dtype: that were measured.
-        model: digest of config.json and of `ESTIMATES`.
-        layers: forward and backward factor, by the first layer of each kind.
-        update: factor of the optimizer.
-    """
+    """Measured time over estimated time, on this machine."""
 
     device: str
     dtype: str
-    model: str
-    layers: dict[str, tuple[PositiveFloat, PositiveFloat]]
-    update: PositiveFloat
+    model: str  # digest of config.json and of `ESTIMATES`
+    layers: dict[str, tuple[PositiveFloat, PositiveFloat]]  # forward and backward, by the first layer of each kind
+    update: PositiveFloat  # of the optimizer
 
     @classmethod
     def of(
@@ -185,29 +162,17 @@ class Calibration(BaseModel):
 
 
 class Measured(BaseModel):
-    """Measurements of a run's first steps.
+    """Measurements of a run's first steps."""
 
-    Attributes:
-        conditions: what they depend on (`Basis.conditions`).
-        steps: first and last one.
-        parts: of the run.
-        seconds: of each stage for a micro-batch.
-        peaks: most bytes of each stage.
-        layers: measured over estimated time of each layer.
-        beyond: bytes of each stage above its plan; 0 below it, as longer rows may still come.
-        better: a faster stage split, if any.
-        moves: how often the run was rebalanced.
-    """
-
-    conditions: dict[str, Any]
-    steps: tuple[int, int]
+    conditions: dict[str, Any]  # what they depend on (`Basis.conditions`)
+    steps: tuple[int, int]  # first and last one
     parts: list[PositiveInt]
-    seconds: list[PositiveFloat]
-    peaks: list[PositiveInt]
-    layers: list[PositiveFloat]
-    beyond: list[NonNegativeInt]
-    better: list[PositiveInt] | None = None
-    moves: int = 0
+    seconds: list[PositiveFloat]  # of each stage for a micro-batch
+    peaks: list[PositiveInt]  # most bytes of each stage
+    layers: list[PositiveFloat]  # measured over estimated time of each layer
+    beyond: list[NonNegativeInt]  # bytes of each stage above its plan; 0 below it, as longer rows may still come
+    better: list[PositiveInt] | None = None  # a faster stage split, if any
+    moves: int = 0  # how often the run was rebalanced
 
     @model_validator(mode="after")
     def _fits_together(self) -> Measured:
@@ -219,27 +184,18 @@ class Measured(BaseModel):
 
 @dataclass(frozen=True)
 class Basis:
-    """Inputs of one plan.
-
-    Attributes:
-        calibration: from `--calibrate`; times are estimated where absent.
-        measured: first steps of this run, which correct the plan.
-        links: measured by `--check`.
-        named: from `--links`, which overrides `links`.
-        recompute: layers that recompute; by the config (with `auto`: all blocks) where absent.
-        known: cache of `once`, shared by all that is derived from this basis.
-    """
+    """Inputs of one plan."""
 
     config: TrainConfig
     spec: ModelSpec
     workload: Workload
     device: Device
-    calibration: Calibration | None = None
-    measured: Measured | None = None
-    links: Links | None = None
-    named: Fabric | None = None
-    recompute: frozenset[int] | None = None
-    known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+    calibration: Calibration | None = None  # times are estimated without
+    measured: Measured | None = None  # first steps of this run, which correct the plan
+    links: Links | None = None  # measured by `--check`
+    named: Fabric | None = None  # from `--links`, which overrides `links`
+    recompute: frozenset[int] | None = None  # layers that recompute; without, by the config (with `auto`: all blocks)
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False, compare=False)  # cache of `once`
 
     @classmethod
     def of_run(
@@ -344,11 +300,21 @@ class Basis:
         links = self.measured_links
         if links and links.sums:
             return min(link.bandwidth for link in links.sums)
-        return self.fabric.replicas(self.config.model_topo).bandwidth
+        return self.fabric.group(self.config.model_topo.along("data")).bandwidth
 
     def changed(self, **keys: Any) -> Basis:
-        """Change keys of the config; a step keeps its rows, and the micro-batches follow."""
+        """Change keys of the config; a step keeps its tokens, and the number of micro-batches follows."""
         config, work = self.config.model_copy(update=keys), self.workload
+        if "max_seq_len" in keys:
+            ratio = min(1.0, config.max_seq_len / work.longest)
+            shorter = replace(
+                work,
+                length=work.length * ratio,
+                longest=min(work.longest, config.max_seq_len),
+                attended=min(work.attended, config.max_seq_len),
+                micro_batches=max(1, round(work.micro_batches / ratio)),
+            )
+            return replace(self, config=config, workload=shorter)
         rows, micro_batches = divide_rows(work.rows * work.micro_batches * self.config.model_topo.row_replicas, config)
         return replace(self, config=config, workload=replace(work, rows=rows, micro_batches=micro_batches))
 

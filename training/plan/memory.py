@@ -3,9 +3,9 @@
 Weights, gradients and optimizer states stay. On top of them comes the larger of two peaks: the activations of all
 micro-batches in flight, or the optimizer's step, before which activations are freed. The schedule decides how many
 micro-batches are in flight: with 1F1B, min(m, P - s) on stage s of P. For each a stage keeps its input and output, and
-what autograd saves of its layers (`models.costs`); with recomputation only the blocks' inputs, and the
-inside of one block during its backward pass. The last stage adds the loss (`models.lean_loss`): a chunk of logits, and
-the gradient of the head in fp32. Under sequence and tensor parallelism a rank's shards count.
+what autograd saves of its layers (`models.costs`); with recomputation only the blocks' inputs, and the inside of one
+block during its backward pass. The last stage adds the loss (`models.lean_loss`): a chunk of logits, and the gradient
+of the head in fp32. Under sequence and tensor parallelism a rank's shards count.
 
 Bytes per parameter are those of DeepSpeed 0.19.8, more than the textbook's 16 (`runtime/bf16_optimizer.py` and
 `runtime/zero/stage_1_and_2.py` there). Master weights and states are sharded over the replicas, in bf16 at stage 0 too.
@@ -14,18 +14,17 @@ Bytes per parameter are those of DeepSpeed 0.19.8, more than the textbook's 16 (
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import accumulate
 from math import prod
-from typing import Any
 
 import numpy
 import torch
-from numpy.typing import NDArray
 
 from models.costs import LayerCase, Saved, saved_by
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
@@ -43,27 +42,16 @@ FP8_EAGER, FP8_COMPILED = 9, 4
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter, on the device unless stated otherwise.
+    """Bytes per parameter, on the device unless stated otherwise."""
 
-    Attributes:
-        weight: in the dtype of the computation.
-        gradient: from the first backward pass to the step.
-        optimizer: master weight and states.
-        bucket_size: elements of the buffer in which gradients are summed before the step.
-        working: temporaries of Lion's update, for a piece at a time.
-        step: temporaries of the optimizer's step: copies of the gradient, with SGD's decay added.
-        host: in main memory.
-        bucket: bytes of an element of the buffer; 0 where there is none.
-    """
-
-    weight: float
-    gradient: float
-    optimizer: float
-    bucket_size: int
-    working: float = 0.0
-    step: float = 0.0
-    host: float = 0.0
-    bucket: float = 0.0
+    weight: float  # in the dtype of the computation
+    gradient: float  # from the first backward pass to the step
+    optimizer: float  # master weight and states
+    bucket_size: int  # elements of the buffer in which gradients are summed before the step
+    working: float = 0.0  # temporaries of Lion's update, for a piece at a time
+    step: float = 0.0  # temporaries of the optimizer's step: copies of the gradient, with SGD's decay added
+    host: float = 0.0  # in main memory
+    bucket: float = 0.0  # bytes of an element of the buffer; 0 where there is none
 
     @classmethod
     def of(cls, config: TrainConfig) -> StateBytes:
@@ -112,41 +100,30 @@ def saved_tensors(basis: Basis) -> list[Saved]:
     return [basis.once(saved_by, LayerCase(kind, *case)) for kind in layer_kinds(basis.spec)]
 
 
-def kept_bytes(basis: Basis) -> list[int]:
-    """Return bytes of a micro-batch that each layer keeps for its backward pass: its input where it recomputes."""
-    work = basis.share
+def kept_bytes(basis: Basis) -> tuple[list[int], list[int]]:
+    """Return bytes of a micro-batch that each layer keeps for its backward pass, on the device and in main memory.
+
+    A layer that recomputes keeps its input.
+    """
+    work, last = basis.share, basis.spec.n_layers - 1
     hidden = work.rows * work.longest * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
-    return [hidden if layer in basis.recomputed else each.inside for layer, each in enumerate(saved_tensors(basis))]
-
-
-def offloaded_bytes(basis: Basis) -> list[int]:
-    """Return bytes of a micro-batch that each layer offloads to main memory."""
-    blocks = range(1, basis.spec.n_layers - 1)
+    kept = [hidden if layer in basis.recomputed else each.inside for layer, each in enumerate(saved_tensors(basis))]
     if not (basis.config.offload_activations and basis.device.reserves):
-        return [0] * basis.spec.n_layers
-    kept = kept_bytes(basis)
-    return [kept[layer] if layer in blocks else 0 for layer in range(basis.spec.n_layers)]
+        return kept, [0] * len(kept)
+    return [kept[0], *[0] * (last - 1), kept[last]], [0, *kept[1:last], 0]
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank.
-
-    Attributes:
-        weights, gradients, optimizer: all the time.
-        activations: at most, with temporaries of the backward pass and the loss.
-        step: temporaries of the sum of gradients and the optimizer, when activations are freed.
-        host: in main memory, under offload.
-        beyond: measured above all that (`training.plan.feedback`).
-    """
+    """Bytes of one rank; weights, gradients and optimizer states all the time."""
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int
-    step: int
-    host: int
-    beyond: int
+    activations: int  # at most, with temporaries of the backward pass and the loss
+    step: int  # temporaries of the sum of gradients and the optimizer, when activations are freed
+    host: int  # in main memory, under offload
+    beyond: int  # measured above all that (`training.plan.feedback`)
 
     @property
     def peak(self) -> int:
@@ -160,30 +137,34 @@ class MemoryModel:
     def __init__(self, basis: Basis) -> None:
         self._basis = basis
         self._config, self._spec, self._device = basis.config, basis.spec, basis.device
-        self._states = StateBytes.of(self._config)
-        self._itemsize = training_dtype(self._config).itemsize
+        self._states, self._saved = StateBytes.of(basis.config), saved_tensors(basis)
+        self._itemsize = training_dtype(basis.config).itemsize
         self._tokens = basis.share.rows * basis.share.longest
-        self._head, self._tied = self._spec.n_layers - 1, self._spec.tied
-        self._hidden = self._tokens * self._spec.config.hidden_size * self._itemsize  # bytes of hidden states
-        self._offloads = self._config.offload_activations and self._device.reserves
-        ranks, beyond = self._config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
-        self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
-        shapes = map(basis.shapes, range(self._spec.n_layers))
+        self._hidden = self._tokens * basis.spec.config.hidden_size * self._itemsize  # bytes of hidden states
+        self._head = basis.spec.n_layers - 1
+        shapes = map(basis.shapes, range(basis.spec.n_layers))
         self._largest = [max(map(prod, each.values())) for each in shapes]  # elements of each layer's largest weight
         self._weights = [0, *accumulate(basis.parameters)]  # cumulative parameter count
+        kept, self._offloaded = kept_bytes(basis)
+        self._inside = [0, *accumulate(kept)]  # cumulative bytes
+        ranks, beyond = basis.config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
+        self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
+        # For each rank its worst moments: per chunk the micro-batches kept whole, and those whose weights wait.
+        found = count_in_flight(basis.schedule, ranks, basis.micro_batches)
+        self._moments = [numpy.array(moments, dtype=numpy.int64).reshape(len(moments), -1) for moments in found]
+        self._of_chunk = cache(self._chunk)
 
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
         """Return the memory of a rank with these layers: one range, or two with the V schedule."""
         states = self._states
         held = sum(self._weights[end] - self._weights[begin] for begin, end in ranges)
-        if self._tied and {0, self._head} <= {layer for b, e in ranges for layer in (b, e - 1)}:
-            held -= self._basis.shapes(0)[self._spec.family.tie.embedding].numel()  # both ends are one parameter
-        of_ranges = [self._of_range(*each) for each in ranges]
-        kept = [number for whole, waiting, _, _ in of_ranges for number in (whole, waiting)]
-        activations = int(self._moments[rank].dot(kept).max())
-        temporary = max(of_pass for _, _, of_pass, _ in of_ranges)
-        temporary += sum(offloaded for _, _, _, offloaded in of_ranges)  # on its way back, for the next block
-        offloaded = max(self._largest) * self._itemsize if states.host else 0
+        if self._spec.tied and {0, self._head} <= {layer for b, e in ranges for layer in (b, e - 1)}:
+            held -= self._basis.shapes(0)[EMBEDDING_WEIGHT].numel()  # both ends are one parameter
+        kept, waiting, temporary, offloaded = zip(*(self._of_chunk(*each) for each in ranges), strict=True)
+        counted = [number for each in zip(kept, waiting, strict=True) for number in each]
+        activations = int(self._moments[rank].dot(counted).max())
+        activations += max(temporary) + sum(offloaded)  # on its way back, for the next block
+        update = max(self._largest) * self._itemsize if states.host else 0
         optimizer = int(held * states.optimizer)
         working = int(states.working * min(held, PIECE))
         bucket = int(states.bucket * (states.bucket_size if self._device.reserves else min(held, states.bucket_size)))
@@ -194,8 +175,8 @@ class MemoryModel:
             weights=int(held * states.weight),
             gradients=int(held * states.gradient),
             optimizer=optimizer,
-            activations=activations + temporary + offloaded,
-            step=max(int(held * states.step) + working, bucket) + offloaded,
+            activations=activations + update,
+            step=max(int(held * states.step) + working, bucket) + update,
             host=host,
             beyond=self._beyond[rank],
         )
@@ -213,69 +194,35 @@ class MemoryModel:
 
         return frozenset(blocks[: bisect_left(range(len(blocks)), True, key=fits)])  # all where that is not enough
 
-    @cached_property
-    def _saved(self) -> list[Saved]:
-        return saved_tensors(self._basis)
+    def _chunk(self, begin: int, end: int) -> tuple[int, int, int, int]:
+        """Bytes of a chunk: kept of a micro-batch, kept while it waits, temporaries of a pass, largest offloaded.
 
-    @cached_property
-    def _offloaded(self) -> list[int]:
-        return offloaded_bytes(self._basis)
-
-    @cached_property
-    def _inside(self) -> list[int]:
-        """Cumulative bytes that layers keep on the device of a micro-batch."""
-        kept = zip(kept_bytes(self._basis), self._offloaded, strict=True)
-        return [0, *accumulate(of_layer - offloaded for of_layer, offloaded in kept)]
-
-    @cached_property
-    def _moments(self) -> list[NDArray[Any]]:
-        """For each rank its worst moments: per chunk the micro-batches kept whole, and those whose weights wait."""
-        found = count_in_flight(self._basis.schedule, self._config.model_topo.stages, self._basis.micro_batches)
-        return [numpy.array(moments, dtype=numpy.int64).reshape(len(moments), -1) for moments in found]
-
-    @cached_property
-    def _of_range(self) -> Callable[[int, int], tuple[int, int, int, int]]:
-        """Bytes of a chunk: kept of a micro-batch, kept while it waits, temporaries of a pass, largest offloaded."""
-        return cache(
-            lambda begin, end: (
-                self._kept(begin, end),
-                self._waiting(begin, end),
-                self._temporary(begin, end),
-                max(self._offloaded[begin:end]),
-            )
-        )
-
-    def _kept(self, begin: int, end: int) -> int:
-        """Bytes that a chunk keeps of one micro-batch: input, output, saved tensors, and the masks once."""
+        Kept are input, output, saved tensors, and the masks once; for the gradients of weights that wait
+        (`models.weight_gradients`) less.
+        """
         arguments = max(self._saved[layer].arguments for layer in range(begin, end))
         borders = (begin > 0) + (end <= self._head)
-        return self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
-
-    def _waiting(self, begin: int, end: int) -> int:
-        """Bytes kept of a micro-batch whose gradients of weights wait (`models.weight_gradients`)."""
-        if self._config.offload_activations:
-            return 0
-        blocks = (layer for layer in range(begin, end) if layer not in self._basis.recomputed)
-        return sum(self._saved[block].waiting for block in blocks)
+        kept = self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
+        plain = range(begin, end if not self._config.offload_activations else begin)
+        waiting = sum(self._saved[layer].waiting for layer in plain if layer not in self._basis.recomputed)
+        return kept, waiting, self._temporary(begin, end), max(self._offloaded[begin:end])
 
     def _temporary(self, begin: int, end: int) -> int:
         """Temporary bytes of a pass: of one block and its arriving gradients, or of the loss."""
         blocks = [layer for layer in range(begin, end) if 0 < layer < self._head]
-        whole = [b for b in blocks if self._offloads or b in self._basis.recomputed]
+        whole = [block for block in blocks if self._offloaded[block] or block in self._basis.recomputed]
         again = max((self._saved[block].inside for block in whole), default=0)
         backward = BACKWARD * max((self._saved[block].largest for block in blocks), default=0)
-        arriving = max((self._largest[layer] for layer in range(begin, min(end, self._head))), default=0)
-        arriving *= self._itemsize
+        arriving = self._itemsize * max(self._largest[begin : min(end, self._head)], default=0)
         if self._basis.in_fp8:
             compiled = self._config.compiles(self._device.ampere, experts=False)
             factor = max((max(self._saved[b].largest // self._itemsize, self._largest[b]) for b in blocks), default=0)
             backward += factor * (FP8_COMPILED if compiled else FP8_EAGER)
-        return max(again + backward + arriving, self._loss if end > self._head else 0)
+        return max(again + backward + arriving, self._loss() if end > self._head else 0)
 
-    @cached_property
     def _loss(self) -> int:
         """Temporary bytes of the loss, beside the normalised hidden states."""
-        shape = self._basis.shapes(self._head)[self._spec.family.tie.head]
+        shape = self._basis.shapes(self._head)[HEAD_WEIGHT]
         tokens = int(self._tokens * self._basis.workload.supervised)
         chunk = min(GPU_CHUNK if self._device.reserves else CPU_CHUNK, 4 * tokens * shape[0])
         copies = 1.0 + (0.5 if self._itemsize == 2 else 0.0)  # with their gradient in 16 bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from models.costs import ModelFlops
 from training.config.deepspeed_config import training_dtype
@@ -24,26 +24,17 @@ MOST_STEPS = 1000  # by that factor: 20,000 times the memory that there is
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One rank of the pipeline.
+    """One rank of the pipeline."""
 
-    Attributes:
-        ranges: its layers, [begin, end); two with dualpipev.
-        parameters: of these layers, on one rank.
-        spent: its time in a step.
-    """
-
-    ranges: tuple[LayerRange, ...]
-    parameters: int
+    ranges: tuple[LayerRange, ...]  # its layers; two with dualpipev
+    layers: list[int]
+    parameters: int  # of these layers, on one rank
     memory: StageMemory
-    spent: Spent
+    spent: Spent  # its time in a step
 
     @property
     def seconds(self) -> float:
         return self.spent.total
-
-    @property
-    def layers(self) -> list[int]:
-        return layers_of(self.ranges)
 
 
 @dataclass(frozen=True)
@@ -82,33 +73,30 @@ class Plan:
         for rank, held in enumerate(self.held):
             layers = layers_of(held)
             weights = sum(self.basis.parameters[layer] for layer in layers)
-            spent = sum((self._times[layer].step(self.basis.micro_batches) for layer in layers), Spent())
-            found.append(StagePlan(held, weights, self.memory.rank(rank, held), spent))
+            spent = sum((self.times[layer].step(self.basis.micro_batches) for layer in layers), Spent())
+            found.append(StagePlan(held, layers, weights, self.memory.rank(rank, held), spent))
         return found
 
     @cached_property
-    def _times(self) -> list[LayerTime]:
+    def times(self) -> list[LayerTime]:
+        """By layer."""
         return layer_times(self.basis)
 
     @cached_property
     def seconds(self) -> float:
         """Time of a step. Only as many micro-batches are simulated as fill the pipeline; more repeat its middle."""
         basis = self.basis
-        chunks = [self._times[begin:end] for begin, end in layer_ranges(self.parts)]
+        chunks = [self.times[begin:end] for begin, end in layer_ranges(self.parts)]
+        forward = [sum(time.forward.total for time in times) for times in chunks]
+        backward = [sum(time.backward.total for time in times) for times in chunks]
         hidden = basis.share.micro_tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
-
-        def simulated(micro_batches: int) -> float:
-            forward = [sum(time.forward.total for time in times) for times in chunks]
-            backward = [sum(time.backward.total for time in times) for times in chunks]
-            return simulate(basis.schedule, forward, backward, micro_batches, basis.transfers(hidden)).seconds
-
+        simulated = partial(simulate, basis.schedule, forward, backward, transfer=basis.transfers(hidden))
         number = min(basis.micro_batches, 8 * basis.config.chunks)
-        seconds = simulated(number)
+        seconds = simulated(number).seconds
         if left := basis.micro_batches - number:
             before = number // 2
-            seconds += left * (seconds - simulated(before)) / (number - before)
-        by_rank = [[self._times[layer] for layer in stage.layers] for stage in self.stages]
-        return seconds + max(sum(time.update.total for time in times) for times in by_rank)
+            seconds += left * (seconds - simulated(before).seconds) / (number - before)
+        return seconds + max(sum(self.times[layer].update.total for layer in stage.layers) for stage in self.stages)
 
     @property
     def bubble(self) -> float:

@@ -90,23 +90,20 @@ def explain_out_of_memory(config: TrainConfig, spec: ModelSpec, stage: int, load
     except RuntimeError as error:
         if asked := ASKED.search(str(error)):
             size = TypeAdapter(ByteSize).validate_python(asked[1].replace("bytes", "B"))
-            raise ConfigError(f"{_peak(stage, _gb(size))}{_planned(config, spec, stage, loader)}") from error
+            where = "this machine's memory"
+            if torch.cuda.is_available():
+                total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+                where = f"the {total / GIGA:.1f} GB of {torch.cuda.get_device_name()}"
+            peak = f"out of memory: stage {stage} had at most {_gb(peak_memory())} of {where}"
+            line = f"{peak}, and asked for {_gb(size)}"
+            raise ConfigError(line + _planned(config, spec, stage, loader)) from error
         raise
-
-
-def _peak(stage: int, asked: str) -> str:
-    where = "this machine's memory"
-    if torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        where = f"the {total / GIGA:.1f} GB of {torch.cuda.get_device_name()}"
-    return f"out of memory: stage {stage} had at most {_gb(peak_memory())} of {where}, and asked for {asked}"
 
 
 def _planned(config: TrainConfig, spec: ModelSpec, stage: int, loader: Loader | None) -> str:
     if config.model_topo.parts is None:
         return ""
-    basis, _ = Basis.of_run(config, spec, Workload.of(loader, config), this_device())
-    plan = Plan.make(basis)
+    plan = Plan.make(Basis.of_run(config, spec, Workload.of(loader, config), this_device())[0])
     line = f"; --plan says {_gb(plan.stages[stage].memory.peak)}"
     advice = next_change(plan, stage)
     return f"{line}; next: {advice[0]}, with which it says {_gb(advice[1])}" if advice else line

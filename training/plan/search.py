@@ -1,11 +1,12 @@
-"""Plan changed configs: all ways to spread a run over its devices, and changes that make a run fit.
+"""Plan changed configs: all that `--plan --search`, the advice of `--plan` and `--auto` try.
 
 `search` tries all (stages, replicas) grids, micro-batches, schedules and recomputation; on GPUs also tensor parallelism
 inside of a host and, for long rows, sequence parallelism. Splitting the layers and walking through the schedule takes
 seconds for many stages; so candidates come in the order of a lower bound, the time of a step with evenly divided
 layers, and the search ends where the next bound exceeds the plans that it found.
 
-`advise` orders changes by what they cost: nothing, then time, then another training.
+`savings` lists what makes a run need less memory, by what it costs: nothing, then time, then another training. `advise`
+adds up these changes until the run fits; `give_up` yields the configs that `--auto` searches where nothing fits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
 from training.config.contradictions import PARAMETERS, contradictions, of_optimizer
-from training.config.deepspeed_config import check_shared_rows, check_tensor
+from training.config.deepspeed_config import check_sharing
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.config.sections import OptimizerOffload
@@ -38,18 +39,14 @@ FASTEST = 5  # plans that a search returns
 SIZES = (1, 2, 4, 8, 16)  # rows of a micro-batch that are tried
 LONG = 4096  # least tokens of a row on each rank under sequence parallelism
 SHORTEST = 128  # least max_seq_len that is advised
-OFFLOAD = OptimizerOffload(device="cpu")
+OFFLOADS = "zero_optimization.offload_optimizer: {device: cpu}", "offload_activations: true"
 
 Feed = Callable[[TrainConfig], Workload]  # the workload of a config
 
 
 def feed_of(dataset: Dataset, spec: ModelSpec) -> Feed:
-    """Measure the workload of these records with any config."""
-
-    def feed(config: TrainConfig) -> Workload:
-        return Workload.measured(training_loader(dataset, config, spec), config)
-
-    return feed
+    """Return a function that measures the workload of these records with any config."""
+    return lambda config: Workload.measured(training_loader(dataset, config, spec), config)
 
 
 def search(basis: Basis, devices: int, feed: Feed | None = None, fixed: Container[str] = ()) -> list[Plan]:
@@ -69,7 +66,7 @@ def search(basis: Basis, devices: int, feed: Feed | None = None, fixed: Containe
             workloads[case] = feed(config)
         return replace(candidate, workload=workloads[case]) if feed else candidate
 
-    found = [fed(each) for each in candidates(basis, devices, fixed) if _may_fit(each)]
+    found = (fed(each) for each in candidates(basis, devices, fixed) if _may_fit(each))
     enough = [each for each in found if each.workload.micro_batches >= each.config.least_micro_batches]
     ordered = sorted((_lower_bound(each), number) for number, each in enumerate(enough))
     best: list[Plan] = []
@@ -143,8 +140,7 @@ def _grid(topo: ModelTopo, stages: int, replicas: int, tensor: int, sequence: in
 def _can_share(basis: Basis) -> bool:
     """Whether the model allows the config's tensor and sequence parallelism."""
     try:
-        check_tensor(basis.config, basis.spec)
-        check_shared_rows(basis.config, basis.spec)
+        check_sharing(basis.config, basis.spec)
     except ConfigError:
         return False
     return True
@@ -183,37 +179,29 @@ def _dualpipev_passes(stages: int, micro_batches: int, backward: float) -> float
 
 @dataclass(frozen=True)
 class Advice:
-    """A change of the config and its plans.
+    """A change of the config and its plans."""
 
-    Attributes:
-        change: key and value.
-        alone: plan with this change only.
-        together: plan with this change and all those before it.
-    """
-
-    change: str
+    change: str  # key and value
     alone: Plan
-    together: Plan
+    together: Plan  # with this change and all those before it
 
 
 def advise(basis: Basis) -> list[Advice]:
     """Return changes up to the first with which, together with those before, the run fits."""
     advice = []
     together = basis
-    for change, changed in _savings(basis):
-        applied = dict(_savings(together)).get(change)  # on top of the changes before
-        if applied is None:
-            continue
-        together = applied
-        advice.append(Advice(change, Plan.make(changed), Plan.make(together)))
-        if advice[-1].together.fits:
-            return advice
+    for change, changed in _cheaper(basis).items():
+        if applied := _cheaper(together).get(change):  # on top of the changes before
+            together = applied
+            advice.append(Advice(change, Plan.make(changed), Plan.make(together)))
+            if advice[-1].together.fits:
+                return advice
     return [*advice, *advise_stages(basis)]
 
 
 def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
     """Return the cheapest change with which a stage needs less memory, and its peak then."""
-    found = ((change, Plan.make(changed).stages[stage].memory.peak) for change, changed in _savings(plan.basis))
+    found = ((change, Plan.make(basis).stages[stage].memory.peak) for change, basis in _cheaper(plan.basis).items())
     return next(((change, peak) for change, peak in found if peak < plan.stages[stage].memory.peak), None)
 
 
@@ -229,50 +217,50 @@ def advise_stages(basis: Basis) -> list[Advice]:
     return []
 
 
-def _savings(basis: Basis) -> Iterator[tuple[str, Basis]]:
-    """Enumerate single changes that may save memory, the cheapest first, of those that suit the optimizer."""
-    return (each for each in _all_savings(basis) if not any(of_optimizer(each[1].config)))
+def give_up(config: TrainConfig, fixed: Container[str]) -> Iterator[TrainConfig]:
+    """Yield the config, and what may fit where it does not: optimizer states offloaded, then activations too."""
+    yield config
+    for change in OFFLOADS:
+        keys = dict(savings(config)).get(change, {})
+        if not keys or any(key in fixed for key in keys):
+            return
+        config = config.model_copy(update=keys)
+        yield config
 
 
-def _all_savings(basis: Basis) -> Iterator[tuple[str, Basis]]:
-    config = basis.config
+def _cheaper(basis: Basis) -> dict[str, Basis]:
+    """Apply each of the `savings` alone, of those that suit the optimizer."""
+    changed = {change: basis.changed(**keys) for change, keys in savings(basis.config)}
+    return {change: each for change, each in changed.items() if not any(of_optimizer(each.config))}
+
+
+def savings(config: TrainConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """List single changes that may save memory, the cheapest first: what to write, and the keys to change."""
     zero, topo = config.zero_optimization, config.model_topo
 
-    def with_zero(**keys: object) -> Basis:
-        return basis.changed(zero_optimization=zero.model_copy(update=keys))
+    def with_zero(**keys: object) -> dict[str, Any]:
+        return {"zero_optimization": zero.model_copy(update=keys)}
 
     half = config.bf16.enabled or config.fp16.enabled
     if topo.parts is not None:
-        yield "model_topo.parts: auto", basis.changed(model_topo=topo.spread(topo.stages, topo.replicas))
+        yield "model_topo.parts: auto", {"model_topo": topo.spread(topo.stages, topo.replicas)}
     if zero.stage == 0 and topo.replicas > 1:
         yield "zero_optimization.stage: 1", with_zero(stage=1)
     if zero.stage == 1 and topo.replicas == 1 and not half and not zero.offloads:
         yield "zero_optimization.stage: 0", with_zero(stage=0)
     if config.train_micro_batch_size_per_gpu > 1:
-        yield "train_micro_batch_size_per_gpu: 1", basis.changed(train_micro_batch_size_per_gpu=1)
+        yield "train_micro_batch_size_per_gpu: 1", {"train_micro_batch_size_per_gpu": 1}
     if not config.use_grad_ckpt:
-        yield "use_grad_ckpt: true", basis.changed(use_grad_ckpt=True)
+        yield "use_grad_ckpt: true", {"use_grad_ckpt": True}
     if not zero.offloads and zero.stage:
-        yield "zero_optimization.offload_optimizer: {device: cpu}", with_zero(offload_optimizer=OFFLOAD)
+        yield OFFLOADS[0], with_zero(offload_optimizer=OptimizerOffload(device="cpu"))
+    if not config.offload_activations:
+        yield OFFLOADS[1], {"offload_activations": True}
     if config.optimizer.type in ("AdamW", "Adam"):
         params = {name: value for name, value in config.optimizer.params.items() if name in PARAMETERS["Lion"]}
         lion = config.optimizer.model_copy(update={"type": "Lion", "params": params})
-        yield "optimizer.type: Lion", basis.changed(optimizer=lion)
+        yield "optimizer.type: Lion", {"optimizer": lion}
     length = config.max_seq_len // 2
     while length >= SHORTEST:
-        yield f"max_seq_len: {length}", _shorter(basis, length)
+        yield f"max_seq_len: {length}", {"max_seq_len": length}
         length //= 2
-
-
-def _shorter(basis: Basis, length: int) -> Basis:
-    """Cut rows to `length` tokens, with more of them for as many tokens."""
-    work = basis.workload
-    ratio = min(1.0, length / work.longest)
-    workload = replace(
-        work,
-        length=work.length * ratio,
-        longest=min(work.longest, length),
-        attended=min(work.attended, length),
-        micro_batches=max(1, round(work.micro_batches / ratio)),
-    )
-    return replace(basis, config=basis.config.model_copy(update={"max_seq_len": length}), workload=workload)

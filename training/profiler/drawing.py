@@ -29,15 +29,7 @@ NARROWEST = 0.012  # share of the width: the narrowest bar that a number fits in
 
 
 def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path: Path) -> None:
-    """Write a PNG of one step.
-
-    Args:
-        rows: the spans by rank.
-        names: of the ranks.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a PNG of one step, given its spans by rank and the names of the ranks."""
     from matplotlib.figure import Figure  # takes a second to import
     from matplotlib.patches import Patch
 
@@ -67,13 +59,9 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
 
 
 def trace(steps: Mapping[int, Sequence[Sequence[Span]]], names: Sequence[str]) -> dict[str, Any]:
-    """Convert recorded steps to the Trace Event Format, in microseconds.
+    """Convert spans by step and rank to the Trace Event Format, in microseconds.
 
     The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-
-    Args:
-        steps: the spans by step and rank.
-        names: of the ranks.
     """
     events: list[dict[str, Any]] = []
     for rank, name in enumerate(names):

@@ -1,14 +1,17 @@
-"""Compute the bubble, each stage's times and the slowest stage of recorded steps."""
+"""Separate waiting from work in recorded steps; compute the bubble and the times of each stage."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
 from training.profiler.recorder import Record
-from training.schedule.instructions import WORK, Schedule
+from training.schedule.instructions import WORK
 from training.schedule.walk import Span
+
+SHORTEST = 1e-5  # seconds; shorter gaps are the engine's own time between instructions
 
 
 @dataclass(frozen=True)
@@ -17,24 +20,18 @@ class Figures:
 
     Attributes:
         seconds: of a step without its optimizer.
-        bubble: share of the ranks' time without a forward or backward pass.
-        passes: kind -> seconds of each stage for one micro-batch; kinds are `forward`, `backward` and, if computed
-            separately, `weights`. With dualpipev a rank has two stages.
-        transfer: seconds of a message, without waiting for the other rank.
-        ranks: of the pipeline.
+        bubble: share of the ranks' time in which nothing is computed.
+        passes: kind -> seconds of each stage for one micro-batch; `weights` only where they are computed separately.
     """
 
     seconds: float
     bubble: float
     passes: dict[str, list[float]]
-    transfer: float
-    ranks: int
 
     @classmethod
-    def from_spans(cls, steps: Iterable[Sequence[Sequence[Span]]], ranks: int) -> Figures:
-        """Average over spans by step and process; with replicas there are more processes than `ranks`."""
+    def from_spans(cls, steps: Iterable[Sequence[Sequence[Span]]]) -> Figures:
+        """Average over spans by step and process."""
         times: dict[str, dict[int, list[float]]] = {}
-        transfers: list[float] = []
         seconds: list[float] = []
         available = worked = 0.0
         for rows in steps:
@@ -43,44 +40,26 @@ class Figures:
             available += len(rows) * seconds[-1]
             for span in spans:
                 if span.kind in WORK:
-                    times.setdefault(span.kind, {}).setdefault(span.stage, []).append(span.end - span.begin)
+                    times.setdefault(span.kind, defaultdict(list))[span.stage].append(span.end - span.begin)
                     worked += span.end - span.begin
-                elif span.kind != "data":
-                    transfers.append(span.end - span.begin)
-        return cls(
-            seconds=mean(seconds),
-            bubble=1 - worked / available,
-            passes={kind: [mean(stages[stage]) for stage in sorted(stages)] for kind, stages in times.items()},
-            transfer=mean(transfers or [0.0]),
-            ranks=ranks,
-        )
+        passes = {kind: [mean(stages[stage]) for stage in sorted(stages)] for kind, stages in times.items()}
+        return cls(mean(seconds), 1 - worked / available, passes)
 
-    @property
-    def schedule(self) -> Schedule:
-        return "dualpipev" if len(self.passes["forward"]) == 2 * self.ranks else "1f1b"
-
-    @property
-    def by_rank(self) -> list[float]:
-        """Seconds of all passes of each rank for one micro-batch."""
+    def by_rank(self, ranks: int) -> list[float]:
+        """Return the seconds of all passes of each rank for one micro-batch."""
         stages = [sum(seconds) for seconds in zip(*self.passes.values(), strict=True)]
-        return [stages[rank] + (stages[-1 - rank] if self.schedule == "dualpipev" else 0) for rank in range(self.ranks)]
-
-
-SHORTEST = 1e-5  # seconds; shorter gaps are the engine's own time between instructions
+        return stages if len(stages) == ranks else [stages[rank] + stages[-1 - rank] for rank in range(ranks)]
 
 
 def add_idle_spans(records: Sequence[Sequence[Record]], stages: Sequence[int]) -> list[list[Span]]:
-    """Separate waiting from work: return the spans of one step, with `idle` spans wherever a rank waited.
+    """Return the spans of one step by rank, with `idle` spans wherever a rank waited.
 
     A message moves when both ranks are ready. The rank that was ready first waits for the other, and only the rest of
     its send or receive is the transfer. Time without any span is idle too, so the spans cover the step.
 
     Args:
         records: of the step by rank, in common time.
-        stages: of the pipeline, by rank; ranks with the same stage belong to different replicas.
-
-    Returns:
-        The spans by rank, in order.
+        stages: by rank; ranks with the same stage belong to different replicas.
     """
     replicas = [stages[:rank].count(stage) for rank, stage in enumerate(stages)]
     posted = {

@@ -44,15 +44,12 @@ class Recorder:
     event ties to that clock.
 
     Args:
-        rank: among all processes.
-        device: of its engine.
-        offset: seconds by which its `time.perf_counter` is ahead of the common time.
+        offset: seconds by which this process's `time.perf_counter` is ahead of the common time.
     """
 
     def __init__(self, rank: int, device: torch.device, offset: float) -> None:
-        self._rank = rank
+        self._rank, self._offset = rank, offset
         self._on_gpu = device.type == "cuda"
-        self._offset = offset
 
     @contextmanager
     def step(self, engine: DeepSpeedEngine) -> Iterator[list[Record]]:
@@ -109,7 +106,6 @@ class Recorder:
         return run
 
     def _mark(self) -> Any:
-        """Return a mark of this moment."""
         return cuda_mark() if self._on_gpu else time.perf_counter()
 
     def _seconds(self, mark: Any) -> float:

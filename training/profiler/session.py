@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 
 from common.whole_files import replace_text
 from training.callbacks import Callback
@@ -30,7 +28,6 @@ from training.schedule.walk import Span
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch
-    from training.engine.trainer import Trainer
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
 
@@ -41,103 +38,79 @@ ROUNDS = 9  # barriers to compare clocks with
 class ProfiledSteps(Callback):
     """Record the steps of `profile_steps` and draw their timeline."""
 
-    def on_start(self, run: Run) -> None:
-        steps, folder = run.config.profile_steps, Path(run.config.save_path)
-        assert steps is not None
-        self._timeline = Timeline(steps, run.trainer, run.topology.parts, folder, run.progress.log)
-
-    def around_step(self, run: Run, step: int, batch: GlobalBatch) -> AbstractContextManager[None]:
-        return self._timeline.step(step)
-
-    def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
-        if metrics.step == self._timeline.steps[1]:
-            self._timeline.finish()
-
-    def on_end(self, run: Run, step: int) -> None:
-        self._timeline.finish()
-
-
-@dataclass
-class Timeline:
-    """The recorded steps of this run; all ranks call its methods together.
-
-    Attributes:
-        steps: first and last step to record.
-        parts: layers of each stage; empty without a pipeline.
-        folder: the run's.
-        log: of rank 0.
-        spans: by step and rank, on rank 0 after `finish`.
-    """
-
-    steps: tuple[int, int]
-    trainer: Trainer
-    parts: Sequence[int]
-    folder: Path
-    log: Console
-    spans: dict[int, list[list[Span]]] = field(default_factory=dict)
-    _recorder: Recorder | None = None
-    _records: dict[int, list[Record]] = field(default_factory=dict)
+    def __init__(self, steps: tuple[int, int]) -> None:
+        self._steps = steps
+        self._recorder: Recorder | None = None
+        self._records: dict[int, list[Record]] = {}  # by step, until they are reported
 
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Run the block, which is step `number`, and record it if it is one of `steps`."""
-        if not self.steps[0] <= number <= self.steps[1]:
+    def around_step(self, run: Run, step: int, batch: GlobalBatch) -> Iterator[None]:
+        if not self._steps[0] <= step <= self._steps[1]:
             yield
             return
-        engine = self.trainer.engine
+        engine = run.trainer.engine
         if self._recorder is None:
             self._recorder = Recorder(torch.distributed.get_rank(), engine.device, _clock_offset())
-        with self._recorder.step(engine) as self._records[number]:
+        with self._recorder.step(engine) as self._records[step]:
             yield
 
-    def finish(self) -> None:
-        """Write and report what was recorded; a second call does nothing."""
+    def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
+        if metrics.step == self._steps[1]:
+            self._finish(run)
+
+    def on_end(self, run: Run, step: int) -> None:
         if self._recorder is None:
-            self.log.print(f"timeline: none; this run had no step from {self.steps[0]} to {self.steps[1]}")
-        if not self._records:
-            return
-        stages = gather(self.trainer.stage)
+            run.progress.log.print(f"timeline: none; this run had no step from {self._steps[0]} to {self._steps[1]}")
+        elif self._records:
+            self._finish(run)
+
+    def _finish(self, run: Run) -> None:
+        """Gather the records on rank 0 and report them."""
+        stages = gather(run.trainer.stage)
         gathered = [self._records] * len(stages) if torch.distributed.get_rank() == 0 else None
         torch.distributed.gather_object(self._records, gathered)
         if gathered:
-            self.spans = {
-                step: add_idle_spans([records[step] for records in gathered], stages) for step in self._records
-            }
-            self._report(stages)
+            spans = {step: add_idle_spans([records[step] for records in gathered], stages) for step in self._records}
+            _report(run, stages, spans)
         self._records = {}
 
-    def _report(self, stages: Sequence[int]) -> None:
-        """Log the figures, and write the files."""
-        first, last = min(self.spans), max(self.spans)
-        ranks = max(stages) + 1
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        figures = Figures.from_spans(self.spans.values(), ranks)
-        self.log.print(f"timeline of {steps}: {describe_figures(figures)}")
-        names = [f"rank {rank}" for rank in range(len(stages))]
-        if self.parts:
-            held = held_layers(self.parts, ranks)
-            layers = [" and ".join(f"{begin}-{end - 1}" for begin, end in held[stage]) for stage in stages]
-            names = [f"{name}: stage {stages[rank]}, layers {layers[rank]}" for rank, name in enumerate(names)]
-        drawn = Figures.from_spans([self.spans[last]], ranks)
-        title = f"step {last}: {drawn.seconds:.3g} s without the optimizer, bubble {drawn.bubble:.1%}"
-        try:
-            replace_text(self.folder / TRACE_FILE, json.dumps(trace(self.spans, names)))
-            draw(self.spans[last], names, title, self.folder / CHART_FILE)
-        except OSError as error:
-            self.log.print(f"warning: the timeline cannot be written: {error}")
-            return
-        self.log.print(f"timeline: {self.folder / TRACE_FILE} (for ui.perfetto.dev), {self.folder / CHART_FILE}")
+
+def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[Span]]]) -> None:
+    """Log the figures, and write the files.
+
+    Args:
+        stages: by rank.
+        spans: by step and rank.
+    """
+    folder, log = Path(run.config.save_path), run.progress.log
+    first, last = min(spans), max(spans)
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    log.print(f"timeline of {steps}: {describe(Figures.from_spans(spans.values()), max(stages) + 1)}")
+    names = [f"rank {rank}" for rank in range(len(stages))]
+    if run.topology.parts:
+        held = held_layers(run.topology.parts, max(stages) + 1)
+        layers = [" and ".join(f"{begin}-{end - 1}" for begin, end in held[stage]) for stage in stages]
+        names = [f"{name}: stage {stages[rank]}, layers {layers[rank]}" for rank, name in enumerate(names)]
+    drawn = Figures.from_spans([spans[last]])
+    title = f"step {last}: {drawn.seconds:.3g} s without the optimizer, bubble {drawn.bubble:.1%}"
+    try:
+        replace_text(folder / TRACE_FILE, json.dumps(trace(spans, names)))
+        draw(spans[last], names, title, folder / CHART_FILE)
+    except OSError as error:
+        log.print(f"warning: the timeline cannot be written: {error}")
+    else:
+        log.print(f"timeline: {folder / TRACE_FILE} (for ui.perfetto.dev), {folder / CHART_FILE}")
 
 
-def describe_figures(figures: Figures) -> str:
+def describe(figures: Figures, ranks: int) -> str:
     """Describe the bubble and, in a pipeline, the slowest stage."""
     bubble = f"bubble {figures.bubble:.1%} of {figures.seconds:.3g} s"
-    if figures.ranks == 1:
+    if ranks == 1:
         return bubble
-    slowest = max(figures.by_rank)
-    above = slowest * figures.ranks / sum(figures.by_rank) - 1
-    stage = f"stage {figures.by_rank.index(slowest)} is the slowest, {slowest * 1000:.3g} ms a micro-batch"
-    return f"{bubble}; {stage}, {above:.1%} above the mean"
+    by_rank = figures.by_rank(ranks)
+    slowest = max(by_rank)
+    stage = f"stage {by_rank.index(slowest)} is the slowest, {slowest * 1000:.3g} ms a micro-batch"
+    return f"{bubble}; {stage}, {slowest * ranks / sum(by_rank) - 1:.1%} above the mean"
 
 
 def _clock_offset() -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from common.parent import together, without_sigterm
+from common.parent import end_with_this_process, without_sigterm
 from training.errors import RunRefused
 from training.metrics.reporter import METRICS_FILE, read_metrics
 from training.proof.recorder import HELD, HOLD
@@ -51,7 +51,7 @@ class Launch:
         words = [sys.executable, start.script, "--config", str(start.config), "--record", str(start.notes)]
         with open(self._output, "ab") as output, without_sigterm():
             start_alone = partial(subprocess.Popen, words, stdin=subprocess.DEVNULL, start_new_session=True)
-            self._process = start_alone(stdout=output, stderr=subprocess.STDOUT, preexec_fn=together())
+            self._process = start_alone(stdout=output, stderr=subprocess.STDOUT, preexec_fn=end_with_this_process())
 
     def wait_until(self, condition: Callable[[], object], show: Callable[[int], None]) -> None:
         """Wait until a condition holds.

@@ -19,6 +19,7 @@ from models.checkpoint.layout import layer_file, resolve, side_files
 from models.checkpoint.side_files import copy_files
 from models.checkpoint.tensor_files import save_state_dict
 from models.derived.shrink import is_dropout, shrunk_fields
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, training_loader
@@ -128,9 +129,9 @@ def write_model(folder: Path, spec: ModelSpec, seed: int) -> None:
             torch.manual_seed(seed + layer)
             state = {name: _random(tensor) for name, tensor in spec.build(layer).state_dict().items()}
         if spec.tied and layer == 0:
-            embedding = state[spec.family.tie.embedding]
+            embedding = state[EMBEDDING_WEIGHT]
         if spec.tied and layer == spec.n_layers - 1:
-            state[spec.family.tie.head] = embedding
+            state[HEAD_WEIGHT] = embedding
         save_state_dict(state, folder / layer_file(layer))
 
 

@@ -28,31 +28,25 @@ _KINDS: dict[str, tuple[Kind, tuple[Literal["activation", "gradient"], int] | No
     "ReduceGrads": ("optimizer", None),
     "OptimizerStep": ("optimizer", None),
 }
-ON_ITS_OWN = frozenset(name for name, (kind, _) in _KINDS.items() if kind in (*WORK, "data"))  # needs no other rank
-JOINED = frozenset({"ForwardPass", "BackwardPass"})  # need the ranks that share layers or sequences, if any
-
 PASSES = frozenset(name for name, (kind, _) in _KINDS.items() if kind in WORK)
+ON_ITS_OWN = PASSES | {"LoadMicroBatch"}  # need no other rank
+JOINED = frozenset({"ForwardPass", "BackwardPass"})  # need the ranks that share layers or sequences, if any
 
 
 class Message(NamedTuple):
-    """An activation sent over the border behind a stage, or its gradient sent back.
-
-    Attributes:
-        stage: before the border.
-        ends: the two ranks of the pipeline.
-    """
+    """An activation sent over the border behind a stage, or its gradient sent back."""
 
     kind: Literal["activation", "gradient"]
-    stage: int
+    stage: int  # before the border
     micro_batch: int
-    ends: frozenset[int]
+    ends: frozenset[int]  # the two ranks
 
 
 class Meaning(NamedTuple):
     """What an instruction does, and for what.
 
     Attributes:
-        stage: in the order of the layers; with dualpipev rank r of P holds r and 2P - 1 - r.
+        stage: in the order of the layers; with dualpipev rank r of P holds stages r and 2P - 1 - r.
         micro_batch: from 0; None for the optimizer.
     """
 
@@ -63,16 +57,10 @@ class Meaning(NamedTuple):
 
 
 class InstructionReader:
-    """Reads the instructions of one rank's step, in order.
-
-    Args:
-        rank: of the pipeline.
-        ranks: number of ranks in the pipeline.
-    """
+    """Reads the instructions of one rank's step, in order."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self._rank = rank
-        self._ranks = ranks
+        self._rank, self._ranks = rank, ranks
         self._seen: Counter[tuple[str, int]] = Counter()
 
     def __call__(self, name: str, phase: int = 0) -> Meaning | None:

@@ -3,9 +3,7 @@
 The simulator executes the engines' own schedules (DeepSpeed's 1F1B, `training.schedule.zero_bubble`) instruction by
 instruction (`training.schedule.walk`), so no formula is involved. 1F1B exchanges one message after the other; DualPipeV
 starts its queued messages together and waits for all. Not simulated: loading data, reducing gradients, the optimizer,
-and contention between ranks of one machine.
-
-A step of 16 stages and 64 micro-batches takes some 60 ms to simulate. Importing DeepSpeed takes longer.
+and contention between ranks of one machine. 16 stages and 64 micro-batches take some 60 ms.
 """
 
 from __future__ import annotations
@@ -26,43 +24,40 @@ def simulate(
     backward: Sequence[float],
     micro_batches: int,
     transfer: float | Sequence[float] = 0.0,
-    weights: Sequence[float] | None = None,
 ) -> Simulation:
     """Simulate one step.
 
     Args:
         forward, backward: seconds of each stage for one micro-batch, in the order of the layers. 1f1b has one stage per
-            rank; dualpipev has two: rank r of P holds stages r and 2P - 1 - r.
+            rank; dualpipev has two, and half of a backward pass is for the weights, as in a matrix product.
         micro_batches: of one replica in a step.
         transfer: seconds of a message once both ranks are ready; one for all, or one for each rank and the next.
-        weights: seconds of the weights' gradients if dualpipev computes them separately, not contained in `backward`;
-            by default half of `backward`, as in a matrix product.
 
     Raises:
         ValueError: dualpipev with fewer micro-batches than stages.
     """
-    ranks = len(forward) // (2 if schedule == "dualpipev" else 1)
-    if weights is None and schedule == "dualpipev":
-        backward = weights = [seconds / 2 for seconds in backward]
-    programs = [program(schedule, rank, ranks, micro_batches) for rank in range(ranks)]
+    ranks, seconds = len(forward), {"forward": forward, "backward": backward}
+    if schedule == "dualpipev":
+        ranks //= 2
+        seconds["backward"] = seconds["weights"] = [each / 2 for each in backward]
+    programs = [_program(rank_steps(schedule, rank, ranks, micro_batches)) for rank in range(ranks)]
     transfers = [transfer] * ranks if isinstance(transfer, (int, float)) else transfer
-    return walk(programs, {"forward": forward, "backward": backward, "weights": weights or []}, transfers)
+    return walk(programs, seconds, transfers)
 
 
-def program(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> Program:
-    """Yield a rank's work and exchanges in order."""
-    for step in _steps(schedule, rank, ranks, micro_batches):  # noqa: UP028
+def _program(steps: Sequence[Step]) -> Program:
+    for step in steps:  # noqa: UP028
         yield step  # not `yield from`: a list cannot take the seconds that `walk` sends
 
 
 @cache
-def _steps(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> list[Step]:
-    """Compute a program once: a search tries hundreds of divisions and devices with it."""
+def rank_steps(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> list[Step]:
+    """Return a rank's work and exchanges in order; cached, as a search asks for hundreds of stage splits."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed prints a warning that it found no accelerator
-    from deepspeed.runtime.pipe.schedule import TrainSchedule
+    from deepspeed.runtime.pipe.schedule import TrainSchedule  # takes seconds to import
 
     from training.schedule.zero_bubble import FilledSchedule
 
@@ -104,9 +99,9 @@ def _moments(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> s
     stages, complete = ((rank, 2 * ranks - 1 - rank), "weights") if schedule == "dualpipev" else ((rank,), "backward")
     done: Counter[tuple[str, int]] = Counter()
     moments = set()
-    for work in program(schedule, rank, ranks, micro_batches):
-        if isinstance(work, Meaning):
-            done[work.kind, work.stage] += 1
+    for step in rank_steps(schedule, rank, ranks, micro_batches):
+        if isinstance(step, Meaning):
+            done[step.kind, step.stage] += 1
             whole = [done["forward", stage] - done["backward", stage] for stage in stages]
             waiting = [done["backward", stage] - done[complete, stage] for stage in stages]
             moments.add(tuple(zip(whole, waiting, strict=True)))

@@ -18,10 +18,9 @@ class Span(NamedTuple):
     """An interval in which a rank does one thing.
 
     Attributes:
-        rank: of the pipeline.
         kind: `forward`, `backward` or `weights`; a measured timeline has more (`training.profiler`).
         micro_batch: from 0; None if the work belongs to none.
-        begin, end: seconds from the beginning of the step.
+        begin, end: in seconds.
         stage: in the order of the layers; with dualpipev a rank holds two.
     """
 
@@ -35,13 +34,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step, without its optimizer.
-
-    Attributes:
-        seconds: from the first instruction of any rank to the last one.
-        spans: the work of all ranks.
-        ranks: of the pipeline.
-    """
+    """One step without its optimizer: its duration, and the work of all ranks."""
 
     seconds: float
     spans: tuple[Span, ...]
@@ -49,7 +42,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time without computation."""
+        """Share of all ranks' time in which nothing is computed."""
         return 1 - sum(span.end - span.begin for span in self.spans) / (self.ranks * self.seconds)
 
 

@@ -55,7 +55,7 @@ def expected_ids(path: Path) -> Iterator[tuple[str, list[int]]]:
         proto = ModelProto.FromString(path.read_bytes())
         model = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         pieces = [piece.piece.replace("▁", " ") for piece in proto.pieces if piece.type == NORMAL]
-    except (DecodeError, OSError, RuntimeError):
+    except (DecodeError, OSError, RuntimeError, ValueError):
         pieces = []
     if not pieces:
         raise DataError(f"{path}: sentencepiece cannot read it; fetch it again, or add the model's tokenizer.json")
@@ -103,13 +103,15 @@ def read_model(path: Path) -> ModelProto:
     names = [piece.piece for piece in proto.pieces]
     whole = (
         proto.trainer_spec.model_type == BPE_MODEL
-        and names[:3] == CONTROLS
         and sum(piece.type == BYTE for piece in proto.pieces) == 256
         and len(set(names)) == len(names)
         and all(name and isinstance(name, str) for name in names)
     )
     if not whole:
         raise DataError(f"{path}: damaged, or no sentencepiece BPE model with byte fallback; fetch the file again")
+    if names[:3] != CONTROLS:
+        found = f"begins with {', '.join(names[:3])}, and the class that the folder names with {', '.join(CONTROLS)}"
+        raise DataError(f"{path}: {found}; expected the class of this vocabulary, or the vocabulary of this class")
     if proto.normalizer_spec.precompiled_charsmap or proto.normalizer_spec.remove_extra_whitespaces:
         raise DataError(f"{path}: replaces characters or leaves blanks out; expected one that takes a text as it is")
     return proto

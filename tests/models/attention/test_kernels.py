@@ -1,8 +1,8 @@
-"""Every attention kernel that a run may take on a GPU gives the logits and gradients of the usual one.
+"""Every attention kernel that a run may take on a GPU gives the logits and gradients of the default one.
 
 On a CPU, flex attention runs in torch's plain form, whose gradients torch has but does not offer: the test lifts that
-ban. varlen_attn and the flash-attn packages have no form for a CPU, so the tests put their definition, written out, in
-their place; what transformers does on the way to flash-attn is its own.
+ban. For cuDNN's kernel torch's others step in. varlen_attn and the flash-attn packages have no form for a CPU, so their
+definition, written out, stands in; what transformers does on the way to flash-attn is its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from models import CausalLM
 from models.api import read_spec
 from models.attention import packed
 from models.attention.kernels import ALL, CUDNN, FLASH, FLASH_3, FLEX, VARLEN
-from models.attention.packed import unmarked
+from models.attention.packed import Documents, unmarked
 from models.checkpoint.source import open_source
 from tests.closeness import assert_near
 from tests.models.cases import CASES
@@ -53,41 +53,6 @@ def outcome(folder: Path, kernel: str | None, rows: list[list[int]]) -> tuple[st
     logits = model(random_ids(2, positions.shape[1]), positions)[positions >= 0]
     (logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
     return spec.config._attn_implementation, logits.detach(), gradients(model)
-
-
-def assert_same(folder: Path, kernel: str, rows: list[list[int]]) -> None:
-    _, expected, expected_gradients = outcome(folder, None, rows)
-    taken, found, found_gradients = outcome(folder, kernel, rows)
-    assert taken == kernel
-    assert_near(found, expected)
-    assert_near(found_gradients, expected_gradients)
-
-
-def exact(name: str, kernel: str, make_checkpoint: Callable[..., Path]) -> Path:
-    """A case's checkpoint, where its family has the kernel."""
-    folder = make_checkpoint(CASES[name].model_type, **CASES[name].changes)
-    if kernel not in read_spec(folder).attention:
-        pytest.skip(f"{kernel} does not compute the attention of {name}")
-    return folder
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", NAMES)
-def test_flex_attention_equals_the_usual_kernel(
-    name: str, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-    folder = exact(name, FLEX, make_checkpoint)
-    assert_same(folder, FLEX, PACKED)
-    assert_same(folder, FLEX, WHOLE)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_cudnn_attention_equals_the_usual_kernel(name: str, make_checkpoint: Callable[..., Path]) -> None:
-    """On a CPU torch's other kernels take its place; masks and documents are as they are."""
-    folder = exact(name, CUDNN, make_checkpoint)
-    assert_same(folder, CUDNN, PACKED)
-    assert_same(folder, CUDNN, WHOLE)
 
 
 def varlen_by_definition(
@@ -136,18 +101,6 @@ def by_definition(
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("shares_keys", [True, False], ids=["grouped queries", "repeated keys"])
-@pytest.mark.parametrize("name", NAMES)
-def test_varlen_attention_equals_the_usual_kernel(
-    name: str, shares_keys: bool, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed, "varlen_attn", varlen_by_definition)
-    monkeypatch.setattr(packed, "_SHARES_KEYS", shares_keys)
-    folder = exact(name, VARLEN, make_checkpoint)
-    assert_same(folder, VARLEN, PACKED)
-    assert_same(folder, VARLEN, WHOLE)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn runs on a GPU only")
 @pytest.mark.parametrize("window", [(-1, 0), (6, 0)])
 def test_varlen_attention_of_this_torch_is_what_the_tests_put_in_its_place(window: tuple[int, int]) -> None:
@@ -162,10 +115,31 @@ def test_varlen_attention_of_this_torch_is_what_the_tests_put_in_its_place(windo
     torch.testing.assert_close(found.float().cpu(), wanted, atol=2e-2, rtol=2e-2)
 
 
-ORDERED: list[bool] = []  # what stood-in kernels were told of `deterministic`
+ORDERED: list[bool] = []  # what stood-in kernels got for `deterministic`
 
 
 def flash_by_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """What flash_attn_varlen_func of flash-attn 3 computes; the mask hides what a window has to the right."""
+    assert causal
+    ORDERED.append(deterministic)
+    ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return by_definition((q, k, v), ends, longest, softmax_scale, window_size[0], softcap)
+
+
+def flash_2_by_definition(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -180,39 +154,21 @@ def flash_by_definition(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> Tensor:
-    """What flash_attn_varlen_func of flash-attn 2.8 computes; the mask hides what a window has to the right."""
-    assert causal and dropout_p == 0
-    ORDERED.append(deterministic)
-    ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return by_definition((q, k, v), ends, longest, softmax_scale, window_size[0], softcap)
-
-
-def flash_3_by_definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> Tensor:
-    """The same of flash-attn 3, which knows no dropout."""
+    """The same of flash-attn 2.8, which knows dropout; transformers reads these names."""
+    assert dropout_p == 0
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_by_definition(q, k, v, *lengths, 0.0, softmax_scale, causal, window_size, softcap, deterministic)
+    return flash_by_definition(q, k, v, *lengths, softmax_scale, causal, window_size, softcap, deterministic)
 
 
-@pytest.fixture(params=[FLASH, FLASH_3])
-def flash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A kernel whose package transformers finds, with nothing but its function for documents."""
-    second = request.param == FLASH
+def stand_in(kernel: str, shares_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a kernel run on a CPU: torch's other form of it, or its definition; transformers finds flash's packages."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    monkeypatch.setattr(packed, "varlen_attn", varlen_by_definition)
+    monkeypatch.setattr(packed, "_SHARES_KEYS", shares_keys)
+    second = kernel == FLASH
     name = "flash_attn" if second else "flash_attn_interface"
     package: Any = ModuleType(name)
-    package.flash_attn_varlen_func = flash_by_definition if second else flash_3_by_definition
+    package.flash_attn_varlen_func = flash_2_by_definition if second else flash_by_definition
     package.flash_attn_func = package.flash_attn_with_kvcache = None
     padding: Any = ModuleType("flash_attn.bert_padding")
     padding.pad_input = padding.unpad_input = None
@@ -221,23 +177,42 @@ def flash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     monkeypatch.setattr(modeling_flash_attention_utils, "is_flash_attn_2_available", lambda: second)
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
     ORDERED.clear()
-    return str(request.param)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("kernel", "shares_keys"),
+    [(FLEX, True), (CUDNN, True), (VARLEN, True), (VARLEN, False), (FLASH, True), (FLASH_3, True)],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_flash_attention_equals_the_usual_kernel(name: str, flash: str, make_checkpoint: Callable[..., Path]) -> None:
-    folder = exact(name, flash, make_checkpoint)
-    assert_same(folder, flash, PACKED)
-    assert_same(folder, flash, WHOLE)
-    assert ORDERED and not any(ORDERED)
+def test_a_kernel_equals_the_default(
+    name: str,
+    kernel: str,
+    shares_keys: bool,
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in(kernel, shares_keys, monkeypatch)
+    folder = make_checkpoint(CASES[name].model_type, **CASES[name].changes)
+    if kernel not in read_spec(folder).attention:
+        pytest.skip(f"{kernel} does not compute the attention of {name}")
+    for rows in (PACKED, WHOLE):
+        _, expected, expected_gradients = outcome(folder, None, rows)
+        taken, found, found_gradients = outcome(folder, kernel, rows)
+        assert taken == kernel
+        assert_near(found, expected)
+        assert_near(found_gradients, expected_gradients)
+    assert not any(ORDERED) and bool(ORDERED) == (kernel in (FLASH, FLASH_3))
 
 
-def test_flash_attention_is_told_of_the_order(
-    flash: str, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kernel", [FLASH, FLASH_3])
+def test_flash_attention_sums_in_order_where_asked(
+    kernel: str, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the variable that `training.engine.numerics` sets."""
+    stand_in(kernel, True, monkeypatch)
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
-    outcome(make_checkpoint("llama"), flash, PACKED)
+    outcome(make_checkpoint("llama"), kernel, PACKED)
     assert ORDERED and all(ORDERED)
 
 
@@ -247,21 +222,19 @@ def test_kernels_without_dropout_are_not_taken_where_attention_drops(make_checkp
     assert set(dropping.attention) == set(ALL) - {FLASH_3, VARLEN, FLEX}
 
 
-def test_a_batch_told_ahead_gives_the_same(make_checkpoint: Callable[..., Path]) -> None:
-    """What is read from position ids and what is told may not differ; a wrong shape is refused."""
-    from models.attention.packed import Documents
-
+def test_documents_set_ahead_are_those_that_are_read(make_checkpoint: Callable[..., Path]) -> None:
+    """What is read from position ids and what the loader says may not differ; a wrong shape is refused."""
     spec = read_spec(make_checkpoint("llama"))
     positions = spec.positions()
     ids = position_ids(PACKED)
     read = positions.documents(ids)
     assert read.rows == ((5, 1, 22, 12), (24, 9, 3, 4))
-    told = [Documents.laid_out(PACKED, 40), Documents.laid_out(WHOLE, 40)]
-    positions.expect(told)
+    ahead = [Documents.laid_out(PACKED, 40), Documents.laid_out(WHOLE, 40)]
+    positions.expect(ahead)
     first, second = ids.clone(), position_ids(WHOLE)
-    assert positions.documents(first) is positions.documents(first.view_as(first)) is told[0]
-    assert positions.documents(second) is told[1]
-    assert positions.documents(unmarked(ids)).rows == read.rows  # nothing is told any more
+    assert positions.documents(first) is positions.documents(first.view_as(first)) is ahead[0]
+    assert positions.documents(second) is ahead[1]
+    assert positions.documents(unmarked(ids)).rows == read.rows  # none is set any more
     positions.expect([Documents([[8]])])
-    with pytest.raises(ValueError, match="were told for"):
+    with pytest.raises(ValueError, match="expected documents of"):
         positions.documents(ids)

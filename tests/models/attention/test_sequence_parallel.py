@@ -20,7 +20,7 @@ from models.attention.sequence_parallel import Exchanged, Folded, share_attentio
 from models.causal_lm import CausalLM
 from models.layers import Block
 from models.loading import SeededStates
-from models.process_groups import Peers, Sharing
+from models.process_groups import RankGroup, RankGroups
 from models.spec import ModelSpec
 from tests.conftest import BAICHUAN, CHATGLM, TINY
 
@@ -79,7 +79,7 @@ class Alone:
 
 def part_of(spec: ModelSpec, size: int) -> tuple[Block, Tensor, Tensor]:
     """A block whose process has a part of each row, its hidden states and the positions of whole rows."""
-    positions = spec.positions(Sharing(sequence=Peers(size, 0)) if size > 1 else Sharing())
+    positions = spec.positions(RankGroups(sequence=RankGroup(size, 0)) if size > 1 else RankGroups())
     block = spec.build(1, positions)
     assert isinstance(block, Block)
     hidden = torch.randn(2, LENGTH // size, spec.config.hidden_size, requires_grad=True)
@@ -133,7 +133,7 @@ def test_heads_are_dealt_out_with_the_slopes_that_they_have(tmp_path: Path, monk
     spec = spec_of(tmp_path, FAMILIES["bloom"])
     whole = spec.positions().slopes_on(torch.device("cpu"))
     dealt = [
-        spec.positions(Sharing(Peers(2, sequence), Peers(2, tensor))).slopes_on(torch.device("cpu"))
+        spec.positions(RankGroups(RankGroup(2, sequence), RankGroup(2, tensor))).slopes_on(torch.device("cpu"))
         for tensor in range(2)
         for sequence in range(2)
     ]
@@ -143,7 +143,7 @@ def test_heads_are_dealt_out_with_the_slopes_that_they_have(tmp_path: Path, monk
 def test_flex_attention_knows_the_slopes_of_its_heads(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, FAMILIES["bloom"])
     spec.set_attention(FLEX)
-    positions = spec.positions(Sharing(Peers(2, 1)))
+    positions = spec.positions(RankGroups(RankGroup(2, 1)))
     hidden = torch.zeros(1, LENGTH // 2, spec.config.hidden_size)
     arguments = positions("full_attention", hidden, torch.arange(LENGTH)[None])
     assert isinstance(arguments["alibi"], Exchanged)

@@ -11,9 +11,8 @@ from threading import Thread
 import pytest
 from huggingface_hub import constants
 
-from models import load_model
 from models.api import download
-from tests.models.helpers import BIN_INDEX, contents, copy_of, error_line, write_weights
+from tests.models.helpers import contents, copy_of, error_line, write_weights
 
 NAME = "someone/model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -104,15 +103,6 @@ def test_download_takes_bin_files_where_there_is_nothing_else(repository: Path, 
     download(NAME, tmp_path / "model")
     assert "pytorch_model.bin" in fetched(tmp_path / "model")
     assert "training_args.bin" not in fetched(tmp_path / "model")
-
-
-def test_downloaded_model_loads_whatever_else_the_repository_holds(repository: Path, tmp_path: Path) -> None:
-    """The index of .bin shards comes along with the other .json files; the shards do not."""
-    weight_map = {"model.norm.weight": "pytorch_model-00001-of-00002.bin"}
-    (repository / BIN_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (repository / "pytorch_model-00001-of-00002.bin").write_bytes(b"the same weights, once more")
-    download(NAME, tmp_path / "model")
-    assert load_model(tmp_path / "model").spec.n_blocks == 2
 
 
 def test_unknown_model_is_told_in_one_line(repository: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Shows which files of a folder count: the format that is preferred, a run's newest checkpoint, the manifest."""
+"""Which files of a folder count: the format that is preferred, a run's newest checkpoint, the manifest, links."""
 
 from __future__ import annotations
 
@@ -40,27 +40,24 @@ def logits(folder: Path) -> Tensor:
         return found
 
 
-def test_safetensors_are_read_where_a_bin_file_lies_beside_them(llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_safetensors_are_read_where_bin_files_are_beside_them(llama: Callable[..., Path], tmp_path: Path) -> None:
+    """A whole .bin file, or the index of .bin shards that `download` did not fetch."""
     folder = copy_of(llama(), tmp_path / "both")
     others = {name: tensor + 1 for name, tensor in joined(read_weights(folder)).items()}
     torch.save(others, folder / "pytorch_model.bin")
     torch.testing.assert_close(logits(folder), logits(llama()), atol=0, rtol=0)
-
-
-def test_index_of_bin_shards_that_were_not_fetched_does_not_matter(llama: Callable[..., Path], tmp_path: Path) -> None:
-    """What `download` leaves of a repository with one safetensors file and several .bin shards."""
-    folder = copy_of(llama(), tmp_path / "fetched")
-    weight_map = dict.fromkeys(joined(read_weights(folder)), "pytorch_model-00001-of-00002.bin")
+    (folder / "pytorch_model.bin").unlink()
+    weight_map = dict.fromkeys(others, "pytorch_model-00001-of-00002.bin")
     (folder / BIN_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     torch.testing.assert_close(logits(folder), logits(llama()), atol=0, rtol=0)
     assert_round_trip(folder, tmp_path)
 
 
 @pytest.mark.parametrize("single", ["model.safetensors", "pytorch_model.bin"])
-def test_a_single_file_beside_an_index_of_others_counts_where_these_are_gone(
+def test_a_single_file_beside_an_index_counts_only_where_files_of_the_index_are_missing(
     single: str, both_layouts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """transformers takes the single file in any case; where the others are there too, somebody trained one of them."""
+    """transformers reads the single file in any case; with both complete, somebody trained one of them."""
     folder = copy_of(both_layouts["huggingface"], tmp_path / "two")
     files = read_weights(folder)
     if single.endswith(".bin"):
@@ -70,8 +67,8 @@ def test_a_single_file_beside_an_index_of_others_counts_where_these_are_gone(
     newer = {name: tensor + 1 for name, tensor in joined(files).items()}
     write_weights(tmp_path, {single: newer})
     (tmp_path / single).rename(folder / single)
-    told = error_line(lambda: load_model(folder))
-    assert str(folder / single) in told and index.name in told
+    line = error_line(lambda: load_model(folder))
+    assert str(folder / single) in line and index.name in line
 
     (folder / max(files)).unlink()
     found = load_model(folder).embedding.embed_tokens.weight
@@ -81,45 +78,40 @@ def test_a_single_file_beside_an_index_of_others_counts_where_these_are_gone(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_folder_of_a_run_stands_for_its_newest_checkpoint(
+def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(
     both_layouts: dict[str, Path], layout: str, tmp_path: Path
 ) -> None:
-    copy_of(both_layouts[layout], tmp_path / "run" / "step_8")
-    (tmp_path / "run" / "latest").write_text("step_8\n")
-    torch.testing.assert_close(logits(tmp_path / "run"), logits(both_layouts[layout]), atol=0, rtol=0)
-    (tmp_path / "run" / "latest").write_text("step_9")
-    told = error_line(lambda: load_model(tmp_path / "run"))
-    assert told == f"{tmp_path / 'run' / 'step_9'}: not found, but {tmp_path / 'run' / 'latest'} names it"
+    run = tmp_path / "run"
+    copy_of(both_layouts[layout], run / "step_8")
+    (run / "latest").write_text("step_8\n")
+    torch.testing.assert_close(logits(run), logits(both_layouts[layout]), atol=0, rtol=0)
+    (run / "latest").write_text("step_9")
+    assert error_line(lambda: load_model(run)) == f"{run / 'step_9'}: not found, but {run / 'latest'} names it"
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("beside", [True, False], ids=["beside a model", "alone"])
 def test_an_adapter_is_no_model(beside: bool, llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = copy_of(llama(), tmp_path / "adapter") if beside else tmp_path
     (folder / "adapter_config.json").write_text("{}")
     for read in (load_model, lambda path: hg_to_pp(path, tmp_path / "layers")):
-        told = error_line(partial(read, folder))
-        assert f"{folder}: an adapter (adapter_config.json), no whole model; merge it" in told
+        assert f"{folder}: an adapter (adapter_config.json), no whole model; merge" in error_line(partial(read, folder))
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "of-wrong-fields": lambda manifest: manifest.update(colour={}),
+    "unknown-field": lambda manifest: manifest.update(colour={}),
     "empty": lambda manifest: manifest.clear(),
-    "of-wrong-kind": lambda manifest: manifest.update(files=[]),
-    "with-weights-outside": lambda manifest: manifest["files"].update(
-        {"../a.safetensors": manifest["files"].pop(SHARD)}
-    ),
-    "with-side-files-outside": lambda manifest: manifest["side_files"].append("../bad/config.json"),
+    "weights-outside": lambda manifest: manifest["files"].update({"../a.safetensors": manifest["files"].pop(SHARD)}),
+    "side-files-outside": lambda manifest: manifest["side_files"].append("../bad/config.json"),
+    "side-files-below": lambda manifest: manifest["side_files"].append("additional_chat_templates/../x"),
     "without-a-weight": lambda manifest: manifest["files"][SHARD].pop(),
-    "with-a-weight-twice": lambda manifest: manifest["files"][SHARD].append(QUERY),
-    "with-side-files-in-a-folder": lambda manifest: manifest["side_files"].append("additional_chat_templates/../x"),
-    "with-a-file-above": lambda manifest: manifest["side_files"].append(".."),
-    "with-an-unknown-weight": lambda manifest: manifest["files"][SHARD].append("model.layers.9.x"),
-    "with-an-unknown-dtype": lambda manifest: manifest["dtypes"].update({QUERY: "F99"}),
+    "a-weight-twice": lambda manifest: manifest["files"][SHARD].append(QUERY),
+    "an-unknown-weight": lambda manifest: manifest["files"][SHARD].append("model.layers.9.x"),
+    "an-unknown-dtype": lambda manifest: manifest["dtypes"].update({QUERY: "F99"}),
 }
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_damaged_manifest_is_told_in_one_line(both_layouts: dict[str, Path], name: str, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_refused(both_layouts: dict[str, Path], name: str, tmp_path: Path) -> None:
     folder = copy_of(both_layouts["pipeline"], tmp_path / "bad")
     manifest = json.loads((folder / "pipetune.json").read_text())
     MANIFESTS[name](manifest)
@@ -136,43 +128,26 @@ def test_one_tensor_in_two_files_without_an_index_is_refused(llama: Callable[...
     write_weights(folder, {names[0]: others, names[1]: {QUERY: tensors[QUERY]}}, index=False)
     torch.testing.assert_close(logits(folder), logits(llama()), atol=0, rtol=0)
     write_weights(folder, {names[0]: tensors, names[1]: {QUERY: tensors[QUERY] + 1}}, index=False)
-    told = error_line(lambda: load_model(folder))
-    assert all(name in told for name in (*names, QUERY))
+    line = error_line(lambda: load_model(folder))
+    assert all(name in line for name in (*names, QUERY))
 
 
 @pytest.mark.parametrize("place", ["../outside.safetensors", "/etc/passwd", "below/outside.safetensors", "..", ""])
-def test_index_that_leads_out_of_the_folder_is_refused(place: str, llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_names_that_lead_out_of_the_folder_are_refused(place: str, llama: Callable[..., Path], tmp_path: Path) -> None:
+    """In the index of the weights, and in `latest`."""
     folder = copy_of(llama(), tmp_path / "folder")
     write_weights(folder, {SHARD: joined(read_weights(folder))}, index=True)
     path = folder / SAFETENSORS_INDEX
     path.write_text(path.read_text().replace(SHARD, place, 1))
     assert str(path) in error_line(lambda: load_model(folder))
-
-
-@pytest.mark.parametrize("named", ["../elsewhere", "/etc", "..", "a/b", "", "step\0", b"\xff\xfe"])
-def test_latest_names_a_folder_of_the_run_and_nothing_else(named: str | bytes, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "run" / "latest").write_bytes(named.encode() if isinstance(named, str) else named)
-    assert str(tmp_path / "run" / "latest") in error_line(lambda: load_model(tmp_path / "run"))
+    (tmp_path / "latest").write_text(place)
+    assert str(tmp_path / "latest") in error_line(lambda: load_model(tmp_path))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_link_out_of_the_folder_is_not_copied_by_content(
+def test_links_are_followed_in_huggingfaces_cache_alone(
     both_layouts: dict[str, Path], layout: str, tmp_path: Path
 ) -> None:
-    folder = copy_of(both_layouts[layout], tmp_path / "folder")
-    (tmp_path / "secret").write_text("secret")
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
-    told = error_line(lambda: CONVERTERS[layout](folder, tmp_path / "out"))
-    assert str(folder / "tokenizer.json") in told
-    assert "link" in told
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_links_of_huggingfaces_cache_are_followed(both_layouts: dict[str, Path], layout: str, tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
     copy_of(both_layouts[layout], snapshot)
     blobs.mkdir()
@@ -183,3 +158,10 @@ def test_links_of_huggingfaces_cache_are_followed(both_layouts: dict[str, Path],
     CONVERTERS[layout](both_layouts[layout], tmp_path / "expected")
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+    (tmp_path / "secret").write_text("secret")
+    tokenizer = snapshot / "tokenizer.json"
+    tokenizer.unlink()
+    tokenizer.symlink_to(tmp_path / "secret")
+    assert f"{tokenizer}: a link that" in error_line(lambda: CONVERTERS[layout](snapshot, tmp_path / "refused"))
+    assert not (tmp_path / "refused").exists()

@@ -99,7 +99,8 @@ def test_full_disk_is_told_in_one_line_and_leaves_nothing(
 
 
 WRITE = "the converter's own way of writing"
-WRITERS = {"hg_to_pp": "models.checkpoint.tensor_files.torch.save", "pp_to_hg": "models.checkpoint.tensor_io.os.pwrite"}
+FILES = "models.checkpoint.tensor_files"
+WRITERS = {"hg_to_pp": f"{FILES}.torch.save", "pp_to_hg": f"{FILES}.os.pwrite"}
 # What the conversion does when the process is killed, and for the how-manieth time.
 MOMENTS = {
     "first-write": (WRITE, 1),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,15 @@ QUANTIZED: dict[str, tuple[str, dict[str, int], Callable[[Path], dict[str, Tenso
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_weights_are_transformers_own_and_come_back_in_16_bits(kind: str, tmp_path: Path) -> None:
+def test_weights_are_transformers_own_and_come_back_in_16_bits(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model_type, sizes, quantize = QUANTIZED[kind]
     write_small(tmp_path / "model", model_type, **sizes)
     expected = quantize(tmp_path / "model")
-    hg_to_pp(tmp_path / "model", tmp_path / "layers", verify=True)
+    with caplog.at_level("INFO", "pipetune"):
+        hg_to_pp(tmp_path / "model", tmp_path / "layers", verify=True)
+    assert caplog.text.count("quantized weights are read as what they stand for") == 1
     pp_to_hg(tmp_path / "layers", tmp_path / "back")
     assert_same_bits(load_file(tmp_path / "back" / "model.safetensors"), expected)
     assert "quantization_config" not in read_config(tmp_path / "back")
@@ -106,31 +110,40 @@ def test_scales_of_other_blocks_than_the_named_ones_count_as_in_transformers(gri
     assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(tensors["w"], tensors["s"], torch.bfloat16))
 
 
-MISFITS = [((48, 32), grid) for grid in [(3,), (3, 3), (5, 2), (96, 64), (0, 2), (2, 3, 2)]] + [((48,), (1,))]
+FP8_FORM, MXFP4_FORM = (torch.float8_e4m3fn, (BLOCK, BLOCK), " in blocks of [16, 16]"), (torch.uint8, None, "")
+MISFITS: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = [
+    (FP8_FORM, (48, 32), grid) for grid in [(3,), (3, 3), (5, 2), (96, 64), (0, 2), (2, 3, 2)]
+]
+MISFITS += [(FP8_FORM, (48,), (1,)), (MXFP4_FORM, (4, 8, 2, 16), (4, 8, 1)), (MXFP4_FORM, (32, 16), (4, 8, 1))]
 
 
-@pytest.mark.parametrize(("numbers", "scales"), MISFITS, ids=str)
-def test_scales_that_fit_no_blocks_are_refused(numbers: tuple[int, ...], scales: tuple[int, ...]) -> None:
-    infos = (TensorInfo(torch.float8_e4m3fn, torch.Size(shape)) for shape in (numbers, scales))
-    told = f"folder: w: scales {list(scales)} do not fit {list(numbers)} in blocks of [16, 16]"
-    with pytest.raises(CheckpointError, match=re.escape(told)):
-        Quantized("w", "s", torch.bfloat16, (BLOCK, BLOCK), "folder").info(*infos)
+@pytest.mark.parametrize(("form", "numbers", "scales"), MISFITS, ids=str)
+def test_scales_that_do_not_fit_are_refused(form: Any, numbers: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    dtype, block, blocks = form
+    infos = (TensorInfo(dtype, torch.Size(shape)) for shape in (numbers, scales))
+    expected = f"folder: w: scales {list(scales)} do not fit {list(numbers)}{blocks}"
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        Quantized("w", "s", torch.bfloat16, block, "folder").info(*infos)
 
 
-@pytest.mark.parametrize("numbers", [(4, 8, 2, 16), (32, 16)], ids=str)
-def test_exponents_that_do_not_fit_are_refused(numbers: tuple[int, ...]) -> None:
-    infos = (TensorInfo(torch.uint8, torch.Size(shape)) for shape in (numbers, (4, 8, 1)))
-    with pytest.raises(CheckpointError, match=re.escape(f"w: scales [4, 8, 1] do not fit {list(numbers)}")):
-        Quantized("w", "s", torch.bfloat16, None, "folder").info(*infos)
+def removed(name: str, tensors: dict[str, Tensor]) -> None:
+    del tensors[name]
 
 
-def test_no_layer_is_written_where_scales_do_not_fit(tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.o_proj.weight"
-    write_small(tmp_path, "qwen3_moe")
-    to_fp8(tmp_path)
-    change_weights(tmp_path, lambda tensors: tensors.update({f"{name}_scale_inv": torch.ones(99, 9)}))
-    assert f"{name}: scales [99, 9] do not fit" in error_line(lambda: hg_to_pp(tmp_path, tmp_path / "layers"))
-    assert not (tmp_path / "layers").exists()
+def test_quantized_weights_without_scales_and_integers_are_refused(tmp_path: Path) -> None:
+    query, experts = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.down_proj"
+    write_small(tmp_path / "integers", "qwen3_moe")
+    change_weights(tmp_path / "integers", lambda tensors: tensors.update({query: tensors[query].to(torch.int8)}))
+    assert f"{query} has 8 bits and no scales" in error_line(lambda: load_model(tmp_path / "integers"))
+    for kind, scales, line in (
+        ("fp8", f"{query}_scale_inv", f"{query} has 8 bits and no scales"),
+        ("mxfp4", f"{experts}_scales", f"unexpected weights for gpt_oss: {experts}_blocks"),
+    ):
+        model_type, sizes, quantize = QUANTIZED[kind]
+        write_small(tmp_path / kind, "qwen3_moe" if kind == "fp8" else model_type, **sizes)
+        quantize(tmp_path / kind)
+        change_weights(tmp_path / kind, partial(removed, scales))
+        assert line in error_line(partial(load_model, tmp_path / kind))
 
 
 OF_BLOCKS = "expected the rows and columns that share a scale"
@@ -151,39 +164,3 @@ def test_what_cannot_be_read_is_refused_in_one_line(name: str, tmp_path: Path) -
     write_small(tmp_path, "qwen3_moe")
     change_config(tmp_path, quantization_config=method)
     assert expected in error_line(lambda: load_model(tmp_path))
-
-
-def test_a_matrix_of_8_bits_without_its_scales_is_refused(tmp_path: Path) -> None:
-    write_small(tmp_path, "qwen3_moe")
-    to_fp8(tmp_path)
-    path = tmp_path / "model.safetensors"
-    name = "model.layers.0.self_attn.q_proj.weight"
-    save_file({key: tensor for key, tensor in load_file(path).items() if key != name + "_scale_inv"}, path)
-    assert f"{name} has 8 bits and no scales" in error_line(lambda: load_model(tmp_path))
-
-
-def test_integers_are_no_weights(tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.q_proj.weight"
-    write_small(tmp_path, "qwen3_moe")
-    change_weights(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
-    assert f"{name} has 8 bits and no scales" in error_line(lambda: load_model(tmp_path))
-
-
-def test_numbers_of_4_bits_without_their_exponents_are_refused(tmp_path: Path) -> None:
-    write_small(tmp_path, "gpt_oss", **SIZES)
-    to_mxfp4(tmp_path)
-    path = tmp_path / "model.safetensors"
-    name = "model.layers.0.mlp.experts.down_proj"
-    save_file({key: tensor for key, tensor in load_file(path).items() if key != name + "_scales"}, path)
-    assert f"unexpected weights for gpt_oss: {name}_blocks" in error_line(lambda: load_model(tmp_path))
-
-
-def test_the_conversion_says_that_its_folder_is_no_longer_quantized(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_small(tmp_path / "model", "qwen3_moe")
-    to_fp8(tmp_path / "model")
-    with caplog.at_level("INFO", "pipetune"):
-        hg_to_pp(tmp_path / "model", tmp_path / "layers")
-    assert sum("quantized weights are read as what they stand for" in each.getMessage() for each in caplog.records) == 1
-    assert json.loads((tmp_path / "layers" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -8,8 +8,6 @@ import gc
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -23,8 +21,8 @@ from torch import Tensor
 from models.api import read_spec
 from models.checkpoint.source import HuggingFaceSource
 from models.checkpoint.tensor_files import SafetensorsFile
-from tests.launching import run, start
-from tests.models.helpers import SAFETENSORS_INDEX, copy_of, error_line, run_convert_model, write_weights
+from tests.launching import run
+from tests.models.helpers import SAFETENSORS_INDEX, copy_of, error_line, write_weights
 
 MIB = 2**20
 # A process tells its peak memory itself: what the system reports to its parent begins with the parent's own memory.
@@ -132,61 +130,6 @@ def test_conversion_holds_two_layers_at_most(
     ):
         assert peak_memory(command, folder, target) - needed_by_any(model_type)[command] < most
     shutil.rmtree(tmp_path)
-
-
-def more_written(folder: Path, size: float) -> bool:
-    return written(folder) > size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["hg_to_pp", pytest.param("pp_to_hg", marks=pytest.mark.longest)])
-def test_killed_process_leaves_no_model_and_the_next_one_cleans_up(command: str, large: Large, tmp_path: Path) -> None:
-    source = large("llama", "safetensors")
-    if command == "pp_to_hg":
-        arguments = ("--input-path", source, "--save-path", tmp_path.parent / f"{tmp_path.name}-layers")
-        assert run_convert_model("hg_to_pp", *arguments).returncode == 0
-        source = arguments[-1]
-    target = tmp_path / "target"
-    arguments = ("--input-path", source, "--save-path", target)
-    for share in (0.01, 0.3, 0.9):
-        launch = start(sys.executable, "convert_model.py", command, *arguments)
-        enough = share * 600 * 10**6
-        launch.until(partial(more_written, tmp_path, enough), pause=0.002)
-        launch.kill()
-        assert launch.poll() == -signal.SIGKILL, "it ended before it could be killed"
-        assert not target.exists()
-        assert [path.name.startswith(".target.partial-") for path in tmp_path.iterdir()] == [True]
-    assert run_convert_model(command, *arguments).returncode == 0
-    assert list(tmp_path.iterdir()) == [target]
-    shutil.rmtree(tmp_path)
-
-
-def written(folder: Path) -> int:
-    """Blocks that the files below a folder take on the disk, in bytes; -1 before there are any files."""
-    try:
-        sizes = [path.stat().st_blocks * 512 for path in folder.rglob("*")]
-    except FileNotFoundError:  # what the process before left is removed meanwhile, folder and all
-        return 0
-    return sum(sizes) if sizes else -1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["hg_to_pp", "pp_to_hg"])
-def test_full_disk_of_its_own_is_told_in_one_line(command: str, both_layouts: dict[str, Path], tmp_path: Path) -> None:
-    """On a disk of 200 KB in memory, mounted where only the process sees it."""
-    mount = f"mount -t tmpfs -o size=200k tmpfs {tmp_path} && "
-    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    if subprocess.run([*inside, mount + "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this system lets no user mount a disk")
-    source = both_layouts["huggingface" if command == "hg_to_pp" else "pipeline"]
-    convert = f"{sys.executable} convert_model.py {command} --input-path {source} --save-path {tmp_path}/out; code=$?; "
-    script = f"{mount}{convert} ls -A {tmp_path}; exit $code"
-    done = run(*inside, script)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr  # nothing is left on it
-    told = done.stderr.splitlines()[-1]
-    assert told.startswith(f"error: {tmp_path}/out: ")
-    assert "No space left on device" in told
-    assert "Traceback" not in done.stderr
 
 
 @pytest.fixture

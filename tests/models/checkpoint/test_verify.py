@@ -15,7 +15,7 @@ from models.conversion import to_huggingface as exporting
 from models.conversion import to_pipeline as importing
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
-from tests.models.helpers import change_weights, contents, error_line, joined, published, read_weights
+from tests.models.helpers import change_weights, contents, error_line, joined, read_weights
 
 COMMANDS = {"hg_to_pp": "huggingface", "pp_to_hg": "pipeline"}  # and the layout that each reads
 FILES = {
@@ -103,16 +103,6 @@ def test_file_that_became_shorter_is_found(
     told = refusal(command, both_layouts[COMMANDS[command]], tmp_path / "out", "--verify")
     assert FILES[command][0] in told
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_earlier_folder_stays_where_its_successor_is_bad(
-    both_layouts: dict[str, Path], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published(tmp_path / "out", old="still good")
-    before_reading(monkeypatch, lambda path: os.truncate(path, 100))
-    refusal(command, both_layouts[COMMANDS[command]], tmp_path / "out", "--verify", "--overwrite")
-    assert contents(tmp_path) == {"out/old.txt": b"still good"}
 
 
 def test_weights_that_are_no_number_pass(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import ORIGINALS, TINY
 from tests.environments import environment
@@ -151,14 +150,6 @@ def test_a_folder_that_older_releases_read_keeps_what_it_says(make_checkpoint: M
     del fields["rope_parameters"], fields["dtype"]
     (folder / "config.json").write_text(json.dumps(fields))
     assert read_config(compatible(folder, tmp_path / "twice")) == fields
-
-
-def test_dtype_is_said_under_both_names(make_checkpoint: Make, tmp_path: Path) -> None:
-    compatible(checkpoint(make_checkpoint, "llama-tied"), tmp_path)
-    hg_to_pp(tmp_path / "compatible", tmp_path / "again")
-    pp_to_hg(tmp_path / "again", tmp_path / "cast", options=ExportOptions(dtype=torch.bfloat16))
-    config = read_config(tmp_path / "cast")
-    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
 
 def test_settings_of_a_tokenizer_that_cannot_be_read_are_refused(make_checkpoint: Make, tmp_path: Path) -> None:

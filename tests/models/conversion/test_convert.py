@@ -140,32 +140,11 @@ def test_experts_of_different_dtypes_come_back(make_checkpoint: Callable[..., Pa
     assert_round_trip(folder, tmp_path)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("division", SHARDED)
-def test_export_loads_in_plain_transformers(
-    llama: Callable[..., Path], division: str, tied: bool, tmp_path: Path
-) -> None:
-    folder = llama(torch.bfloat16, division, tied)
-    exported = oracle(assert_round_trip(folder, tmp_path), torch.bfloat16).state_dict()
-    assert_same_bits(exported, oracle(folder, torch.bfloat16).state_dict())
-
-
 def test_shard_alone_with_its_index_loads_in_plain_transformers(llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = copy_of(llama(torch.float32, "single", False), tmp_path / "original")
     write_weights(folder, {"model-00001-of-00001.safetensors": read_weights(folder)["model.safetensors"]}, index=True)
     expected = oracle(folder).state_dict()
     assert_same_bits(oracle(assert_round_trip(folder, tmp_path)).state_dict(), expected)
-
-
-def test_round_trip_from_the_command_line(llama: Callable[..., Path], tmp_path: Path) -> None:
-    folder = llama(torch.bfloat16, "sharded", True)
-    layers, exported = tmp_path / "new" / "layers", tmp_path / "exported"
-    for words in (("hg_to_pp", folder, layers), ("pp_to_hg", layers, exported)):
-        done = run_convert_model(words[0], "--input-path", words[1], "--save-path", words[2])
-        assert done.returncode == 0, done.stderr
-    assert contents(exported).keys() == contents(folder).keys()
-    for file, tensors in read_weights(folder).items():
-        assert_same_bits(read_weights(exported)[file], tensors)
 
 
 def test_an_export_that_no_run_wrote_has_the_models_ids(llama: Callable[..., Path], tmp_path: Path) -> None:

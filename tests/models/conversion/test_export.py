@@ -17,10 +17,9 @@ from transformers import AutoTokenizer
 from models import load_model
 from models.api import read_spec
 from models.checkpoint.side_files import copy_side_files
-from models.checkpoint.source import PipelineSource
 from models.conversion import to_huggingface as export
 from models.conversion import to_pipeline as converting
-from models.conversion.to_huggingface import Export, ExportOptions, cut_between, pp_to_hg
+from models.conversion.to_huggingface import Export, ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from tests.models.command_line import convert
 from tests.models.helpers import (
@@ -59,14 +58,6 @@ def test_rotary_buffers_of_old_llama_files_come_back(llama_of_2023: Path, tmp_pa
     assert any(name.endswith("rotary_emb.inv_freq") for name in joined(read_weights(exported)))
     ids = random_ids(1, 8)
     torch.testing.assert_close(load_model(tmp_path / "layers")(ids), load_model(llama_of_2023)(ids), atol=0, rtol=0)
-
-
-def test_old_llama_layers_without_a_manifest_still_export(llama_of_2023: Path, tmp_path: Path) -> None:
-    hg_to_pp(llama_of_2023, tmp_path / "layers")
-    (tmp_path / "layers" / "pipetune.json").unlink()
-    pp_to_hg(tmp_path / "layers", tmp_path / "exported")
-    expected = oracle(llama_of_2023, torch.float16).state_dict()
-    assert_same_bits(oracle(tmp_path / "exported", torch.float16).state_dict(), expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -275,36 +266,9 @@ def test_several_writers_cast_divide_and_carry_like_one(llama_of_2023: Path, tmp
     assert side_files(tmp_path / "two") == side_files(tmp_path / "one")
 
 
-def test_several_writers_write_the_native_layout(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    hg_to_pp(make_checkpoint("chatglm", num_layers=2), tmp_path / "layers")
-    options = ExportOptions(layout="native")
-    pp_to_hg(tmp_path / "layers", tmp_path / "one", options=options)
-    export_by(WRITERS["two"], tmp_path / "layers", tmp_path / "two", options)
-    assert_same_bits(joined(read_weights(tmp_path / "two")), joined(read_weights(tmp_path / "one")))
-
-
-def test_a_writer_reads_its_own_layers_alone(
-    both_layouts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    read_layer = PipelineSource.read_layer
-
-    def watched(source: PipelineSource, layer: int) -> dict[str, Tensor]:
-        read.append(layer)
-        return read_layer(source, layer)
-
-    monkeypatch.setattr(PipelineSource, "read_layer", watched)
-    export = Export(both_layouts["pipeline"], ExportOptions(), WRITERS["in-turn"])
-    assert read == []
-    export.write_weights(tmp_path, 1)
-    assert read == [1, 3]
-
-
-def test_only_files_that_writers_would_share_are_cut() -> None:
-    files = {"first.safetensors": ["a"], "second.safetensors": ["b", "c", "d"]}
-    assert cut_between(files, {"a": 0, "b": 1, "c": 1, "d": 1}) == files
-    assert cut_between(files, {"a": 0, "b": 1, "c": 0, "d": 1}) == {
-        "model-00001-of-00003.safetensors": ["a"],
-        "model-00002-of-00003.safetensors": ["c"],
-        "model-00003-of-00003.safetensors": ["b", "d"],
-    }
+def test_old_llama_layers_without_a_manifest_still_export(llama_of_2023: Path, tmp_path: Path) -> None:
+    hg_to_pp(llama_of_2023, tmp_path / "layers")
+    (tmp_path / "layers" / "pipetune.json").unlink()
+    pp_to_hg(tmp_path / "layers", tmp_path / "exported")
+    expected = oracle(llama_of_2023, torch.float16).state_dict()
+    assert_same_bits(oracle(tmp_path / "exported", torch.float16).state_dict(), expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from data.tokenized.tokenize import load_tokenizer
 from models import load_model
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
-from tests.data.published_tokenizers import END_TOKENS as SMALL_END_TOKENS
-from tests.data.published_tokenizers import Published
+from tests.data.published_tokenizers import END_TOKENS, Published
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
 from tests.models.helpers import (
@@ -43,9 +41,7 @@ CLASSES = {  # by case
     "internlm2": "LlamaForCausalLM",
     "qwen": "Qwen2ForCausalLM",
 }
-TOKENIZERS = {"chatglm3": "ChatGLMTokenizer", "baichuan2": "BaichuanTokenizer"}
 CASE_OF = {"chatglm3": "chatglm3", "baichuan2": "baichuan2-7b", "baichuan": "baichuan-7b"}  # else as the family
-END_TOKENS = SMALL_END_TOKENS | {"chatglm3": [2, 64795, 64797], "baichuan2": [2]}  # </s>, <|user|>, <|observation|>
 CODE = "raise SystemExit('remote code was run')"
 NATIVE = ExportOptions(layout="native", add_tokenizer=export_tokenizer)
 TEXTS = ["", " Hello,  world!\n\n", "philosophy <|user|> [gMASK]sop </s>", "雪 🤗 <reserved_106> 8 GPUs\t三台", "▁a"]
@@ -133,16 +129,6 @@ def test_native_folder_is_a_checkpoint_like_any_other(name: str, make_checkpoint
     assert contents(tmp_path / "native-of-native") == contents(native)
 
 
-def test_native_export_takes_dtype_and_shard_size(make_checkpoint: Make, tmp_path: Path) -> None:
-    options = ExportOptions(layout="native", dtype=torch.bfloat16, max_shard_bytes=60_000, verify=True)
-    native = exported(original(make_checkpoint, "baichuan2-7b"), tmp_path, options)
-    files = read_weights(native)
-    assert all(len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 60_000 for tensors in files.values())
-    assert len(files) > 3
-    assert read_config(native)["torch_dtype"] == "bfloat16"
-    assert logits_of(native, random_ids(1, 8), "LlamaForCausalLM").dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
 def test_families_of_transformers_are_native_already(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
     folder = make_checkpoint(CASES[name].model_type, {"max_shard_size": "100KB"}, **CASES[name].changes)
@@ -167,15 +153,7 @@ def published(request: pytest.FixtureRequest, make_checkpoint: Make) -> tuple[st
     folder = original(make_checkpoint, CASE_OF.get(family, family))
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / name).unlink()
-    if family not in TOKENIZERS:
-        Published(family, folder)
-        return family, folder
-    vocabularies = request.getfixturevalue("shared") / "golden" / "tokenizers"
-    shutil.copy(vocabularies / family / "tokenizer.model", folder)
-    module = f"tokenization_{family}"
-    stated = {"tokenizer_class": TOKENIZERS[family], "auto_map": {"AutoTokenizer": [f"{module}.X", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
-    (folder / f"{module}.py").write_text(CODE)
+    Published(family, folder)
     return family, folder
 
 

@@ -69,7 +69,7 @@ def folder(ranks: Ranks, asked: set[str], tmp_path_factory: pytest.TempPathFacto
                 "net": case.net,
                 "steps": STEPS,
                 "keys": case.keys,
-                "config": {"model_path": "", "data_path": "unused", **case.keys},
+                "config": {"model_path": "unused", "data_path": "unused", **case.keys},
             }
             for case in chosen
             if case.dims[0] * case.dims[1] == processes

@@ -26,6 +26,7 @@ from training.config.yaml_file import load_config
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
+from training.plan.plan import Plan
 
 BESIDE = "--auto chooses what it depends on; expected beside it "
 
@@ -155,11 +156,11 @@ def test_it_goes_on_with_data_of_the_users_own(model: Path, tmp_path: Path) -> N
     [
         ("model_path=m", "command line: model_path: given by --model; remove it here"),
         ("save_path=s", "command line: save_path: given by --save; remove it here"),
-        ("model_topo.sequence=2", f"model_topo.sequence: {BESIDE}model_topo.process_topology.dims"),
-        ("model_topo.experts=spread", f"model_topo.experts: {BESIDE}model_topo.process_topology.dims"),
+        ("model_topo.sequence=2", "command line: model_topo.sequence: 2 does not divide the 1 replicas"),
+        ("model_topo.experts=spread", "command line: model_topo.experts: spread is for processes that share layers"),
         (
             "model_topo.process_topology.axes=[pipe, data, model]",
-            f"model_topo.process_topology.axes: {BESIDE}model_topo.process_topology.dims",
+            "command line: model_topo.process_topology.dims: expected one number for each of the axes",
         ),
         ("gradient_accumulation_steps=4", f"gradient_accumulation_steps: {BESIDE}train_batch_size, train_micro_batch_"),
     ],
@@ -229,7 +230,7 @@ def test_records_are_cut_last_and_only_a_few_of_them(
     search = Search(machine, read_spec(model), lambda _: data, frozenset(fixed), log)
     tried = [
         (changed.max_seq_len, changed.zero_optimization.offloads, changed.offload_activations)
-        for changed in search._ladder(config)
+        for changed in search.ladder(config)
     ]
     given_up = [(False, False), (True, False), (True, True)][:ways]
     assert tried == [(length, *each) for length in lengths for each in given_up]
@@ -328,14 +329,13 @@ def test_words_that_follow_the_data_are_overrides_where_there_is_such_a_key(mode
     assert f"{trains} trains" in result.stdout
 
 
-@pytest.mark.parametrize(("reserves", "processes"), [(False, 1), (True, 2)])
-def test_the_cores_of_a_cpu_are_divided_no_more_than_estimates_can_tell(reserves: bool, processes: int) -> None:
-    machine = Machine(replace(this_device(), reserves=reserves), (1, 2, 4), 1e9, "a machine")
-    search = Search(machine, Mock(), Mock(), frozenset(), Mock())
+def test_a_cpu_runs_the_fewest_processes_of_those_about_as_fast() -> None:
+    search = Search(Machine(this_device(), (1, 2, 4), 1e9, "a machine"), Mock(), Mock(), frozenset(), Mock())
+    ranking: list[Plan] = []
     for count, seconds in ((2, 1.0), (4, 1.05), (1, 1.08), (1, 1.09), (1, 1.2)):
         plan = Mock(seconds=seconds)
         plan.basis.config.model_topo.processes = count
-        search.ranking.append(plan)
-    chosen = search._fewest_processes()
-    assert chosen.basis.config.model_topo.processes == processes
-    assert chosen.seconds == (1.0 if reserves else 1.08)
+        ranking.append(plan)
+    assert search.choose(ranking) is ranking[2]
+    on_gpus = replace(search, machine=Machine(parse_devices("H100")[1], (4,), 1e9, "GPUs"))
+    assert on_gpus.choose(ranking) is ranking[0]

@@ -33,15 +33,17 @@ def test_what_is_noted_while_writing_is_what_the_files_hold(
     torch.testing.assert_close(read_mapped(tmp_path / "state.pt"), state, rtol=0, atol=0)
 
 
-def test_a_full_disk_is_told_when_all_files_are_done(tmp_path: Path) -> None:
-    files = CheckpointFiles()
+@pytest.mark.parametrize("background", [False, True])
+def test_the_error_of_a_full_disk_is_raised_when_all_files_are_done(background: bool, tmp_path: Path) -> None:
+    files = CheckpointFiles(background)
     with limited(resource.RLIMIT_FSIZE, 1000):
         files.write(tmp_path / "small", methodcaller("write", b"1" * 100))
         files.save({"weight": torch.randn(PIECE)}, str(tmp_path / "large.pt"))
         files.write(tmp_path / "later", methodcaller("write", b"1"))
-        with pytest.raises(OSError) as told:
+        files.close()
+        with pytest.raises(OSError) as caught:
             files.written()
-    assert told.value.errno == errno.EFBIG
+    assert caught.value.errno == errno.EFBIG
     assert not (tmp_path / "later").exists()
 
 
@@ -74,15 +76,3 @@ def test_a_thread_writes_the_same_files_of_what_was_there_when_they_were_given(t
         assert files.done
     plain, background_ = ((tmp_path / name / "state.pt").read_bytes() for name in ("plain", "background"))
     assert plain == background_
-
-
-def test_a_full_disk_is_told_by_the_thread_when_asked(tmp_path: Path) -> None:
-    files = CheckpointFiles(background=True)
-    with limited(resource.RLIMIT_FSIZE, 1000):
-        files.save({"weight": torch.randn(PIECE)}, str(tmp_path / "large.pt"))
-        files.write(tmp_path / "later", methodcaller("write", b"1"))
-        files.close()
-        with pytest.raises(OSError) as told:
-            files.written()
-    assert told.value.errno == errno.EFBIG
-    assert not (tmp_path / "later").exists()

@@ -21,15 +21,15 @@ def config(**keys: Any) -> TrainConfig:
     return TrainConfig(**{"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 2} | keys)
 
 
-def order(fingerprint: str) -> DataOrder:
-    return DataOrder(samples=3, fingerprint=fingerprint, seed=1, train_batch_size=2, dataloader_drop_last=False)
+def order(fingerprint: str, samples: int = 3) -> DataOrder:
+    return DataOrder(samples=samples, fingerprint=fingerprint, seed=1, train_batch_size=2, dataloader_drop_last=False)
 
 
 def refusal(settings: dict[str, Any], now: TrainConfig) -> str:
     topology = Topology(stages=1, replicas=1, zero_stage=0, parts=[3])
     record = CheckpointRecord.model_construct(step=4, topology=topology, data=order("a"), settings=settings)
     with pytest.raises(ConfigError) as refused:
-        check_resumable(FOLDER, record, order("b"), now)
+        check_resumable(FOLDER, record, order("b", samples=2), now)
     return str(refused.value)
 
 
@@ -45,6 +45,7 @@ def test_the_changed_key_is_named(keys: dict[str, Any]) -> None:
 
 
 def test_other_records_and_an_older_checkpoint_keep_the_general_line() -> None:
-    assert refusal(settings_of(config()), config(data_path="moved")).startswith("data_path: not the samples")
+    told = refusal(settings_of(config()), config(data_path="moved"))
+    assert told.startswith("data_path: not the samples") and "(3 then, 2 now)" in told
     older = {key: value for key, value in settings_of(config()).items() if key in ("seed", "optimizer.type")}
     assert refusal(older, config(mask="all")).startswith("data_path: not the samples")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from models.api import read_spec
 from models.errors import CheckpointError
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, write_config
 from tests.ranks import Ranks
@@ -198,7 +199,7 @@ def test_the_state_is_the_same_to_the_bit(case: Case, folder: Path, models: dict
     spec = read_spec(models[case.model])
     if spec.tied:  # one weight or two, as one process holds both ends or not
         for found in (before, after):
-            ends = f"0.{spec.family.tie.embedding}:", f"{spec.n_layers - 1}.{spec.family.tie.head}:"
+            ends = f"0.{EMBEDDING_WEIGHT}:", f"{spec.n_layers - 1}.{HEAD_WEIGHT}:"
             found |= {name.replace(*ends): tensor for name, tensor in found.items() if name.startswith(ends[0])}
     assert before.keys() == after.keys()
     assert len(before) > 2 * spec.n_layers

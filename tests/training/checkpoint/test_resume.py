@@ -148,23 +148,6 @@ def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records:
     assert len(losses(config)) == STEPS
 
 
-@pytest.mark.longest
-def test_changed_data_is_noticed(models: dict[str, Path], records: Path, tmp_path: Path) -> None:
-    shared = settings(models, records, "1x1-fp32") | {"n_epoches": 1}
-    config = write_config(tmp_path / "1x1.yml", **shared)
-    finished(config)
-    fewer = tmp_path / "fewer.json"
-    fewer.write_text(json.dumps(json.loads(records.read_text())[1:]))
-    for change, parts in (
-        (f"data_path={fewer}", ("data_path: not the samples", "(30 then, 29 now)")),
-        ("resume=none", ("save_path:", "step-000004")),
-    ):
-        done = started(config, change).end()
-        assert done.returncode != 0
-        (line,) = error_lines(done)
-        assert all(part in line for part in parts), line
-
-
 def steps_done(config: Path) -> int:
     """What a run has reported."""
     path = config.with_suffix("") / "metrics.jsonl"

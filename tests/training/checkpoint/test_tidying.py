@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.log import Log
-from models.checkpoint.publish import workplace
+from models.checkpoint.publish import hidden_folder
 from tests.accidents import killed_at
 from tests.training.checkpoint.test_folder import flip, whole
 from training.checkpoint.finding import find_checkpoint
@@ -16,12 +16,13 @@ from training.checkpoint.folder import Best, step_folder
 from training.checkpoint.tidying import make_room
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
+from training.errors import ConfigError, RunRefused
 
 pytestmark = pytest.mark.usefixtures("group")
 
 
 def begin_save(save_path: Path) -> None:
-    with workplace(step_folder(save_path, 20)) as new:
+    with hidden_folder(step_folder(save_path, 20)) as new:
         whole(new, 20)
 
 
@@ -47,3 +48,14 @@ def test_latest_names_what_a_start_takes_up(named: str | None, tmp_path: Path) -
     found = find_checkpoint(config, tmp_path, Disk.of_all(), Log(quiet=True, highlight=False))
     assert found == tmp_path / "step-000006"
     assert (tmp_path / "latest").read_text() == "step-000006"
+
+
+def test_a_start_neither_overwrites_checkpoints_nor_resumes_from_a_damaged_one(tmp_path: Path) -> None:
+    folder = whole(tmp_path, 3)
+    keys = {"model_path": "m", "data_path": "d", "save_path": str(tmp_path), "train_batch_size": 1}
+    disk, log = Disk.of_all(), Log(quiet=True, highlight=False)
+    with pytest.raises(RunRefused, match=r"save_path: .* holds step-000003 of another run or a later step"):
+        find_checkpoint(TrainConfig.model_validate(keys | {"resume": "none"}), tmp_path, disk, log)
+    flip(folder / "config.json")
+    with pytest.raises(ConfigError, match=r"resume: .*step-000003: config\.json is damaged"):
+        find_checkpoint(TrainConfig.model_validate(keys | {"resume": str(folder)}), tmp_path, disk, log)

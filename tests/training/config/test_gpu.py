@@ -1,4 +1,4 @@
-"""What is refused on a GPU that cannot do it; the GPU is named to torch's questions, none is needed."""
+"""Which GPUs can run a config; torch is told of a GPU, none is needed."""
 
 from __future__ import annotations
 
@@ -45,12 +45,6 @@ def be(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], 
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
 
 
-def test_a_v100_gets_the_right_wheel_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    be(monkeypatch, "Tesla V100-SXM2-32GB", (7, 0), CUDA_13)
-    with pytest.raises(ConfigError, match=r"has no kernels for Tesla V100.* \(sm_70\); .* CUDA 12.6 \(cu126\)"):
-        check_gpu(FP16)
-
-
 @pytest.mark.slow
 @pytest.mark.launched
 def test_a_start_on_v100s_ends_before_nccl_fails(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -64,58 +58,49 @@ def test_a_start_on_v100s_ends_before_nccl_fails(make_checkpoint: Callable[..., 
     assert "Traceback" not in result.stderr
 
 
-def test_a_v100_is_not_asked_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    be(monkeypatch, "Tesla V100-SXM2-32GB", (7, 0), CUDA_12)
-    check_gpu(FP16)
-    with pytest.raises(ConfigError, match=r"^bf16\.enabled: Tesla V100.* expected fp16$"):
-        check_gpu(BF16)
-
-
-def test_a_v100_has_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    be(monkeypatch, "Tesla V100-SXM2-32GB", (7, 0), CUDA_12)
-    with pytest.raises(ConfigError, match=r"^tf32: Tesla V100.* expected false$"):
-        check_gpu(TrainConfig.model_validate(KEYS | {"tf32": True}))
-
-
+V100, A100 = ("Tesla V100-SXM2-32GB", (7, 0)), ("NVIDIA A100-SXM4-80GB", (8, 0))
+L40S, H100 = ("NVIDIA L40S", (8, 9)), ("NVIDIA H100 80GB HBM3", (9, 0))
+TF32 = TrainConfig.model_validate(KEYS | {"tf32": True})
 FP8 = TrainConfig.model_validate(KEYS | {"bf16": {"enabled": True}, "fp8": {"enabled": True}})
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "runs"),
+    ("gpu", "built_for", "config", "line"),
     [
-        ("NVIDIA A100-SXM4-80GB", (8, 0), False),
-        ("NVIDIA A10", (8, 6), False),
-        ("NVIDIA L40S", (8, 9), True),
-        ("NVIDIA H100 80GB HBM3", (9, 0), True),
-        ("NVIDIA B200", (10, 0), True),
+        (V100, CUDA_13, FP16, r"has no kernels for Tesla V100.* \(sm_70\); .* CUDA 12.6 \(cu126\)"),
+        (V100, CUDA_12, FP16, None),
+        (V100, CUDA_12, BF16, r"^bf16\.enabled: Tesla V100.* expected fp16$"),
+        (V100, CUDA_12, TF32, r"^tf32: Tesla V100.* expected false$"),
+        (A100, CUDA_13, FP16, None),
+        (A100, CUDA_13, BF16, None),
+        (A100, CUDA_13, FP8, r"^fp8.enabled: NVIDIA A100.* is older than Ada and Hopper .* expected false$"),
+        (L40S, CUDA_13, FP8, None),
+        (H100, CUDA_13, FP8, None),
     ],
 )
-def test_which_gpus_have_fp8(
-    name: str, capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_each_gpu_computes_in(
+    gpu: tuple[str, tuple[int, int]],
+    built_for: list[str],
+    config: TrainConfig,
+    line: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    be(monkeypatch, name, capability, [*CUDA_13, "sm_89"])
-    if runs:
-        check_gpu(FP8)
-        monkeypatch.setattr("training.config.gpu.torchao_installed", lambda: False)
-        with pytest.raises(
-            ConfigError, match=rf"^fp8.enabled: torchao is not installed; .* pip install {FP8_PACKAGE}$"
-        ):
-            check_gpu(FP8)
+    be(monkeypatch, *gpu, built_for)
+    if line:
+        with pytest.raises(ConfigError, match=line):
+            check_gpu(config)
     else:
-        with pytest.raises(ConfigError, match=rf"^fp8.enabled: {name} is older than Ada and Hopper .* expected false$"):
-            check_gpu(FP8)
+        check_gpu(config)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_cpu_has_no_fp8() -> None:
+def test_fp8_needs_torchao_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, *H100, CUDA_13)
+    monkeypatch.setattr("training.config.gpu.torchao_installed", lambda: False)
+    with pytest.raises(ConfigError, match=rf"^fp8.enabled: torchao is not installed; .* pip install {FP8_PACKAGE}$"):
+        check_gpu(FP8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^fp8.enabled: this machine has no GPU; expected false$"):
         check_gpu(FP8)
-
-
-def test_an_a100_takes_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    be(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), CUDA_13)
-    check_gpu(FP16)
-    check_gpu(BF16)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from models.api import read_spec
 from tests.launching import topology
 from training.any_model.config import PipelineConfig
-from training.config.deepspeed_config import check_shared_rows, deepspeed_config
+from training.config.deepspeed_config import check_sharing, deepspeed_config
 from training.config.keys import TrainConfig
 from training.engine.building import make_groups
 from training.errors import ConfigError
@@ -69,11 +69,11 @@ def test_what_cannot_be_shared_is_refused(make_checkpoint: Callable[..., Path]) 
             {"save_path": "s", "train_batch_size": 2, "model_topo": topology((1, 2)) | {"sequence": 2}}
         )
     llama = read_spec(make_checkpoint("llama"))
-    check_shared_rows(config([1, 4], ["pipe", "data"], 4), llama)
+    check_sharing(config([1, 4], ["pipe", "data"], 4), llama)
     with pytest.raises(ConfigError, match="sequence: 8 does not divide the 4 heads of attention that llama has; exp"):
-        check_shared_rows(config([1, 8], ["pipe", "data"], 8), llama)
+        check_sharing(config([1, 8], ["pipe", "data"], 8), llama)
     linear = read_spec(
         make_checkpoint("qwen3_next", layer_types=["linear_attention", "full_attention", "full_attention"])
     )
     with pytest.raises(ConfigError, match="in qwen3_next tokens meet elsewhere than in attention"):
-        check_shared_rows(config([1, 2], ["pipe", "data"], 2), linear)
+        check_sharing(config([1, 2], ["pipe", "data"], 2), linear)

@@ -254,15 +254,6 @@ def test_a_config_with_stages_is_refused() -> None:
         staged.check_entry_point(in_stages=False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the kernels")
-@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
-def test_quantized_communication_without_cuda_is_refused(key: str) -> None:
-    keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
-    config = TrainConfig.model_validate(keys | {"zero_optimization": {"stage": 3, key: True}})
-    with pytest.raises(ConfigError, match=rf"^zero_optimization\.{key}: its kernels need CUDA"):
-        check_device(config)
-
-
 def test_fp16_is_refused_where_the_loss_would_not_be_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda accelerator: True)
     keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8, "fp16": {"enabled": True}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 from datetime import datetime, timezone
 from importlib import metadata
@@ -39,7 +38,7 @@ def written(folder: Path, first_step: int = 1) -> dict[str, Any]:
     return info
 
 
-def test_everything_that_was_promised_is_there(tmp_path: Path) -> None:
+def test_run_info_describes_the_run(tmp_path: Path) -> None:
     before = datetime.now(timezone.utc).replace(microsecond=0)
     info = written(tmp_path)
     assert info["versions"].items() >= {"torch": torch.__version__, "deepspeed": metadata.version("deepspeed")}.items()
@@ -112,14 +111,14 @@ def test_the_revision_of_the_code(repository: Path, tmp_path: Path, monkeypatch:
     assert "hunter2" not in (tmp_path / "run.json").read_text(encoding="utf-8")
 
 
-def test_changes_that_are_not_committed_are_told(repository: Path) -> None:
+def test_uncommitted_changes_are_recorded(repository: Path) -> None:
     (repository / "notes.txt").write_text("not part of the code\n")
     assert git_state(repository) == {"revision": git(repository, "rev-parse", "HEAD"), "modified": False}
     (repository / "code.py").write_text("2\n")
     assert git_state(repository) == {"revision": git(repository, "rev-parse", "HEAD"), "modified": True}
 
 
-def test_outside_of_git_there_is_no_revision(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_revision_without_git(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = repository / "a copy of the code"
     inside.mkdir()
     assert git_state(inside) is None, "the repository around it is another one"
@@ -133,14 +132,7 @@ def test_outside_of_git_there_is_no_revision(repository: Path, tmp_path: Path, m
     assert git_state(repository) is None, "git is not installed"
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="not a clone")
-def test_this_clone_knows_its_revision() -> None:
-    state = git_state(run_info.CODE)
-    assert state is not None
-    assert state["revision"] == git(ROOT, "rev-parse", "HEAD")
-
-
-def test_a_run_that_goes_on_keeps_what_its_earlier_starts_wrote(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_earlier_entries(tmp_path: Path) -> None:
     first, second, third = written(tmp_path), written(tmp_path, 5), written(tmp_path, 9)
     assert [info["first_step"] for info in (first, second, third)] == [1, 5, 9]
     assert first.pop("earlier") == []
@@ -150,12 +142,12 @@ def test_a_run_that_goes_on_keeps_what_its_earlier_starts_wrote(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"started": 1}', '{"earlier": 5}'])
-def test_a_damaged_file_stops_no_resume(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_does_not_stop_a_resume(damage: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(damage)
     assert written(tmp_path, 5)["earlier"] == []
 
 
-def test_it_is_json_whatever_the_config_says(tmp_path: Path) -> None:
+def test_infinity_is_null(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"gradient_clipping": math.inf})
     write_run_info(tmp_path, config, PARTS)
     text = (tmp_path / "run.json").read_text(encoding="utf-8")

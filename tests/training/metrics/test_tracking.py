@@ -79,7 +79,7 @@ def test_numbers_that_are_not_finite_are_no_error(tmp_path: Path) -> None:
 
 
 def test_a_step_and_its_evaluation_are_curves_of_their_own(tmp_path: Path) -> None:
-    with Reporter(tmp_path, 3, True, 1, trackers=open_trackers(make_config(), tmp_path, 1)) as reporter:
+    with Reporter(tmp_path, 3, 1, trackers=open_trackers(make_config(), tmp_path, 1)) as reporter:
         reporter.report_evaluation(2, {"eval_loss": 1.5, "eval_loss/instruct": 1.25})
     assert curves(tmp_path) == {"eval_loss": [(2, 1.5)], "eval_loss/instruct": [(2, 1.25)]}
 
@@ -118,7 +118,7 @@ with exit_with_one_line():
     filler = fill(folder) if when == "the start" else None
     with writing(folder):
         trackers = open_trackers(make_config(), folder, 1)
-        reporter = Reporter(folder, 900, True, 100, trackers=trackers)
+        reporter = Reporter(folder, 900, 100, trackers=trackers)
     with reporter:
         for step in range(1, 901):
             if step == 3 and not filler:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.architectures.llama import FAMILY
 from models.attention.kernels import EAGER as OWN
-from models.costs import LayerWork, product
+from models.costs import product
 from models.spec import ModelSpec
 from tests.training.plan.helpers import basis_of, config_of, llama
 from training.config.deepspeed_config import check_fp8
@@ -37,7 +37,7 @@ def basis(folder: Path, keys: dict[str, Any], device: str = "H100", stages: int 
 def test_a_product_gets_twice_the_rate_after_its_factors_are_rounded(compiled: bool) -> None:
     device = parse_devices("H100")[1]
     large = product(128 * 132, 8192, 128 * 66, 2, 2)
-    *casts, multiplied = in_fp8(LayerWork((large,), ()), compiled).forward
+    *casts, multiplied = in_fp8([large], compiled)
     roofline = Roofline(device, torch.bfloat16, 1, 1.0)
     seconds = [roofline.seconds(each) - device.kernel for each in (large, multiplied)]
     assert seconds[0] / seconds[1] == pytest.approx(1979 / 989)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.scale import LLAMA, RUNS, Run, basis_of
 from models.spec import ModelSpec
 from tests.training.plan.helpers import config_of, spec_of
-from training.config.deepspeed_config import check_shared_rows, check_tensor
+from training.config.deepspeed_config import check_sharing
 from training.config.model_topo import ModelTopo
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices
@@ -84,11 +84,11 @@ def test_a_process_has_its_part(size: int, spec: ModelSpec, tmp_path: Path) -> N
 
 def test_the_links_that_messages_take_follow_from_the_order_of_axes() -> None:
     wanted = topo(4, 2, 8)
-    assert LINKS.sharing_layers(wanted).hosts == 1 and LINKS.replicas(wanted).hosts == 2
+    assert LINKS.group(wanted.sharing("layers")).hosts == 1 and LINKS.group(wanted.along("data")).hosts == 2
     assert LINKS.to_next(wanted) == [KNOWN["ib400"]] * 3
     turned = ModelTopo.model_validate({"process_topology": {"axes": ["model", "data", "pipe"], "dims": [8, 2, 4]}})
-    assert LINKS.sharing_layers(turned).hosts == 8 and LINKS.to_next(turned) == [KNOWN["nvlink4"]] * 3
-    inside, across = LINKS.sharing_layers(wanted), LINKS.sharing_layers(turned)
+    assert LINKS.group(turned.sharing("layers")).hosts == 8 and LINKS.to_next(turned) == [KNOWN["nvlink4"]] * 3
+    inside, across = LINKS.group(wanted.sharing("layers")), LINKS.group(turned.sharing("layers"))
     assert across.all_reduce(1e9) > 5 * inside.all_reduce(1e9) > 0
     assert inside.all_reduce(1e9) == pytest.approx(
         2 * (7 / 8 * 1e9 / KNOWN["nvlink4"].bandwidth + 7 * inside.inside.latency)
@@ -121,7 +121,7 @@ def test_the_search_proposes_what_holds_large_models(run: Run) -> None:
     for plan in best:
         wanted = plan.basis.config.model_topo
         assert wanted.stages * wanted.replicas * wanted.tensor == run.gpus
-        assert LINKS.sharing_layers(wanted).hosts == 1
+        assert LINKS.group(wanted.sharing("layers")).hosts == 1
         assert wanted.sequence == 1  # rows of 4,096 tokens are not long
     assert any(plan.basis.config.model_topo.tensor > 1 for plan in best)
 
@@ -141,8 +141,7 @@ def test_what_a_search_proposes_is_what_a_run_would_take(tmp_path: Path) -> None
     assert {each.tensor for each in grids} == {1, 2, 3} and {each.sequence for each in grids} == {1, 2, 3, 6}
     assert all((each.experts == "spread") == (each.tensor > 1) for each in grids)
     for each in grids:
-        check_tensor(asked.config.model_copy(update={"model_topo": each}), spec)
-        check_shared_rows(asked.config.model_copy(update={"model_topo": each}), spec)
+        check_sharing(asked.config.model_copy(update={"model_topo": each}), spec)
         assert ModelTopo.model_validate(each.model_dump()) == each
 
 

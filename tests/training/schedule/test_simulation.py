@@ -79,10 +79,13 @@ def test_dualpipev_waits_less_than_without_its_weights_apart(ranks: int, micro_b
     assert (ranks - 1) * FORWARD / 2 <= found < published
 
 
-def test_a_whole_backward_pass_is_half_weights() -> None:
-    halves = simulate("dualpipev", [1.0] * 4, [1.5] * 4, micro_batches=4, weights=[1.5] * 4)
-    assert halves == simulate("dualpipev", [1.0] * 4, [3.0] * 4, micro_batches=4)
-    assert {span.kind for span in halves.spans} == {"forward", "backward", "weights"}
+def test_half_of_a_backward_pass_is_for_the_weights() -> None:
+    spans = simulate("dualpipev", [1.0] * 4, [3.0] * 4, micro_batches=4).spans
+    assert {(span.kind, span.end - span.begin) for span in spans} == {
+        ("forward", 1.0),
+        ("backward", 1.5),
+        ("weights", 1.5),
+    }
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])

@@ -1,35 +1,40 @@
-"""Each key of a config acts, or is named as one without effect, or is refused; gdGPT's two files are taken."""
+"""Each key acts, is reported as one without effect, or is refused by name; gdGPT's two files load."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from tests.training.config.test_config import REQUIRED, refusal, write
-from tests.training.config.test_leading_words import keys_of
+from tests.conftest import ROOT
+from tests.launching import run, topology
+from tests.training.config.test_config import REQUIRED
+from tests.training.config.test_mistakes import keys_of
 from training.config.deepspeed_config import check_device, deepspeed_config
+from training.config.deepspeed_keys import BELOW_3, IDLE, ONLY_BELOW_3, REFUSED, describe_ignored_keys
 from training.config.keys import TrainConfig
-from training.config.passed_on import BELOW_3, IDLE, NOT_PASSED_ON, ONLY_BELOW_3, unheeded
 from training.config.sections import Zero
 from training.config.yaml_file import load_config
+from training.distributed.processes import free_port
 from training.errors import ConfigError
 from training.plan.memory import StateBytes
 
-ROOT = Path(__file__).parents[3]
-SOURCES = [path for wing in ("common", "data", "models", "training") for path in (ROOT / wing).rglob("*.py")]
-DECLARED = {"keys.py", "sections.py", "model_topo.py", "changes.py", "foreign_names.py", "passed_on.py"}
+SOURCES = [path for package in ("common", "data", "models", "training") for path in (ROOT / package).rglob("*.py")]
+DECLARED = {"keys.py", "sections.py", "model_topo.py", "changes.py", "foreign_names.py", "deepspeed_keys.py"}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-BF16_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
+BF16_STATES = BF16_MASTERS | {"bf16_optimizer_states": True}
 BF16_MOMENTS = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
 # The keys of gdGPT's two files (github.com/CoinCheung/gdGPT), with a text for each of the paths.
 OF_BOTH = {
@@ -85,19 +90,19 @@ def config_with(**sections: Any) -> TrainConfig:
     ],
     ids=["pipeline", "zero"],
 )
-def test_gdgpts_files_are_taken(keys: dict[str, Any], in_stages: bool, line: str, tmp_path: Path) -> None:
+def test_gdgpts_files_load(keys: dict[str, Any], in_stages: bool, line: str, tmp_path: Path) -> None:
     (path := tmp_path / "gdgpt.yml").write_text(yaml.safe_dump(keys), encoding="utf-8")
     config = load_config(path)
     config.check_entry_point(in_stages=in_stages)
     check_device(config)
-    (named,) = unheeded(config, in_stages)
+    (named,) = describe_ignored_keys(config, in_stages)
     assert sorted(re.findall(r"fp16\.\w+", named)) == re.findall(r"fp16\.\w+", line)
     assert named.startswith("no effect here: fp16.")
     assert deepspeed_config(config)["fp16"].keys() == SCALING.keys() | {"enabled"}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_older_deepspeeds_offload_is_todays(stage: int) -> None:
+def test_cpu_offload_is_offload_optimizer(stage: int) -> None:
     old = config_with(zero_optimization={"stage": stage, "cpu_offload": True})
     new = config_with(zero_optimization={"stage": stage} | OFFLOAD)
     assert old == new and StateBytes.of(old) == StateBytes.of(new) != StateBytes.of(config_with())
@@ -107,35 +112,29 @@ def test_older_deepspeeds_offload_is_todays(stage: int) -> None:
     )
 
 
-def test_an_offload_that_stage_0_would_pass_over_is_refused(tmp_path: Path) -> None:
-    line = refusal(write(tmp_path, "zero_optimization: {stage: 0, offload_optimizer: {device: cpu}}"))
-    assert "zero_optimization.offload_optimizer: stage 0 keeps" in line and line.endswith("expected stage 1 or more")
-    assert refusal(write(tmp_path, "zero_optimization: {stage: 0, cpu_offload: true}")) == line
-
-
 def deepspeeds_keys() -> list[str]:
     return [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_each_key_of_zero_acts_or_is_named_or_refused(stage: int) -> None:
+def test_each_key_of_zero_acts_or_is_reported(stage: int) -> None:
     """What is taken without a word is what DeepSpeed's optimizers of that stage ask for by its name."""
     makers = {3: (DeepSpeedZeroOptimizer_Stage3, Init)}.get(stage, (DeepSpeedZeroOptimizer,) if stage else ())
     read = {name for maker in makers for name in inspect.signature(maker.__init__).parameters}
     read |= {f"stage3_{name}" for name in read} | {"allgather_bucket_size"}
     read |= {"offload_optimizer", "offload_param", "cpu_offload_param", "stage"} if stage else {"stage"}
     for key in deepspeeds_keys():
-        if f"zero_optimization.{key}" in NOT_PASSED_ON or key in Zero.model_fields or key == "cpu_offload":
+        if f"zero_optimization.{key}" in REFUSED or key in Zero.model_fields or key == "cpu_offload":
             continue
         config = config_with(zero_optimization={"stage": stage, key: 1})
-        named = unheeded(config, in_stages=False) == [f"no effect here: zero_optimization.{key}"]
+        named = describe_ignored_keys(config, in_stages=False) == [f"no effect here: zero_optimization.{key}"]
         if stage < 3:
             assert named or key in read, key
         elif named:
             assert key in IDLE | ONLY_BELOW_3, key
 
 
-def test_what_is_below_stage_3_alone_is_not_asked_for_by_stage_3() -> None:
+def test_keys_below_stage_3_are_not_read_by_stage_3() -> None:
     below, above = (
         inspect.signature(each.__init__).parameters for each in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
     )
@@ -174,123 +173,91 @@ def test_what_is_below_stage_3_alone_is_not_asked_for_by_stage_3() -> None:
         ({}, "", ""),
     ],
 )
-def test_what_nothing_reads_is_named_and_so_is_what_a_plan_leaves_out(
+def test_keys_without_effect_and_unplanned_keys_are_reported(
     sections: dict[str, Any], named: str, unplanned: str
 ) -> None:
-    lines = unheeded(config_with(**sections), plan=True)
+    lines = describe_ignored_keys(config_with(**sections), plan=True)
     assert [line.partition(": ")[0] for line in lines] == ["no effect here"] * bool(named) + ["not in the plan"] * bool(
         unplanned
     )
     assert named in "".join(lines) and unplanned in "".join(lines)
 
 
-FP16_MASTERS = {"enabled": True, "fp16_master_weights_and_grads": True}
-BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
-HALF = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-LION, SGD = {"type": "Lion"}, {"type": "SGD"}
-# What DeepSpeed would assert at the start of a run: the keys, what is said, and keys with which it is fine.
-ASSERTED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "fp16 weights": ({"fp16": FP16_MASTERS}, "fp16.fp16_master_weights_and_grads: ", {"zero_optimization": OFFLOAD}),
-    "fp16 weights, Lion": (
-        {"fp16": FP16_MASTERS, "zero_optimization": OFFLOAD, "optimizer": LION},
-        "fp16.fp16_master_weights_and_grads: ",
-        {"optimizer": {"type": "AdamW"}},
+@pytest.mark.parametrize(
+    ("zero", "line"),
+    [
+        (
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            "zero_optimization: Assertion failed, Partial offloading only supported for ZeRO Stage 3",
+        ),
+        (
+            {"stage": 3, "zero_hpz_partition_size": 3},
+            "zero_optimization.zero_hpz_partition_size: expected a divisor of",
+        ),
+        (
+            {"stage": 3, "offload_param": {"device": "nvme"}},
+            "zero_optimization.offload_param.device: expected cpu or none, found 'nvme'",
+        ),
+    ],
+)
+def test_zero_keys_that_do_not_fit_are_named(zero: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        check_device(config_with(zero_optimization=zero, model_topo=topology((1, 4))))
+
+
+# What DeepSpeed asserts when an engine is made: the keys, and a part of its text.
+ASSERTED: list[tuple[dict[str, Any], str]] = [
+    ({"bf16": BF16_MASTERS, "zero_optimization": {"stage": 2}}, "Master weights feature requires ZeRO-2 Offload"),
+    ({"bf16": BF16_MASTERS, "zero_optimization": {"stage": 0}}, "only supported with ZeRO Stage 1, 2, or 3"),
+    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "requires bf16_master_weights_and_grads"),
+    (
+        {"zero_allow_untested_optimizer": False, "optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
+        'Please add <"zero_allow_untested_optimizer": true>',
     ),
-    "fp16 weights, torch's AdamW": (
-        {"fp16": FP16_MASTERS, "zero_optimization": OFFLOAD, "zero_force_ds_cpu_optimizer": False},
-        "fp16.fp16_master_weights_and_grads: ",
-        {"zero_force_ds_cpu_optimizer": True},
-    ),
-    "bf16 weights": (
-        {"bf16": BF16_MASTERS, "zero_optimization": {"stage": 2}},
-        "bf16.bf16_master_weights_and_grads: needs",
-        {"zero_optimization": {"stage": 1}},
-    ),
-    "bf16 weights, stage 0": (
-        {"bf16": BF16_MASTERS, "zero_optimization": {"stage": 0}},
-        "bf16.bf16_master_weights_and_grads: needs",
-        {"zero_optimization": {"stage": 1}},
-    ),
-    "bf16 states": (
-        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
-        "bf16.bf16_optimizer_states: expected bf16_master_weights_and_grads: true",
-        {"bf16": BF16_STATES},
-    ),
-    "bf16 states, fp32 moments": (
-        {"bf16": BF16_STATES, "zero_optimization": OFFLOAD},
-        "bf16_master_weights_and_grads: true and optimizer.params.fp32_optimizer_states: false beside it",
-        {"optimizer": BF16_MOMENTS},
-    ),
-    "a part of Lion": (
-        {"zero_optimization": {"stage": 3} | HALF, "optimizer": LION},
-        "zero_optimization.offload_optimizer.ratio: ",
-        {"optimizer": {"type": "AdamW"}},
-    ),
-    "untested": (
-        {"zero_allow_untested_optimizer": False, "optimizer": LION},
-        "zero_allow_untested_optimizer: DeepSpeed has not tested Lion",
-        {"zero_optimization": OFFLOAD},
-    ),
-    "untested, offloaded": (
-        {
-            "zero_allow_untested_optimizer": False,
-            "optimizer": SGD,
-            "zero_optimization": OFFLOAD,
-            "zero_force_ds_cpu_optimizer": False,
-        },
-        "zero_allow_untested_optimizer: DeepSpeed has not tested SGD",
-        {"zero_allow_untested_optimizer": True},
-    ),
-    "sums": (
+    (
         {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}},
-        "data_types.grad_accum_dtype: ",
-        {"zero_optimization": {"stage": 1}},
+        "unsupported mix of model_dtype=torch.bfloat16 and grad_accum_dtype=torch.float32",
     ),
-    "a scale below 0": ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale", {"fp16": {"enabled": True}}),
-    "no window": ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window", {"fp16": {}}),
-    "no least scale": ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale", {"fp16": {}}),
-    "a part below stage 3": (
-        {"zero_optimization": HALF},
-        "zero_optimization: Assertion failed, Partial offloading only supported for ZeRO Stage 3",
-        {"zero_optimization": {"stage": 3} | HALF},
+    ({"zero_optimization": {"allgather_bucket_size": 3}}, "allgather_bucket_size must be a multiple of"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        "SuperOffload only supports NVIDIA CUDA GPUs, but found accelerator 'cpu'",
     ),
-    "an odd bucket": (
-        {"zero_optimization": {"allgather_bucket_size": 3}},
-        "zero_optimization.allgather_bucket_size: expected an even number, found 3",
-        {"zero_optimization": {"stage": 3}},
-    ),
-    "groups that do not divide": (
-        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
-        "zero_optimization.zero_hpz_partition_size: expected a divisor of ",
-        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
-    ),
-    "weights on a disk": (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-        "zero_optimization.offload_param.device: expected cpu or none, found 'nvme'",
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-    ),
-}
+    ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "on CPU backend"),
+]
+WRAP = """
+import json, sys
+from torch import nn
+from training.config.keys import TrainConfig
+from training.distributed.processes import Place, join
+from training.engine.building import wrap_in_engine
+from training.errors import ConfigError
+from datetime import timedelta
+
+join(Place(0, 1, 0, 1), timedelta(minutes=30))
+for keys in json.loads(sys.argv[1]):
+    try:
+        wrap_in_engine(nn.Linear(64, 64), TrainConfig.model_validate(keys))
+        print("refused: nothing")
+    except ConfigError as error:
+        print(f"refused: {error}")
+"""
 
 
-@pytest.mark.parametrize("name", ASSERTED)
-def test_what_deepspeed_would_assert_is_told_by_its_key(name: str, tmp_path: Path) -> None:
-    keys, told, mended = ASSERTED[name]
-    with pytest.raises(ConfigError) as refused:
-        check_device(loaded(tmp_path, keys))
-    assert told in str(refused.value) and "\n" not in str(refused.value)
-    config = loaded(tmp_path, keys | mended)
-    check_device(config)
-    DeepSpeedConfig(deepspeed_config(config) | {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8})
+@pytest.mark.skipif(torch.cuda.is_available(), reason="some keys are refused without a GPU only")
+def test_what_deepspeed_asserts_is_one_line() -> None:
+    base = REQUIRED | {"optimizer": {"params": {"lr": 1e-3}}}
+    meeting = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    meeting |= {"MASTER_PORT": str(free_port())}
+    done = run(sys.executable, "-c", WRAP, json.dumps([base | keys for keys, _ in ASSERTED]), **meeting)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("refused: ")]
+    assert len(lines) == len(ASSERTED), done.stderr
+    for line, (_, part) in zip(lines, ASSERTED, strict=True):
+        assert line.startswith("refused: DeepSpeed refuses its keys: ") and part in line
 
 
-def loaded(folder: Path, keys: dict[str, Any]) -> TrainConfig:
-    topology = {"process_topology": {"axes": ["pipe", "data"], "dims": [1, 4]}}
-    (path := folder / "run.yml").write_text(yaml.safe_dump(REQUIRED | {"model_topo": topology} | keys))
-    return load_config(path)
-
-
-def test_each_key_of_ours_is_read_somewhere() -> None:
-    """By the wings, as an attribute or by its name; where keys are declared and listed does not count."""
+def test_each_key_is_read_somewhere() -> None:
+    """As an attribute or by its name; where keys are declared or listed does not count."""
     source = "".join(path.read_text(encoding="utf-8") for path in SOURCES if path.name not in DECLARED)
     deepspeeds = ("bf16.", "fp16.", "data_types.", "optimizer.params.", "scheduler.params.", "zero_optimization.")
     passed = {"communication_data_type", "zero_allow_untested_optimizer", "gradient_accumulation_steps"}

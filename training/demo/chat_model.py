@@ -1,4 +1,4 @@
-"""Ask a model with the prompts that it was trained with."""
+"""A model and its tokenizer, asked with the prompts that it was trained with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BEFORE = "a"  # some decoders drop a blank at the beginning, so that something h
 
 
 @dataclass(frozen=True)
-class Wishes:
+class AnswerOptions:
     """How answers are sampled, and where they end."""
 
     max_new_tokens: int
@@ -40,14 +40,17 @@ class Wishes:
     stop: tuple[str, ...] = ()
 
 
-class Speaker:
-    """A model with its tokenizer.
+class ChatModel:
+    """A model with its tokenizer and prompt format.
 
     Args:
-        model: that of the folder, where it is loaded already.
+        model: to ask instead of loading the folder's.
+
+    Attributes:
+        context: most tokens of prompt and answer together; None without a limit.
 
     Raises:
-        CheckpointError: the folder holds no whole model.
+        CheckpointError: the folder holds no complete model.
         DataError: it has no usable tokenizer.
     """
 
@@ -59,7 +62,7 @@ class Speaker:
         model: Passes | None = None,
     ) -> None:
         resolved = resolve(folder)
-        # What a template does not take was trained rewritten or not at all.
+        # What a template does not support was trained rewritten, or not at all.
         self.prompts = replace(as_prompts(prompts), template_fallback="rewrite")
         self.tokenizer = load_tokenizer(resolved)
         # A base model learns its template's end of an answer, which none of its files names.
@@ -68,18 +71,18 @@ class Speaker:
         self.context = self.model.spec.context
 
     def encode(self, said: Sequence[Said], tools: list[JSON] | None = None) -> list[int]:
-        """Encode the prompt for what follows these messages."""
+        """Return the prompt that asks for an answer to these messages."""
         return encode_question(said, self.tokenizer, self.prompts, tools)
 
     def encode_beginning(self, text: str) -> list[int]:
-        """Encode the prompt for what follows a text."""
+        """Return the prompt that asks to continue a text."""
         return encode_beginning(text, self.tokenizer)
 
     def call_form(self) -> CallForm:
-        """Learn how the model writes calls of tools.
+        """Learn how the model writes tool calls.
 
         Raises:
-            DataError: its prompts take no tools, or its calls cannot be read back.
+            DataError: its prompts support no tools, or its calls cannot be read back.
         """
         form = None
         if format_of(self.prompts, self.tokenizer) != PLAIN:
@@ -90,21 +93,21 @@ class Speaker:
 
     @cached_property
     def answer_form(self) -> AnswerForm | None:
-        """Learn how the model writes thoughts; None where it writes none."""
+        """How the model writes thoughts; None if it writes none."""
         if format_of(self.prompts, self.tokenizer) == PLAIN:
             return None
         return chat_template(self.tokenizer, self.prompts).answer_form()
 
-    def request(self, prompt: list[int], wishes: Wishes, seed: int | None = None) -> Request:
-        """Make the request for an answer, which ends where the context does.
+    def request(self, prompt: list[int], options: AnswerOptions, seed: int | None = None) -> Request:
+        """Return the request for an answer, which ends at the end of the context.
 
         Args:
-            seed: in place of the wishes' own.
+            seed: replaces that of the options.
 
         Raises:
             DataError: the prompt leaves no room for an answer.
         """
-        room = wishes.max_new_tokens
+        room = options.max_new_tokens
         if self.context is not None:
             room = min(room, self.context - len(prompt))
             if room < 1:
@@ -112,88 +115,83 @@ class Speaker:
                     f"the prompt has {len(prompt)} tokens, but the model's context is {self.context}; "
                     "expected a shorter one"
                 )
-        sampling = wishes.sampling if seed is None else replace(wishes.sampling, seed=seed)
+        sampling = options.sampling if seed is None else replace(options.sampling, seed=seed)
         return Request(prompt, room, self._stop, sampling)
 
-    def written(self, prompt: list[int], wishes: Wishes, answer: Answer) -> Iterator[str]:
+    def write(self, prompt: list[int], options: AnswerOptions, answer: Answer) -> Iterator[str]:
         """Yield the answer to a prompt in pieces."""
-        for request, token in generate_many(self.model, [self.request(prompt, wishes)]):
+        for request, token in generate_many(self.model, [self.request(prompt, options)]):
             if token is not None:
                 yield answer.add(token)
-                request.done = request.done or answer.stopped is not None
+                request.done = request.done or answer.stopped
         yield answer.end()
 
-    def continued(self, text: str, wishes: Wishes) -> Iterator[str]:
-        """Yield what follows a text in pieces."""
-        answer = Answer(self.tokenizer, wishes.stop, goes_on=True)
-        yield from self.written(self.encode_beginning(text), wishes, answer)
+    def continue_text(self, text: str, options: AnswerOptions) -> Iterator[str]:
+        """Yield the continuation of a text in pieces."""
+        answer = Answer(self.tokenizer, options.stop, continues=True)
+        yield from self.write(self.encode_beginning(text), options, answer)
 
 
 class Answer:
-    """The text of one answer while its tokens come.
+    """The text of one answer while its tokens arrive.
 
-    What may still become part of a character, or of a stop text, is held back until it is known.
+    Text that may still become part of a character, or of a stop text, is held back.
 
     Args:
-        stop: the first of these texts that is whole ends the answer, and is no part of it.
-        goes_on: the answer goes on with a text, so its leading white space counts.
+        stop: the first of these texts that is complete ends the answer, and is no part of it.
+        continues: the answer continues a text, so its leading white space counts.
 
     Attributes:
         raw: the text with its leading white space.
-        stopped: the stop text that ended it, if one did.
+        stopped: whether a stop text ended it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], goes_on: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], continues: bool = False) -> None:
         self.raw = ""
-        self.stopped: str | None = None
+        self.stopped = False
         self._tokenizer = tokenizer
         self._stop = stop
-        self._opening: list[int] = tokenizer(BEFORE, add_special_tokens=False)["input_ids"] if goes_on else []
+        self._opening: list[int] = tokenizer(BEFORE, add_special_tokens=False)["input_ids"] if continues else []
         self._tokens: list[int] = []
         self._shown = 0
 
     @property
     def text(self) -> str:
-        """Return the text without leading white space."""
+        """The text without leading white space."""
         return self.raw if self._opening else self.raw.lstrip()
 
     def add(self, token: int) -> str:
-        """Take a token; return the piece of text that is certain now."""
+        """Add a token; return the text that is certain now."""
         self._tokens.append(token)
         written = self._tokenizer.decode(self._opening + self._tokens)[len(BEFORE) if self._opening else 0 :]
         known = written.rstrip(INCOMPLETE)
-        if len(known) <= len(self.raw):  # some decoders take back what stands before half a character
+        if len(known) <= len(self.raw):  # some decoders drop what stands before half a character
             return ""
         self.raw = known
         found = ((self.raw.find(each), each) for each in self._stop)
-        # The one that is whole first, as if each character were a token: that cannot depend on where tokens end.
-        whole = [(place + len(each), place, each) for place, each in found if place >= 0]
-        if whole:
-            _, place, self.stopped = min(whole)
-            self.raw = self.raw[:place]
-        return self._piece(0 if whole else self._uncertain())
+        # The stop text that ends first, as if each character were a token: independent of where tokens end.
+        complete = [(place + len(each), place) for place, each in found if place >= 0]
+        if complete:
+            self.raw, self.stopped = self.raw[: min(complete)[1]], True
+            return self.end()
+        begun = (length for each in self._stop for length in range(1, len(each)) if self.raw.endswith(each[:length]))
+        return self._next_piece(held_back=max(begun, default=0))
 
     def end(self) -> str:
-        """Return the piece that was held back."""
-        return self._piece(0)
+        """Return the text that was held back."""
+        return self._next_piece(held_back=0)
 
-    def _uncertain(self) -> int:
-        """Count the characters at the end that a stop text may begin with."""
-        lengths = (length for each in self._stop for length in range(1, len(each)) if self.raw.endswith(each[:length]))
-        return max(lengths, default=0)
-
-    def _piece(self, held_back: int) -> str:
-        text = self.text
-        begin, self._shown = self._shown, max(self._shown, len(text) - held_back)
-        return text[begin : self._shown]
+    def _next_piece(self, held_back: int) -> str:
+        begin, self._shown = self._shown, max(self._shown, len(self.text) - held_back)
+        return self.text[begin : self._shown]
 
 
-def as_trained(model: str, names: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Find the prompt keys of the run that wrote the folder, if one did.
+def find_trained_prompts(model: str, names: Sequence[str], notify: Callable[[str], None]) -> dict[str, Any]:
+    """Return the prompt keys of the run that wrote a folder, if a run did.
 
     Raises:
         CheckpointError: there is no such folder.
-        DataError: the run's template is not there any more.
+        DataError: the run's template is gone.
     """
     folder = resolve(model).resolve()
     path = folder.parent / RUN_FILE
@@ -205,6 +203,6 @@ def as_trained(model: str, names: Sequence[str], tell: Callable[[str], None]) ->
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # torn by a power cut
         return {}
     if known:
-        tell(f"asked as the run was trained, {', '.join(f'{name}: {known[name]}' for name in known)} ({path})")
+        notify(f"prompts as in training: {', '.join(f'{name}: {known[name]}' for name in known)} ({path})")
     check_prompt_format(known.get("prompt_format", PLAIN))
     return known

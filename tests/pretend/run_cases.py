@@ -1,7 +1,7 @@
 """What a worker runs, case by case, each divided into phases that are counted apart.
 
-A case is {"name", "door", "config", "kernel", "planted"}; <folder of the file>/<name>.<rank>.json gets for each phase
-the lists [kind, what, where, line, count] of what it made the device refuse or the host wait for. The doors:
+A case is {"name", "work", "config", "kernel", "planted"}; <folder of the file>/<name>.<rank>.json gets for each phase
+the lists [kind, what, where, line, count] of what it made the device refuse or the host wait for. The work:
 
     pipeline, zero   "warm-up": building, a first step and a first evaluation; "step" and "evaluation": a second one of
                      each; besides "micro_batches" of the step, "events" that it left behind, and "losses"
@@ -69,10 +69,10 @@ def run_cases(path: Path, watch: Watch) -> None:
         if not torch.distributed.is_initialized():
             processes.start(place, config.model_topo)
         remembered = dict(vars(groups))
-        bug: AbstractContextManager[Any] = planted.BUGS[case["planted"]]() if case["planted"] else nullcontext()
+        bug: AbstractContextManager[Any] = planted.PLANTED[case["planted"]].bug() if case["planted"] else nullcontext()
         watch.found.clear()
         with bug:
-            phases = DOORS[case["door"]](config, case, partial(taken, watch))
+            phases = WORK[case["work"]](config, case, partial(taken, watch))
         (path.parent / f"{case['name']}.{place.rank}.json").write_text(json.dumps(phases))
         torch.distributed.barrier()
         vars(groups).update(remembered)  # DeepSpeed takes the groups of one engine for the next
@@ -88,7 +88,7 @@ def taken(watch: Watch) -> list[Any]:
 
 def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phases:
     folder = Path(config.model_path)
-    loader, spec, kind = loader_of(config), read_spec(folder), KINDS[case["door"]]
+    loader, spec, kind = loader_of(config), read_spec(folder), KINDS[case["work"]]
     if case["kernel"]:
         spec.set_attention(case["kernel"])
     trainer = kind.build(config, spec, folder, divide(config, spec, kind.in_stages))
@@ -171,7 +171,7 @@ def run(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phas
     return phases | {"rest": found()}
 
 
-DOORS: dict[str, Callable[[TrainConfig, Case, Callable[[], list[Any]]], Phases]] = {
+WORK: dict[str, Callable[[TrainConfig, Case, Callable[[], list[Any]]], Phases]] = {
     "pipeline": train,
     "zero": train,
     "generation": write,

@@ -1,4 +1,4 @@
-"""The doors: what they import before they have something to do, and how they end when they cannot go on."""
+"""Entry points: what they import before they have work, and how they end on an error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.launching import run, write_config
 from training import errors
 from training.errors import ConfigError, RunRefused, describe_and_save, exit_with_one_line, keep_tracebacks_in
 
-DOORS = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py")
+ENTRY_POINTS = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py")
 HEAVY = ("torch", "transformers", "deepspeed", "pyarrow")
-# Runs a door as a user does, and then says what it has imported.
+# Runs an entry point as a user does, and then says what it has imported.
 ASK = (
     "import runpy, sys\n"
     "sys.argv = sys.argv[1:]\n"
@@ -30,7 +30,7 @@ ASK = (
     "finally:\n"
     f"    print('imported:', *[name for name in {HEAVY} if name in sys.modules])\n"
 )
-# Runs a door and sends it Ctrl-C in the moment in which it first imports torch, which takes long enough for a user.
+# Runs an entry point and sends it Ctrl-C when it first imports torch.
 INTERRUPT = (
     "import runpy, signal, sys\n"
     "class Finder:\n"
@@ -45,15 +45,15 @@ INTERRUPT = (
 )
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_help_imports_nothing_that_takes_long(door: str) -> None:
-    result = run(sys.executable, "-c", ASK, door, "--help")
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_help_imports_nothing_slow(entry_point: str) -> None:
+    result = run(sys.executable, "-c", ASK, entry_point, "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("usage: ") and result.stdout.endswith("imported:\n")
 
 
 @pytest.mark.parametrize(
-    ("door", "mistake"),
+    ("entry_point", "mistake"),
     [
         ("train_ds.py", "modl_path: x"),
         ("train_ds_zero.py", "modl_path: x"),
@@ -61,30 +61,32 @@ def test_help_imports_nothing_that_takes_long(door: str) -> None:
         ("train_ds.py", "prompt_format: x"),
     ],
 )
-def test_a_mistake_in_the_config_is_told_before_anything_that_takes_long_is_imported(
-    door: str, mistake: str, tmp_path: Path
+def test_a_mistake_in_the_config_is_reported_before_slow_imports(
+    entry_point: str, mistake: str, tmp_path: Path
 ) -> None:
     path = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
     path.write_text(path.read_text(encoding="utf-8") + mistake + "\n", encoding="utf-8")
-    result = run(sys.executable, "-c", ASK, door, "--config", path)
+    result = run(sys.executable, "-c", ASK, entry_point, "--config", path)
     assert (result.returncode, result.stdout) == (2, "imported:\n")
     assert re.fullmatch(rf"error: {re.escape(str(path))}: .* \(see docs/configuration\.md\)\n", result.stderr)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_ctrl_c_ends_a_door_in_one_line(door: str, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_ctrl_c_ends_in_one_line(entry_point: str, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = make_checkpoint("llama")
     config = write_config(tmp_path / "run.yml", model_path=str(model), data_path=str(FAQ))
     words: dict[str, tuple[str | Path, ...]] = {
         "convert_model.py": ("hg_to_pp", "--input-path", model, "--save-path", tmp_path / "layers"),
         "demo.py": ("--model", model, "--prompt", "?"),
     }
-    result = run(sys.executable, "-c", INTERRUPT, door, *words.get(door, ("--config", config, "--inspect", "1")))
+    result = run(
+        sys.executable, "-c", INTERRUPT, entry_point, *words.get(entry_point, ("--config", config, "--inspect", "1"))
+    )
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "error: interrupted\n")
 
 
 @pytest.fixture
-def nothing_known_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The system's temporary folder, where tracebacks go before a config is read."""
     monkeypatch.setattr(errors, "_traceback_folder", None)
     folder = tmp_path / "temporary"
@@ -100,11 +102,11 @@ def unforeseen() -> RuntimeError:
         return error
 
 
-def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_in_the_runs_folder(
-    nothing_known_of_a_run: Path, tmp_path: Path
+def test_an_unforeseen_error_is_one_line_and_leaves_its_traceback_in_the_runs_folder(
+    before_a_run: Path, tmp_path: Path
 ) -> None:
     run_folder = tmp_path / "run"
-    for expected in (nothing_known_of_a_run, run_folder):
+    for expected in (before_a_run, run_folder):
         code, line = describe_and_save(unforeseen())
         found = re.fullmatch(r"RuntimeError: first \\x1b\[2Jline; the full traceback is in (.+)", line)
         assert found and code == 1
@@ -113,12 +115,12 @@ def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_in_the_runs_folder
         report = path.read_text(encoding="utf-8")
         assert report.startswith("Traceback") and "in unforeseen" in report and "error: second line" in report
         keep_tracebacks_in(str(run_folder))
-        if expected == nothing_known_of_a_run:  # a folder that is not there is not made for it
-            assert str(nothing_known_of_a_run) in describe_and_save(unforeseen())[1]
+        if expected == before_a_run:  # a folder that is not there is not made for it
+            assert str(before_a_run) in describe_and_save(unforeseen())[1]
             run_folder.mkdir()
 
 
-def test_a_door_prints_the_line_and_leaves(nothing_known_of_a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unforeseen_error_ends_with_code_1(before_a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left, exit_with_one_line():
         raise unforeseen()
     told = capsys.readouterr()
@@ -127,7 +129,7 @@ def test_a_door_prints_the_line_and_leaves(nothing_known_of_a_run: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("door", "error", "page"),
+    ("entry_point", "error", "page"),
     [
         ("configuration", CheckpointError("m/config.json: model_type 'x' is not supported"), "models"),
         ("configuration", CheckpointError("r: cannot be written"), "troubleshooting"),
@@ -137,22 +139,22 @@ def test_a_door_prints_the_line_and_leaves(nothing_known_of_a_run: Path, capsys:
         ("demo", ConfigError("--raw: expected"), "demo"),
     ],
 )
-def test_a_line_ends_with_the_page_that_explains_it(
-    door: str, error: Exception, page: str, capsys: pytest.CaptureFixture[str]
+def test_an_error_names_the_page_that_explains_it(
+    entry_point: str, error: Exception, page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit), exit_with_one_line(page=f"docs/{door}.md"):
+    with pytest.raises(SystemExit), exit_with_one_line(page=f"docs/{entry_point}.md"):
         raise error
     assert capsys.readouterr().err == f"error: {error} (see docs/{page}.md)\n"
 
 
-def test_a_lack_of_file_handles_is_a_mistake_that_a_user_can_mend(nothing_known_of_a_run: Path) -> None:
+def test_too_few_file_handles_is_a_user_error(before_a_run: Path) -> None:
     code, line = describe_and_save(OSError(24, os.strerror(24), "weights"))
     assert code == 2 and "ulimit -n" in line
-    assert not list(nothing_known_of_a_run.iterdir())
+    assert not list(before_a_run.iterdir())
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, CheckpointError, RunRefused])
-def test_no_text_begins_a_line_of_its_own_or_moves_the_cursor(kind: type[Exception]) -> None:
+def test_error_texts_are_escaped(kind: type[Exception]) -> None:
     assert describe_and_save(kind("a\nerror: forged \x1b]0;title\x07 \u202efdp.exe")) == (
         2,
         r"a\nerror: forged \x1b]0;title\x07 \u202efdp.exe",
@@ -160,7 +162,7 @@ def test_no_text_begins_a_line_of_its_own_or_moves_the_cursor(kind: type[Excepti
     assert describe_and_save(kind("record 1: \x9b", "record 2: \r")) == (2, "record 1: \\x9b\nrecord 2: \\r")
 
 
-def test_a_model_folder_cannot_speak_for_the_converter(tmp_path: Path) -> None:
+def test_texts_of_a_model_folder_are_escaped(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "x\\u001b[31m\\nerror: all is well"}', encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(b"")
     words = ("convert_model.py", "hg_to_pp", "--input-path", tmp_path, "--save-path", tmp_path / "out")
@@ -169,7 +171,7 @@ def test_a_model_folder_cannot_speak_for_the_converter(tmp_path: Path) -> None:
     assert "\x1b" not in result.stderr and result.stderr.count("\n") == 1, result.stderr
 
 
-def test_a_user_without_a_home_folder_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that runs under a number that no password file knows."""
     monkeypatch.delenv("PIPETUNE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "~nosuchuser/cache")

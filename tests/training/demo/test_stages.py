@@ -1,4 +1,4 @@
-"""A model that several processes hold writes what it writes in one, and all end together when one cannot go on."""
+"""A model in several processes writes what it writes in one, and all end together when one cannot go on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
@@ -18,7 +17,6 @@ import psutil
 import pytest
 import torch
 
-import demo
 from models import CausalLM, load_model
 from models.api import read_spec
 from models.conversion.to_pipeline import hg_to_pp
@@ -38,6 +36,7 @@ from tests.launching import (
 from tests.models.cases import CASES
 from tests.models.helpers import random_ids
 from tests.ranks import Ranks
+from tests.training.demo.conftest import WIDE, Make, RunDemo
 from tests.training.test_chaos import ranks_of
 from tests.workers.generation import requests_of
 from training.demo.stages import divide
@@ -45,7 +44,6 @@ from training.distributed.failure_detector import DIED
 from training.distributed.processes import free_port
 from training.errors import ConfigError
 
-WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
 STAGED = {"phi3-long": (2,), "bloom": (2, 4), "mixtral": (2, 4), "llama-dynamic": (4,), "mistral-window": (4,)}
 QUICK = ("phi3-long", 2)
 UNDER_TEST = [
@@ -56,7 +54,6 @@ UNDER_TEST = [
 LAUNCHERS_OWN = r"\[20\d\d-.*\n"  # what DeepSpeed's launcher prints beside the chat
 PROMPTS = ["Why? " * times for times in (1, 7, 2, 12, 3, 1, 5)]
 
-Make = Callable[..., Path]
 Launcher = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -166,11 +163,6 @@ def test_stages_write_what_one_process_writes(
 
 
 @pytest.fixture(scope="module")
-def folder(make_checkpoint: Make) -> Path:
-    return make_checkpoint("llama", **WIDE)
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder, with a checkpoint of uneven stages."""
     path = tmp_path_factory.mktemp("trained") / "run.yml"
@@ -186,12 +178,6 @@ def prompts_in(path: Path, prompts: list[str]) -> Path:
     return path
 
 
-def alone(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> None:
-    """demo.py in this process."""
-    monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, words)])
-    demo.main()
-
-
 def typing(path: Path, text: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """A command that reads what is typed."""
     path.write_text(text, encoding="utf-8")
@@ -204,35 +190,31 @@ def typing(path: Path, text: str, *words: str | Path) -> subprocess.CompletedPro
     ("launcher", "how"), [(deepspeed, ()), (torchrun, ("--tensor-parallel",))], ids=["stages", "shares"]
 )
 def test_the_demo_answers_a_file_from_a_runs_checkpoint(
-    launcher: Launcher, how: tuple[str, ...], trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, how: tuple[str, ...], trained: Path, tmp_path: Path, run_demo: RunDemo
 ) -> None:
     """Drawn tokens too, as rank 0 alone draws; a text that ends in the middle of a pass leaves the others in step."""
     source = prompts_in(tmp_path / "prompts.jsonl", PROMPTS)
     drawn = ("--temperature", "0.9", "--seed", "3", "--stop", "e", "--max-new-tokens", "12")
-    words = ("--model", trained, "--prompts-file", source, "--batch-size", "3", *drawn)
-    done = launcher(2, "demo.py", *how, *words, "--output", tmp_path / "together.jsonl")
+    words = ("--prompts-file", source, "--batch-size", "3", *drawn)
+    done = launcher(2, "demo.py", "--model", trained, *how, *words, "--output", tmp_path / "together.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("together.jsonl: 7 answers") == 1
-    alone(monkeypatch, *words, "--output", tmp_path / "alone.jsonl")
+    assert run_demo(trained, *words, "--output", tmp_path / "alone.jsonl")[0] == 0
     assert (tmp_path / "together.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
 
 
 @pytest.mark.launched
 @pytest.mark.longest
-def test_a_chat_in_four_stages(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--model", folder, "--greedy", "--max-new-tokens", "8")
+def test_a_chat_in_four_stages(folder: Path, tmp_path: Path, run_demo: RunDemo) -> None:
+    words = ("--greedy", "--max-new-tokens", "8")
     launcher = (*DEEPSPEED, "--num_gpus", "4", "--num_nodes", "1")
     typed = "Why?\n/nothing\nAnd then?\n/reset\nWhy?\n/save {}\n\n"
     saved = [tmp_path / "staged.jsonl", tmp_path / "alone.jsonl"]
     port = ("--master_port", str(free_port()))
-    done = typing(tmp_path / "typed", typed.format(saved[0]), *launcher, *port, "demo.py", *words)
+    done = typing(tmp_path / "typed", typed.format(saved[0]), *launcher, *port, "demo.py", "--model", folder, *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = iter(typed.format(saved[1]).splitlines())
-    monkeypatch.setattr("builtins.input", lambda prompt: print(prompt, end="") or next(lines))
-    alone(monkeypatch, *words)
-    assert re.sub(LAUNCHERS_OWN, "", done.stdout) == capsys.readouterr().out
+    _, alone, _ = run_demo(folder, *words, typed=typed.format(saved[1]))
+    assert re.sub(LAUNCHERS_OWN, "", done.stdout) == alone
     assert done.stderr.count("/nothing: expected /reset or /save FILE") == 1
     assert saved[0].read_bytes() == saved[1].read_bytes()
 

@@ -1,0 +1,241 @@
+"""A mistake in a config is refused in one line: the key, what is wrong, and the key that was meant."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from data.errors import DataError
+from data.records.sources import Source, files_of
+from models.checkpoint.layout import resolve
+from models.errors import CheckpointError
+from tests.training.config.test_config import REQUIRED, refusal, write
+from training.config.contradictions import PARAMETERS
+from training.config.foreign_names import FOREIGN
+from training.config.keys import TrainConfig
+from training.config.sections import Optimizer, sections_in
+
+NINE = [f"[{', '.join([f'*a{level}'] * 9)}]" for level in range(9)]
+BOMB = ["a0: &a0 [x]", *(f"a{level + 1}: &a{level + 1} {NINE[level]}" for level in range(9))]
+MERGE_BOMB = ["a0: &a0 {x: 1}", *(f"a{level + 1}: &a{level + 1} {{<<: {NINE[level]}}}" for level in range(9))]
+ADAFACTOR = "optimizer: {type: Adafactor}\nzero_optimization: {stage: 0}\n"
+FP8 = "fp8: true\nbf16: true\n"
+
+# A line of the file, and how the refusal begins behind the file's name.
+MISTAKES = [
+    # Unknown keys: the nearest one, that of another tool, all of a small section, or no hint at all.
+    ("optimiser: {}", "unknown key optimiser; did you mean optimizer?"),
+    ("bf16: {enable: true}", "unknown key bf16.enable; did you mean bf16.enabled?"),
+    ("bf16: {loss_scale: 8}", "unknown key bf16.loss_scale; expected one of enabled, "),
+    ("model_topo: {process_topology: {dim: [1]}}", "unknown key model_topo.process_topology.dim; did you mean "),
+    ("model_topo: {dims: [2, 1]}", "unknown key model_topo.dims; expected one of process_topology, sequence, "),
+    ("model_topo: {num_gpus: 2}", "unknown key model_topo.num_gpus; did you mean model_topo.process_topology.dims?"),
+    ("eval_data_path: [a, {pth: p}]", "unknown key eval_data_path.1.pth; did you mean eval_data_path.1.path?"),
+    ("optimizer: {1: 2}", "unknown key optimizer.1; expected one of type, params, no_wd_kws"),
+    ("optimizer: {lr: 1}", "unknown key optimizer.lr; did you mean optimizer.params.lr?"),
+    ("Learning-Rate: 1", "unknown key Learning-Rate; did you mean optimizer.params.lr?"),
+    ("optimizer: {params: {betaz: 3}}", "optimizer.params.betaz: AdamW does not take it; did you mean optimizer.param"),
+    ("optimizer: {params: {learning_rate: 3}}", "optimizer.params.learning_rate: AdamW does not take it; did you "),
+    ("optimizer: {params: {momentum: 1}}", "optimizer.params.momentum: AdamW does not take it; expected one of lr,"),
+    ("scheduler: {params: {warmup_steps: 3}}", "scheduler.params.warmup_steps: WarmupCosineLR does not have it; did y"),
+    ("scheduler: {type: WSD, params: {cos_min_ratio: 0.1}}", "scheduler.params.cos_min_ratio: WSD does not have it; "),
+    ("scheduler: {type: linear, params: {1: 2}}", "scheduler.params.1: linear does not have it; expected one of "),
+    ("xformers: true", "unknown key xformers"),
+    ("precision: 16", "unknown key precision"),
+    ("1: 2", "unknown key 1"),
+    # Types and ranges, by pydantic.
+    ("max_seq_len: long", "max_seq_len: Input should be a valid integer, unable to parse string as an integer, found"),
+    ("max_seq_len: 1", "max_seq_len: Input should be greater than or equal to 2, found 1"),
+    ("max_seq_len: 1000000000", "max_seq_len: Input should be less than or equal to 16777216, found 1000000000"),
+    ("max_steps: 1000000000001", "max_steps: expected at most 1,000,000,000,000, found 1000000000001"),
+    ("timeout_minutes: .inf", "timeout_minutes: Input should be a finite number, found inf"),
+    ("save_interval: yes", "save_interval: expected a number, found True"),
+    ("scheduler: {params: {warmup_num_steps: true}}", "scheduler.params.warmup_num_steps: expected a number"),
+    ("scheduler: {type: linear, params: {min_ratio: 2}}", "scheduler.params.min_ratio: Input should be less than or "),
+    (
+        "scheduler: {type: [WSD]}",
+        "scheduler.type: Input should be 'WarmupCosineLR', 'linear', 'constant' or 'WSD', fou",
+    ),
+    ("optimizer: {params: {lr: fast}}", "optimizer.params.lr: Input should be a valid number, found 'fast'"),
+    ("optimizer: {params: {lr: .nan}}", "optimizer.params.lr: Input should be a finite number, found nan"),
+    ("optimizer: {params: {eps: a}}", "optimizer.params.eps: expected a number of at least 0, or two for Adafactor, f"),
+    ("optimizer: {params: {betas: [0.9]}}", "optimizer.params.betas: List should have at least 2 items"),
+    ("optimizer: {params: {betas: [0.9, 1]}}", "optimizer.params.betas.1: Input should be less than 1, found 1"),
+    ("optimizer: {no_wd_kws: ['(']}", "optimizer.no_wd_kws.0: Input should be a valid regular expression, found '('"),
+    ("data_path: 3", "data_path.0: Input should be a valid string, found 3"),
+    ("data_path: []", "data_path: Value should have at least 1 item"),
+    ("save_path: ''", "save_path: String should have at least 1 character, found ''"),
+    ("bf16: auto", "bf16: expected true, false or {enabled: true}, found 'auto', which HF Trainer would fill in"),
+    ("zero_optimization: {reduce_bucket_size: auto}", "zero_optimization.reduce_bucket_size: expected a value, found"),
+    (
+        "zero_optimization: {offload_optimizer: {device: nvme}}",
+        "zero_optimization.offload_optimizer.device: Input shou",
+    ),
+    ("use_grad_ckpt: maybe", "use_grad_ckpt: expected true, false, auto or {every: n}, found 'maybe'"),
+    ("use_grad_ckpt: {every: 0}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {'every': 0}"),
+    ("use_grad_ckpt: {}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {}"),
+    ("compile: {deepcompile: true}", "compile: expected true, false or auto"),
+    ("profile_steps: [4, 3]", "profile_steps: expected [first, last], two steps from 1, found [4, 3]"),
+    ("model_topo: {parts: even}", "model_topo.parts: expected auto or a list of layers per stage, found 'even'"),
+    ("prompt_format: alpaca", "prompt_format: expected 'chat_template' or 'plain', or the path of a Jinja file, found"),
+    ("template_args: {tools: []}", "template_args: expected others than tools, which Pipetune gives"),
+    # YAML.
+    ("seed: 1\nseed: 2", "line 6, column 1: key 'seed' is repeated"),
+    ("seed: [1", "line 6, column 1: "),
+    ("\tseed: 1", "line 5, column 1: "),
+    ("seed: !!python/object:os.system 1", "line 5, column 7: "),
+    ("? [seed]\n: 1", "line 5, column 3: found unhashable key"),
+    ("seed: 1\a", ""),
+    ("seed: 2024-13-45", ""),
+    ('"a\\x1b[2J\\nerror: forged": 1', "line 5, column 1: a control character; expected printable text"),
+    ("optimizer: &a {params: *a}", "line 1, column 1: more than 100,000 values"),
+    ("\n".join(BOMB), "line 1, column 1: more than 100,000 values, with aliases and merge keys expanded"),
+    ("\n".join(MERGE_BOMB), "line 1, column 1: more than 100,000 values, with aliases and merge keys expanded"),
+    ("cache_dir: " + "[" * 50_000, "nested too deeply; expected fewer levels"),
+    ("#" * 2**20, "cannot be read: larger than 1 MiB"),
+    # Keys that contradict each other.
+    ("ports: {meeting: 29500, failure_detector: 29500}", "ports.failure_detector: 29500 is that of meeting; expect"),
+    ("compile: true\nzero_optimization: {stage: 3}", "compile: ZeRO stage 3 gathers weights"),
+    (
+        "zero_optimization: {stage: 0, cpu_offload: true}",
+        "zero_optimization.offload_optimizer: stage 0 keeps the optim",
+    ),
+    ("bf16: true\nfp16: true", "bf16.enabled: expected at most one of bf16 and fp16"),
+    ("tf32: true\nbf16: true", "tf32: 16-bit products do not use it; expected false"),
+    (
+        "optimizer: {type: Adafactor}",
+        "zero_optimization.stage: 1 joins the weights, which Adafactor needs apart; expec",
+    ),
+    (f"{ADAFACTOR}bf16: true", "bf16.enabled: true joins the weights, which Adafactor needs apart; expected stage 0"),
+    (
+        ADAFACTOR + "model_topo: {process_topology: {axes: [pipe, data, model], dims: [1, 1, 2]}}",
+        "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none",
+    ),
+    (
+        "optimizer: {type: SGD}\nzero_optimization: {offload_optimizer: {device: cpu}}",
+        "optimizer.type: SGD cannot be offloaded; expected one of AdamW, Lion, or zero_force_ds_cpu",
+    ),
+    (
+        "optimizer: {params: {fused: true}}\nzero_optimization: {offload_optimizer: {device: cpu}}",
+        "optimizer.params.fused: AdamW does not take it; expected one of lr, bias_correction, ",
+    ),
+    ("fp8: true\nfp16: true", "fp8.enabled: it rounds bf16 numbers; expected bf16.enabled"),
+    (
+        f"{FP8}schedule: dualpipev\nmodel_topo: {{process_topology: {{dims: [2, 1]}}}}",
+        "fp8.enabled: dualpipev computes",
+    ),
+    (f"{FP8}zero_optimization: {{stage: 3}}", "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expect"),
+    (f"{FP8}model_topo: {{process_topology: {{axes: [pipe, data, model], dims: [1, 1, 2]}}}}", "fp8.enabled: linear "),
+    ("train_micro_batch_size_per_gpu: 3", "train_batch_size: 8 is not a multiple of 3 "),
+    ("model_topo: {process_topology: {dims: [1, 3]}}", "train_batch_size: 8 is not a multiple of 3 "),
+    ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 4 contradicts train_batch_size 8; expected 8"),
+    ("eval_interval: 5", "eval_data_path: expected records to evaluate on, or neither eval_interval nor"),
+    ("eval_at_start: true", "eval_data_path: expected records to evaluate on, or neither eval_interval nor"),
+    ("eval_share: 0.1\neval_data_path: [e.json]", "eval_share: eval_data_path has the records to evaluate on; "),
+    ("eval_share: 0.1\nstream_gb: 1\nmax_steps: 5", "eval_share: nobody knows all samples of a stream; expected "),
+    ("model_topo: {process_topology: {dims: [2]}}", "model_topo.process_topology.dims: expected one number for each "),
+    ("model_topo: {process_topology: {axes: [pipe, pipe]}}", "model_topo.process_topology.axes: expected pipe and"),
+    ("model_topo: {parts: [1, 2]}", "model_topo.parts: expected one entry for each of 1 stages, found [1, 2]"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), MISTAKES)
+def test_a_mistake_is_refused_in_one_line_with_its_key(line: str, words: str, tmp_path: Path) -> None:
+    path = write(tmp_path, line, leave_out=line.partition(":")[0])
+    found = refusal(path)
+    assert found.startswith(f"{path}: {words}")
+    assert ("did you" in words) <= ("did you" in found)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("seed", "command line: 'seed': expected key.sub=value"),
+        ("=3", "command line: '=3': expected key.sub=value"),
+        ("seed=[1", "command line: seed: '[1' is not a YAML value"),
+        ("model_path.sub=3", "command line: model_path.sub: model_path is a value, not a section"),
+        ("optimizr.type=SGD", "{file}: unknown key optimizr; did you mean optimizer?"),
+    ],
+)
+def test_a_bad_override_is_refused(word: str, reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert refusal(path, word) == reason.format(file=path)
+
+
+def test_a_missing_key_and_an_unreadable_file_are_named(tmp_path: Path) -> None:
+    for key in REQUIRED:
+        path = write(tmp_path, leave_out=key)
+        assert refusal(path) == f"{path}: {key}: missing"
+    for content in (b"", b"a word", b"- a list", b"\xff\xfe"):
+        path.write_bytes(content)
+        assert refusal(path).startswith(f"{path}: ")
+    assert refusal(tmp_path / "none.yml") == f"{tmp_path / 'none.yml'}: not found; expected a YAML file"
+    os.mkfifo(tmp_path / "pipe")
+    for special in (tmp_path, tmp_path / "pipe"):
+        assert refusal(special) == f"{special}: cannot be read: expected a regular file"
+
+
+def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in sections_in(field.annotation):
+            yield from keys_of(inner, f"{prefix}{name}.")
+    if section is Optimizer:
+        yield from (f"{prefix}params.{name}" for name in PARAMETERS["AdamW"])
+
+
+def test_each_key_of_another_tool_leads_to_ours(tmp_path: Path) -> None:
+    known = set(keys_of(TrainConfig))
+    assert len(FOREIGN) > 60
+    for name, (key, advice, _) in FOREIGN.items():
+        assert key in known if key else advice, name
+        assert name not in TrainConfig.model_fields, name
+        line = refusal(write(tmp_path, f"{name}: 1"))
+        assert f": unknown key {name}; " in line
+        assert (f"did you mean {key}?" if key else "no such thing here: ") in line and line.count(advice) >= 1
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "../Qwen3", "/models/Qwen3", "Qwen3", "a/b/c", "here/Qwen3"])
+def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(CheckpointError, match="not found; expected a model folder") as caught:
+        resolve(name)
+    is_hub = name == "Qwen/Qwen3-0.6B"
+    assert (f"python convert_model.py download --model-name {name} --save-path DIR" in str(caught.value)) == is_hub
+    if is_hub:
+        with pytest.raises(DataError, match=f"hf download --repo-type dataset {name}"):
+            files_of(Source(path=name))
+
+
+WITHOUT_TORCH = """
+import sys, train_ds
+try:
+    train_ds.main()
+finally:
+    print("heavy" if {"torch", "transformers", "deepspeed"} & sys.modules.keys() else "light")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--plan", "--devices", "8xA100"], "--devices: '8xA100': expected a number and one of A100-40G, A100-80G"),
+        (["--inspect", "3"], "Qwen/Qwen3-0.6B: not found; expected a model folder, or first: python"),
+        ([], "Qwen/Qwen3-0.6B: not found; expected a model folder"),
+    ],
+)
+def test_devices_and_folders_are_checked_before_slow_imports(words: list[str], line: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "model_path: Qwen/Qwen3-0.6B", "optimizer: {params: {lr: 1e-5}}", leave_out="model_path")
+    command = [sys.executable, "-c", WITHOUT_TORCH, "--config", str(path), *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "light\n"), result.stderr
+    assert result.stderr.startswith(f"error: {line}") and result.stderr.count("\n") == 1
