@@ -17,7 +17,7 @@ import yaml
 from data.records.formats import FORMAT_NAMES, convert
 from tests.docs.pages import PAGES, Block, blocks, text_of
 from training.config.keys import TrainConfig
-from training.config.reference import BEGIN, CHINESE, END, PAGE, translated, written
+from training.config.reference import BEGIN, CHINESE, END, FROM, FROM_CHINESE, PAGE, translated, written
 from training.config.yaml_file import load_config
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": 64}
@@ -85,6 +85,13 @@ def test_the_page_of_keys_is_that_of_the_config(page: Path) -> None:
     assert there == written(page), "expected: python -m training.config.reference --write"
     for name in TrainConfig.model_fields:
         assert f"| `{name}` |" in there or f"| `{name}." in there, name
+
+
+@pytest.mark.parametrize("page", [FROM, FROM_CHINESE], ids=lambda page: page.name)
+def test_the_page_of_other_tools_has_the_names_that_errors_know(page: Path) -> None:
+    there = text_of(f"docs/{page.name}").partition(BEGIN)[2].partition(END)[0]
+    assert there == written(page), "expected: python -m training.config.reference --write"
+    assert "| `max_seq_len` | `model_max_length` | `max_length`, `max_seq_length` | `sequence_len` |" in there
 
 
 def test_every_translated_key_is_there() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 TOOLS = {"H": "HF Trainer", "T": "TRL", "A": "axolotl", "L": "LLaMA-Factory", "S": "ms-swift", "D": "DeepSpeed"}
 _WARMUP, _DIMS = "scheduler.params.warmup_num_steps", "model_topo.process_topology.dims"
 _THIRD = "the third number, with axes: [pipe, data, model]"
-_TABLE = [  # our key, or none where there is no such thing; advice; names, each with the letters of its tools
+OTHERS = [  # our key, or none where there is no such thing; advice; names, each with the letters of its tools
     ("model_path", "", "model_name_or_path:TL base_model:A model:S"),
     ("data_path", "", "dataset:LS datasets:A dataset_name:T"),
     ("save_path", "", "output_dir:HTALS"),
@@ -48,6 +48,6 @@ _TABLE = [  # our key, or none where there is no such thing; advice; names, each
 ]
 FOREIGN = {
     name: (key, advice, [TOOLS[letter] for letter in tools])
-    for key, advice, names in _TABLE
+    for key, advice, names in OTHERS
     for name, _, tools in (each.partition(":") for each in names.split())
 }

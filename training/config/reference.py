@@ -23,11 +23,14 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from data.records.sources import Source
+from training.config.foreign_names import OTHERS, TOOLS
 from training.config.keys import TrainConfig
 from training.config.sections import sections_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 CHINESE = PAGE.with_name("configuration_CN.md")
+FROM = PAGE.with_name("coming-from.md")  # the keys of other tools; in both languages too
+FROM_CHINESE = FROM.with_name("coming-from_CN.md")
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->"
 HEADER = ("key", "default", "meaning")
 GROUPS = {  # by the first key of each
@@ -48,8 +51,10 @@ Said = Callable[[str, str], str]  # a key and its docstring, or "" and a word of
 def written(page: Path = PAGE) -> str:
     """Make the generated part of a page; ValueError without a translation."""
     said: Said = _english
-    if page == CHINESE:
-        said = partial(translated, yaml.safe_load(page.with_suffix(".yml").read_text(encoding="utf-8")))
+    if page in (CHINESE, FROM_CHINESE):
+        said = partial(translated, yaml.safe_load(CHINESE.with_suffix(".yml").read_text(encoding="utf-8")))
+    if page in (FROM, FROM_CHINESE):
+        return foreign_keys(said)
     header = f"| {' | '.join(said('', word) for word in HEADER)} |\n|---|---|---|\n"
     parts = []
     for name, field in TrainConfig.model_fields.items():
@@ -59,6 +64,18 @@ def written(page: Path = PAGE) -> str:
     parts.append(f"\n### {said('', ENTRIES)}\n\n{header}")
     parts += [_row(said, *each) for name, field in Source.model_fields.items() for each in _keys(name, field)]
     return "".join(parts) + "\n"
+
+
+def foreign_keys(said: Said) -> str:
+    """Make the table of other tools' keys, a column for each tool."""
+    header = [said("", "here"), *TOOLS.values(), said("", "note")]
+    lines = [header, ["---"] * len(header)]
+    for key, advice, names in OTHERS:
+        each = [name.partition(":") for name in names.split()]
+        cells = [", ".join(f"`{name}`" for name, _, tools in each if letter in tools) for letter in TOOLS]
+        if any(cells):
+            lines.append([f"`{key}`" if key else said("", "none"), *cells, said("", advice) if advice else ""])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def translated(texts: dict[str, dict[str, Any]], name: str, english: str) -> str:
@@ -118,7 +135,7 @@ def main() -> None:
         print(written())
         return
     try:
-        made = {page: written(page) for page in (PAGE, CHINESE)}
+        made = {page: written(page) for page in (PAGE, CHINESE, FROM, FROM_CHINESE)}
     except ValueError as error:
         parser.error(str(error))
     for page, keys in made.items():
