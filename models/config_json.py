@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,10 @@ AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_n
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 # Far above any model: more layers and experts would be counted, one by one, for hours, and wider heads fill the memory.
 MOST = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "num_experts", "num_local_experts"), 10_000)
-MOST |= {"head_dim": 2**16, "kv_channels": 2**16} | dict.fromkeys(AHEAD, 100)
+MOST |= {"head_dim": 2**16, "kv_channels": 2**16, "hidden_size": 2**20, "max_position_embeddings": 2**40}
+MOST |= dict.fromkeys(AHEAD, 100)
+AMOUNTS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")  # JSON may hold NaN and Infinity
+MOST_BYTES = 2**24  # of a config.json
 TEXT, TIED = "text_config", "tie_word_embeddings"
 QUANTIZATION = "quantization_config"  # `checkpoint.quantized` reads such weights as the numbers that they stand for
 
@@ -44,6 +48,10 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
     for name, most in MOST.items():
         if isinstance(found := part.get(name), (int, float)) and not found <= most:
             raise CheckpointError(f"{path}: {name}: expected at most {most:,}, found {found}")
+    for name in AMOUNTS:
+        found = part.get(name, 1)
+        if found is not None and not (type(found) in (int, float) and 0 < found < math.inf):
+            raise CheckpointError(f"{path}: {name}: expected a number above 0, found {found!r}")
     for fields in (raw, part):
         _normalise_dtype(fields)
     model_type = part["model_type"]
@@ -97,6 +105,8 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
         raw = json.loads(read_regular(path).decode())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found; expected a model folder with a config.json") from None

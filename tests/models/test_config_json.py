@@ -32,6 +32,10 @@ def write(tmp_path: Path, **stated: Any) -> Path:
         ("hidden_size", 0, "hidden_size: expected at least 1, found 0"),
         ("num_local_experts", 10**9, "num_local_experts: expected at most 10,000, found 1000000000"),
         ("head_dim", 10**9, "head_dim: expected at most 65,536, found 1000000000"),
+        ("max_position_embeddings", 10**30, "max_position_embeddings: expected at most 1,099,511,627,776"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps: expected a number above 0, found nan"),
+        ("rope_theta", float("inf"), "rope_theta: expected a number above 0, found inf"),
+        ("rope_theta", "10000", "rope_theta: expected a number above 0, found '10000'"),
         ("num_attention_heads", 2.5, "'num_attention_heads' expected int, got float"),
         ("vocab_size", "512", "'vocab_size' expected int, got str"),
         ("torch_dtype", "float99", "float99"),
@@ -41,6 +45,12 @@ def test_what_no_model_has_is_refused_in_one_line(tmp_path: Path, name: str, val
     path = write(tmp_path, **TINY | {name: value})
     line = error_line(lambda: read_spec(tmp_path))
     assert str(path) in line and told in line
+
+
+def test_a_file_far_too_large_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("w") as file:
+        file.truncate(2**40)  # a hole, which takes no room
+    assert "larger than 16 MiB" in error_line(lambda: read_spec(tmp_path))
 
 
 @pytest.mark.parametrize(

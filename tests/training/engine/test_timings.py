@@ -85,23 +85,6 @@ def test_a_part_that_nobody_reads_is_a_mistake() -> None:
         pass
 
 
-def test_a_part_is_little_work() -> None:
-    """Counted in calls of functions, as seconds would say more about the machine."""
-    calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    timings = Timings()
-    sys.setprofile(count)
-    for _ in range(100):
-        with timings("data"):
-            pass
-    sys.setprofile(None)
-    assert calls / 100 < 20
-
-
 def test_peak_memory_is_this_process_s_and_not_its_parent_s() -> None:
     """A small child of a large process is small; getrusage would say otherwise."""
     ballast = bytearray(600_000_000)
