@@ -15,60 +15,43 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pipetune
-from common.terminal import TYPED
+from common.terminal import TYPED, typed_name
 from pipetune import FOLDER, INSTALLED, _package
 
+ROOT = FOLDER if INSTALLED else FOLDER.parent  # of the scripts and configs
 TEMPLATES = ("ds_config_pp.yml", "ds_config_zero.yml")
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 class Command(NamedTuple):
-    """A script, the words before the rest of the command line, and the purpose."""
+    """A command that a script runs, with words before the rest of the command line, or a function here."""
 
-    script: str
-    words: tuple[str, ...]
     purpose: str
-
-
-COMMANDS = {
-    "train": Command("train_ds.py", (), "fine-tune a model in a pipeline"),
-    "train-zero": Command("train_ds_zero.py", (), "the same with ZeRO, without a pipeline"),
-    "auto": Command("train_ds.py", ("--auto",), "choose a config for a model and its data, and train"),
-    "plan": Command("train_ds.py", ("--plan",), "predict a run's memory, time and stages"),
-    "inspect": Command("train_ds.py", ("--inspect", "3"), "print the first samples as they are trained"),
-    "prove": Command("train_ds.py", ("--prove",), "compare a small run with one process"),
-    "check": Command("train_ds.py", ("--check",), "compare the hosts and measure their links"),
-    "convert": Command("convert_model.py", (), "move weights between layouts, check or download a model"),
-    "demo": Command("demo.py", (), "talk to a model"),
-}
+    script: str = ""
+    words: tuple[str, ...] = ()
+    run: Callable[[], None] | None = None
 
 
 def main() -> None:
-    command, rest = next(iter(sys.argv[1:]), "--help"), sys.argv[2:]
-    if command in COMMANDS:
-        run_script(command, rest)
-    elif command in OWN:
-        os.environ[TYPED] = f"pipetune {command}"
-        sys.argv = [sys.argv[0], *rest]
-        OWN[command][0]()
-    elif command == "--version":
+    name, rest = next(iter(sys.argv[1:]), "--help"), sys.argv[2:]
+    if name == "--version":
         print(f"pipetune {pipetune.__version__}")
-    elif command in ("--help", "-h"):
+    elif name in ("--help", "-h"):
         print(usage())
+    elif name in COMMANDS:
+        command = COMMANDS[name]
+        os.environ[TYPED] = f"pipetune {name}"
+        sys.argv = [sys.argv[0], *rest]
+        if command.run:
+            command.run()
+        else:
+            sys.stdout.flush()
+            os.execv(sys.executable, [sys.executable, str(ROOT / command.script), *command.words, *rest])
     else:
-        near = get_close_matches(command, [*COMMANDS, *OWN], 1)
-        expected = f"did you mean {near[0]}?" if near else f"expected one of {', '.join((*COMMANDS, *OWN))}"
-        print(f"error: {command}: no such command; {expected}", file=sys.stderr)
+        near = get_close_matches(name, COMMANDS, 1)
+        expected = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
+        print(f"error: {name}: no such command; {expected}", file=sys.stderr)
         sys.exit(2)
-
-
-def run_script(command: str, rest: list[str]) -> None:
-    """Become the command's script, whose usage line then names the command."""
-    script, words, _ = COMMANDS[command]
-    path = (FOLDER if INSTALLED else FOLDER.parent) / script
-    sys.stdout.flush()
-    environment = os.environ | {TYPED: f"pipetune {command}"}
-    os.execve(sys.executable, [sys.executable, str(path), *words, *rest], environment)
 
 
 def report() -> None:
@@ -78,7 +61,7 @@ def report() -> None:
 
 
 def init_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pipetune init", description="Write a config to start from.")
+    parser = argparse.ArgumentParser(prog=typed_name(), description="Write a config to start from.")
     parser.add_argument("file", type=Path, nargs="?", default=Path("pipetune.yml"), help="default pipetune.yml")
     parser.add_argument("--zero", action="store_true", help="one for train-zero, without a pipeline")
     return parser
@@ -88,7 +71,7 @@ def init() -> None:
     """Write the template of a config, with every key that most runs set."""
     parser = init_parser()
     arguments = parser.parse_args()
-    template = (FOLDER if INSTALLED else FOLDER.parent) / "configs" / TEMPLATES[arguments.zero]
+    template = ROOT / "configs" / TEMPLATES[arguments.zero]
     try:
         with arguments.file.open("x", encoding="utf-8") as file:
             file.write(template.read_text(encoding="utf-8"))
@@ -98,7 +81,7 @@ def init() -> None:
 
 
 def completion_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pipetune completion", description="Print the completion of a shell.")
+    parser = argparse.ArgumentParser(prog=typed_name(), description="Print the completion of a shell.")
     parser.add_argument("shell", choices=SHELLS, help='such as: eval "$(pipetune completion bash)"')
     return parser
 
@@ -122,29 +105,34 @@ def whole_parser() -> argparse.ArgumentParser:
     parsers |= {"init": init_parser(), "completion": completion_parser()}
     whole = argparse.ArgumentParser(prog="pipetune")
     commands = whole.add_subparsers()
-    for name in (*COMMANDS, *OWN):
+    for name, command in COMMANDS.items():
         parent = parsers.get(name) or train_parser(in_stages=name != "train-zero")
-        purpose = COMMANDS[name].purpose if name in COMMANDS else OWN[name][1]
-        command = commands.add_parser(name, parents=[parent], add_help=False, help=purpose)
-        for action in command._actions:
+        parser = commands.add_parser(name, parents=[parent], add_help=False, help=command.purpose)
+        for action in parser._actions:
             if action.dest in ("config", "file") or action.metavar in ("DIR", "FILE"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     return whole
 
 
-# What runs here, without a script of its own.
-OWN: dict[str, tuple[Callable[[], None], str]] = {
-    "report": (report, "draw a run's loss, speed and memory"),
-    "init": (init, "write a config to start from"),
-    "completion": (completion, "print what lets a shell complete all this"),
+COMMANDS = {
+    "train": Command("fine-tune a model in a pipeline", "train_ds.py"),
+    "train-zero": Command("the same with ZeRO, without a pipeline", "train_ds_zero.py"),
+    "auto": Command("choose a config for a model and its data, and train", "train_ds.py", ("--auto",)),
+    "plan": Command("predict a run's memory, time and stages", "train_ds.py", ("--plan",)),
+    "inspect": Command("print the first samples as they are trained", "train_ds.py", ("--inspect", "3")),
+    "prove": Command("compare a small run with one process", "train_ds.py", ("--prove",)),
+    "check": Command("compare the hosts and measure their links", "train_ds.py", ("--check",)),
+    "convert": Command("move weights between layouts, check or download a model", "convert_model.py"),
+    "demo": Command("talk to a model", "demo.py"),
+    "report": Command("draw a run's loss, speed and memory", run=report),
+    "init": Command("write a config to start from", run=init),
+    "completion": Command("print what lets a shell complete all this", run=completion),
 }
 
 
 def usage() -> str:
     """List the commands; each has a --help of its own."""
-    purposes = {name: command.purpose for name, command in COMMANDS.items()}
-    purposes |= {name: purpose for name, (_, purpose) in OWN.items()}
-    lines = [f"  {name:<11} {purpose}" for name, purpose in purposes.items()]
+    lines = [f"  {name:<11} {command.purpose}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: pipetune COMMAND ...   (pipetune COMMAND --help tells more)", "", *lines])
 
 
