@@ -229,8 +229,11 @@ def give_up(config: TrainConfig, fixed: Container[str]) -> Iterator[TrainConfig]
 
 
 def _cheaper(basis: Basis) -> dict[str, Basis]:
-    """Apply each of the `savings` alone, of those that suit the optimizer."""
-    changed = {change: basis.changed(**keys) for change, keys in savings(basis.config)}
+    """Apply each of the `savings` alone, of those that suit the device and the optimizer."""
+    suited = (
+        (change, keys) for change, keys in savings(basis.config) if basis.device.reserves or change != OFFLOADS[1]
+    )
+    changed = {change: basis.changed(**keys) for change, keys in suited}
     return {change: each for change, each in changed.items() if not any(of_optimizer(each.config))}
 
 

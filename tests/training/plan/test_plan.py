@@ -211,6 +211,14 @@ def test_advice_is_cheapest_first_and_ends_where_it_fits(tmp_path: Path) -> None
     assert peaks == sorted(peaks, reverse=True)
 
 
+def test_activations_are_advised_to_leave_a_gpu_alone(tmp_path: Path) -> None:
+    """On a CPU they lie in main memory already."""
+    basis = basis_of(llama(tmp_path), config_of(tmp_path, 1, max_seq_len=256))
+    for memory, device in ((2**30, basis.device), (2**30, this_device())):
+        advice = advise(replace(basis, device=replace(device, memory=memory)))
+        assert ("offload_activations: true" in [each.change for each in advice]) == device.reserves
+
+
 def test_a_search_proposes_what_fits(tmp_path: Path) -> None:
     basis = basis_of(llama(tmp_path), config_of(tmp_path, 1, train_batch_size=64), "A100-40G")
     best = search(basis, 8)
