@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -75,6 +75,14 @@ class Proof(BaseModel):
     shares_rows: bool
     linear: bool
     seconds: float
+
+    @model_validator(mode="after")
+    def _check(self) -> Proof:
+        """Refuse a kept proof that shows nothing, whatever its checksum."""
+        within = all(figure <= bound(name, self.linear) for name, figure in self.figures.items())  # not so for a NaN
+        if not self.figures or not within or self.attention not in (ALL, (EAGER,)):
+            raise ValueError("expected figures within their bounds, and known kernels")
+        return self
 
     def __str__(self) -> str:
         worst = max(self.figures, key=lambda name: self.figures[name])

@@ -124,6 +124,18 @@ def test_a_damaged_digest_is_ignored_with_a_warning(
     assert digests.take(data) == digests.known(data) == taken
 
 
+def test_a_digest_of_another_user_is_ignored_with_a_warning(
+    tmp_path: Path, settled: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path / "a.jsonl", records(3))
+    digests = Digests(tmp_path / "digests")
+    digests.take(data)
+    (note,) = (tmp_path / "digests").iterdir()
+    monkeypatch.setattr(os, "getuid", lambda: -5)
+    assert digests.known(data) is None
+    assert caplog.messages == [f"warning: {note}: ignored: of another user"]
+
+
 def use(dataset: Dataset) -> None:
     """Everything that a run may look at."""
     assert dataset.lengths.sum() and dataset.supervised.sum() and len(dataset.digests) == len(dataset)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.errors import DataError
 from data.inspection import summary
+from data.inspection.summary import draw_lengths
 from data.records.sources import Source
 from data.sample_set import supervised_count
 from data.tokenized.dataset import Dataset, load_dataset
@@ -214,3 +215,8 @@ def test_many_files_do_not_flood_the_table(tmp_path: Path, tokenizer_folder: Pat
     assert len(lines) == 1 + summary.ROWS + 2
     assert lines[-2].split()[:4] == ["5", "more", "5", "5"]
     assert lines[-1].split()[:3] == ["together", "25", "25"]
+
+
+def test_the_lengths_of_a_single_sample_can_be_drawn(tmp_path: Path, tokenizer_folder: Path) -> None:
+    dataset = load_dataset(write(tmp_path / "records.json", INSTRUCT), tokenizer_folder, 1000, "plain")
+    assert draw_lengths(dataset, 1000, tmp_path / "lengths.png").stat().st_size > 1000

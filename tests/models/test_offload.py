@@ -1,15 +1,16 @@
 """Offloaded activations come back one block ahead of their need.
 
-A CPU's copies, which are there at once, record when they were started. `benchmarks.gpu_checks race` shows on a GPU that
-the streams wait for each other.
+No GPU is needed: a CPU's copies, which are there at once, record when they were started; in the last test, streams
+record what they are asked to do.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -89,3 +90,79 @@ def test_one_block_is_ahead_of_the_one_in_its_backward_pass(
             current = max(current, number)
         else:
             assert number == current + 1 or number == current == 0
+
+
+class Streams:
+    """Streams and tensors of a device that is not there, and what they were given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, str]] = []
+        self.current = "computing"
+
+    def make(self, name: str) -> Any:
+        streams = self
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None:
+                streams.given.append((name, f"wait for {other}"))
+
+            def wait_event(self, event: str) -> None:
+                streams.given.append((name, f"wait for {event}"))
+
+            def record_event(self) -> str:
+                return f"what {name} did"
+
+            def __str__(self) -> str:
+                return name
+
+        return Stream()
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, str(stream)
+        yield
+        self.current = before
+
+    def tensor(self, *_: Any, **named: Any) -> Any:
+        streams = self
+        on_host = named.get("device") == "cpu"
+
+        class OnDevice:
+            device = torch.device("cuda")
+
+            def detach(self) -> Any:
+                return self
+
+            def copy_(self, other: Any, non_blocking: bool) -> None:
+                assert non_blocking
+                streams.given.append((streams.current, "copy out" if on_host else "copy back"))
+
+            def record_stream(self, stream: Any) -> None:
+                streams.given.append((str(stream), "keeps what it reads"))
+
+        return OnDevice()
+
+
+def test_the_computation_waits_for_a_copy_back_only_where_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    made = {name: streams.make(name) for name in ("computing", "out", "back")}
+    monkeypatch.setattr(offload, "_stream", lambda device, way: made[way])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made["computing"])
+    monkeypatch.setattr(torch.cuda, "stream", streams.on)
+    monkeypatch.setattr(torch, "empty_like", streams.tensor)
+    copy = HostCopy(streams.tensor())
+    assert streams.given == [("out", "wait for computing"), ("out", "copy out"), ("out", "keeps what it reads")]
+    streams.given.clear()
+    copy.start_back()
+    copy.start_back()
+    assert streams.given == [
+        ("back", "wait for computing"),
+        ("back", "wait for what out did"),
+        ("back", "copy back"),
+        ("back", "keeps what it reads"),
+    ]
+    streams.given.clear()
+    copy.back()
+    assert streams.given == [("computing", "wait for what back did")]
+    copy.start_back()
+    assert len(streams.given) == 1, "what nobody needs any more came back"

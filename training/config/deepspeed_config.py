@@ -19,6 +19,7 @@ from training.config.sections import suggest
 from training.errors import ConfigError
 
 ZERO = "zero_optimization"
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def check_device(config: TrainConfig) -> None:
@@ -41,6 +42,9 @@ def check_device(config: TrainConfig) -> None:
         raise ConfigError(f"{ZERO}.zero_hpz_partition_size: expected a divisor of the number of processes")
     if known.stage == 3 and known.offload_param and known.offload_param.device == "nvme":
         raise ConfigError(f"{ZERO}.offload_param.device: expected cpu or none, found 'nvme'")
+    asked = [key for key in QUANTIZED if known.stage == 3 and getattr(known, key)]
+    if asked and not torch.cuda.is_available():  # DeepSpeed 0.19.8 takes quantized gradients there, and does not do it
+        raise ConfigError(f"{ZERO}.{asked[0]}: its kernels need CUDA, which this machine does not have")
     if config.fp16.enabled and known.stage == 0:  # DeepSpeed 0.19.8 divides gradients by the scale all the same
         raise ConfigError(f"{ZERO}.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
     if get_accelerator().device_name() == "cpu":

@@ -112,6 +112,8 @@ DataPath = Annotated[list[_Entry], BeforeValidator(_as_list)]
 
 Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
+# Parameters that optimizers read as a condition, so that the word 'false' would turn them on.
+SWITCHES = set("amsgrad maximize nesterov foreach fused capturable differentiable adamw_mode bias_correction".split())
 
 
 class _OptimizerNumbers(BaseModel):
@@ -139,8 +141,11 @@ class Optimizer(Section):
 
     @field_validator("params")
     @classmethod
-    def _check_numbers(cls, params: dict[str, Any]) -> dict[str, Any]:
+    def _check_params(cls, params: dict[str, Any]) -> dict[str, Any]:
         _OptimizerNumbers.model_validate(params)
+        for name in SWITCHES & params.keys():
+            if not isinstance(params[name], bool):
+                raise ValueError(f"{name}: expected true or false")
         return params
 
 

@@ -119,7 +119,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected keys and values, found {type(raw).__name__}")
     for alias in ALIASES.keys() & raw.keys():
-        raw[ALIASES[alias]] = raw.pop(alias)
+        if (name := ALIASES[alias]) in raw:
+            raise ConfigError(f"{path}: {alias} and {name} are one key; expected only one of them")
+        raw[name] = raw.pop(alias)
     return raw
 
 

@@ -256,6 +256,13 @@ def test_what_deepspeed_asserts_is_one_line() -> None:
         assert line.startswith("refused: DeepSpeed refuses its keys: ") and part in line
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the kernels")
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_quantized_communication_without_cuda_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^zero_optimization\.{key}: its kernels need CUDA"):
+        check_device(config_with(zero_optimization={"stage": 3, key: True}))
+
+
 def test_each_key_is_read_somewhere() -> None:
     """As an attribute or by its name; where keys are declared or listed does not count."""
     source = "".join(path.read_text(encoding="utf-8") for path in SOURCES if path.name not in DECLARED)
