@@ -93,15 +93,22 @@ def test_two_hosts_train_as_one(
         command = deepspeed(hostfile, *words, door, "--config", RUN)
         commands = [hosts[0].enter("env", f"DS_ENV_FILE={environment}", *command)]
     launches = [start(*each) for each in commands]
-    launches[0].until(lambda: (run_folder / "metrics.jsonl").exists() and metrics(run_folder))
-    ranks = [
-        psutil.Process(number) for host in hosts for number, told in host.processes().items() if is_rank(told, door)
-    ]
-    assert len(ranks) == prod(dims)
+    ranks: list[psutil.Process] = []
+
+    def all_started() -> bool:
+        """Whether every rank is there. Looked at while they start: a run of 4 steps ends soon after its first."""
+        pids = [pid for host in hosts for pid, line in host.processes().items() if is_rank(line, door)]
+        ranks[:] = map(psutil.Process, pids)
+        return len(ranks) == prod(dims)
+
+    def listens() -> bool:
+        ports = subprocess.run(hosts[0].enter("ss", "-Hltn"), capture_output=True, text=True, check=True).stdout
+        return f":{MEETING} " in ports and f":{DETECTOR} " in ports
+
+    launches[0].until(all_started)
     if name not in ("static", "c10d"):
         assert {rank.environ().get("OF_THE_USER") for rank in ranks} == {"a value"}
-    listening = subprocess.run(hosts[0].enter("ss", "-Hltn"), capture_output=True, text=True, check=True).stdout
-    assert f":{MEETING} " in listening and f":{DETECTOR} " in listening
+    launches[0].until(listens)
     for launch in launches:
         result = launch.end()
         assert result.returncode == 0, result.stdout + result.stderr
