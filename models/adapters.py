@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from models.errors import CheckpointError
 
 ALL_LINEAR = "all-linear"
 FACTORS = ("lora_A", "lora_B")
+IDLE = "idle"
 GROUPED_RANK = 8  # torch's grouped product wants rows of a multiple of 16 bytes
 
 
@@ -93,6 +93,25 @@ class Trained:
         return is_factor(name) or any(ends_with(owner, self.lora.modules_to_save) for owner in owners)
 
 
+ALL = Trained()
+
+
+def save_trained_only(layer: nn.Module) -> None:
+    """Make a layer's state dict that of its trained weights, where some are adapters."""
+
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        kept = {f"{prefix}{name}" for name, weight in module.named_parameters() if weight.requires_grad}
+        for name in [each for each in state if each.startswith(prefix) and each not in kept]:
+            del state[name]
+
+    layer.register_state_dict_post_hook(drop)
+
+
+def add_idle_weight(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Give a stage without trained weights one that does nothing, as DeepSpeed's optimizers need some."""
+    layer.register_parameter(IDLE, nn.Parameter(torch.zeros(1, dtype=dtype, device=next(layer.parameters()).device)))
+
+
 def ends_with(path: str, names: tuple[str, ...]) -> bool:
     """Whether the last parts of a dotted name are one of `names`."""
     return any(path == name or path.endswith(f".{name}") for name in names)
@@ -113,9 +132,9 @@ def base_of(name: str) -> str:
 def adapted(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each adapted weight in a layer, with its factors A and B."""
     found = dict(module.named_parameters())
-    for name in found:
+    for name, factor in found.items():
         if name.endswith("lora_A"):
-            yield base_of(name), found[name], found[f"{name.removesuffix('A')}B"]
+            yield base_of(name), factor, found[f"{name.removesuffix('A')}B"]
 
 
 def fresh_factors(shapes: dict[str, torch.Size], seed: int) -> dict[str, Tensor]:
@@ -141,8 +160,6 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool)
 class Adapted(nn.Module):
     """A linear layer with an adapter; mixed into the class that it had."""
 
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
     lora: Lora
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -152,7 +169,8 @@ class Adapted(nn.Module):
     def low_rank(self, inputs: Tensor) -> Tensor:
         """Compute what the adapter adds for `inputs` [..., in]."""
         dropped = F.dropout(inputs, self.lora.dropout, self.training)
-        return F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora.scale
+        a, b = map(self.get_parameter, FACTORS)
+        return F.linear(F.linear(dropped, a), b) * self.lora.scale
 
 
 class AdaptedExperts(nn.Module):
@@ -161,7 +179,7 @@ class AdaptedExperts(nn.Module):
     lora: Lora
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         a = self._parameters.get(f"{name}_lora_A")
         if a is None:
             return value
@@ -228,9 +246,11 @@ def _adapt(module: nn.Module, lora: Lora, path: str, is_head: bool) -> None:
         return
     if isinstance(module, nn.Linear | Conv1D) and isinstance(module.weight, nn.Parameter):
         if not is_head if everything else lora.takes(path):
-            shape = module.weight.shape[::-1] if is_transposed(module) else module.weight.shape
-            _add_factors(module, "", shape, lora, path)
-            module.__class__ = _mixed(Adapted, type(module))
+            sides = list(module.weight.shape)
+            if is_transposed(module):
+                sides.reverse()
+            _add_factors(module, "", sides, lora, path)
+            module.__class__ = _mixed(Adapted, module.__class__)
         return
     for name in expert_weights(module):
         if lora.experts if everything else lora.takes(f"{path}.{name}"):
@@ -239,24 +259,32 @@ def _adapt(module: nn.Module, lora: Lora, path: str, is_head: bool) -> None:
                     f"lora.dropout: {lora.dropout}, but {path}.{name} is a weight of experts, to which dropout cannot "
                     "be applied apart from its adapter; expected 0, or lora.experts: false"
                 )
-            experts, *shape = module.get_parameter(name).shape
-            shape = shape[::-1] if is_transposed(module) else shape
-            _add_factors(module, f"{name}_", shape, lora, f"{path}.{name}", (experts,))
+            experts, *sides = module.get_parameter(name).shape
+            if is_transposed(module):
+                sides.reverse()
+            _add_factors(module, f"{name}_", sides, lora, f"{path}.{name}", (experts,))
             if not isinstance(module, AdaptedExperts):
-                module.__class__ = _mixed(AdaptedExperts, type(module))
+                module.__class__ = _mixed(AdaptedExperts, module.__class__)
 
 
 def _add_factors(
-    module: Any, prefix: str, shape: Any, lora: Lora, path: str, experts: tuple[int, ...] = ()
+    module: Any, prefix: str, shape: list[int], lora: Lora, path: str, experts: tuple[int, ...] = ()
 ) -> None:
     rows, columns = shape
     if lora.r > min(rows, columns):
-        raise CheckpointError(f"lora.r: {lora.r}, but {path} is {rows} x {columns}; expected at most {min(rows, columns)}")
+        raise CheckpointError(
+            f"lora.r: {lora.r}, but {path} is {rows} x {columns}; expected at most {min(rows, columns)}"
+        )
     module.register_parameter(f"{prefix}lora_A", nn.Parameter(torch.empty(*experts, lora.r, columns)))
     module.register_parameter(f"{prefix}lora_B", nn.Parameter(torch.empty(*experts, rows, lora.r)))
     module.lora = lora
 
 
-@cache
-def _mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
+_CLASSES: dict[tuple[type, type], Any] = {}
+
+
+def _mixed(mixin: type, kind: type) -> Any:
+    """Make a class of both, once for all layers, as torch.compile looks at classes."""
+    if (mixin, kind) not in _CLASSES:
+        _CLASSES[mixin, kind] = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
+    return _CLASSES[mixin, kind]

@@ -41,7 +41,7 @@ from models.process_groups import RankGroup, RankGroups
 from models.router import top_k
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
-from models.weight_gradients import linear_layers
+from models.weight_gradients import trained_linear_layers
 
 SHORT = 23  # length of the row that masks and angles are made for; a prime that is no other dimension of a model
 EXPERTS, SCORELESS = "planned", "planned_attention"  # transformers' names of `_even_experts` and `_scoreless`
@@ -126,7 +126,7 @@ def saved_by(spec: ModelSpec, case: LayerCase) -> Saved:
         return tensor
 
     with fake_layer(spec, case) as fake:
-        for linear in linear_layers(fake.module):
+        for linear in trained_linear_layers(fake.module):
             linear.register_forward_hook(lambda _, inputs, output: ends.append((inputs[0], output)))
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             fake.run()
@@ -244,7 +244,7 @@ def work_of(spec: ModelSpec, case: LayerCase, compiled: bool = False) -> LayerWo
         with Recorder() as forward:
             output = fake.run()
         with Recorder() as backward:
-            sources = [fake.hidden, *fake.module.parameters()]
+            sources = [fake.hidden, *(weight for weight in fake.module.parameters() if weight.requires_grad)]
             torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
         blocks = compiled and isinstance(fake.module, Block)
     noted = [*forward.noted, *backward.noted]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from models.adapters import Trained
+from models.adapters import ALL, Trained
 from models.attention.kernels import WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
@@ -41,7 +41,7 @@ class ModelSpec:
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
     fields: dict[str, Any] = field(default_factory=dict, repr=False)
     is_part: bool = False
-    trained: Trained = Trained()
+    trained: Trained = ALL
     _shapes: dict[int, dict[str, torch.Size]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -128,7 +128,6 @@ class ModelSpec:
             self._shapes[layer] = {name: tensor.shape for name, tensor in module.state_dict().items()}
         return self._shapes[layer]
 
-
     def training(self, trained: Trained) -> ModelSpec:
         """Get the same model with other weights trained."""
         return replace(self, trained=trained, _shapes={})
@@ -136,7 +135,13 @@ class ModelSpec:
     @property
     def base(self) -> ModelSpec:
         """The model without adapters, as its checkpoint has it."""
-        return self.training(Trained())
+        return self.training(ALL)
+
+    @property
+    def trains_tied(self) -> bool:
+        """Whether the one weight of a tied model is trained."""
+        with torch.device("meta"):
+            return self.build(0).get_parameter(EMBEDDING_WEIGHT).requires_grad
 
     def paths(self, layer: int, name: str) -> list[str]:
         """Get the names, in transformers' model, of a module or a weight of a layer: both of a tied one."""

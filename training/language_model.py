@@ -32,6 +32,7 @@ from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.preflight import check_model
 from training.topology import Division
+from training.trained import adapter_file, with_trained
 
 
 class LanguageModel(Task):
@@ -67,7 +68,7 @@ class LanguageModel(Task):
 
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
         folder = resolve(config.model_path)
-        spec = self._read_spec(folder)
+        spec = with_trained(self._read_spec(folder), config)
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)
@@ -85,7 +86,9 @@ class LanguageModel(Task):
             )
         sets = [self.dataset] if held_out is None else [self.dataset, held_out]
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
-        self.side_files = read_side_files(folder, spec, reader.ends) if disk.keeps else {}
+        self.side_files = {}
+        if disk.keeps:
+            self.side_files = read_side_files(folder, spec.base, reader.ends) | adapter_file(config, spec)
         self.model_folder, self.spec, self.n_layers = folder, spec, spec.n_layers
         self.order = DataOrder(
             samples=len(self.dataset),

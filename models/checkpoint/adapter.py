@@ -37,6 +37,11 @@ PLAIN = {
 }
 
 
+def is_peft(folder: Path) -> bool:
+    """Whether a folder holds an adapter as peft saves it."""
+    return (folder / PEFT_WEIGHTS).is_file()
+
+
 class Factors(Protocol):
     """Where the trained weights of an adapter come from."""
 
@@ -154,22 +159,14 @@ def from_peft(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
     if not (is_factor(name) and len(shape) == 3) or tensor.numel() != shape.numel():
         return tensor
     experts, rows, columns = shape
-    return tensor.view(shape) if name.endswith("A") else tensor.view(rows, columns, experts).permute(2, 0, 1)
+    return tensor.view(shape) if name.endswith("A") else tensor.view(rows, columns, experts).permute(2, 0, 1).contiguous()
 
 
 def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
     """Write an adapter's settings in peft's words."""
     lora = spec.trained.lora
     assert lora is not None
-    modules, weights = dict[str, None](), dict[str, None]()
-    for layer in range(spec.n_layers):
-        for name in (each for each in spec.shapes(layer) if each.endswith("lora_A")):
-            owner, _, leaf = name.rpartition(".")
-            path = spec.path(layer, owner)
-            if leaf == "lora_A":
-                modules[path] = None
-            else:
-                weights[f"{path}.{leaf[:-7]}"] = None
+    modules, weights = adapted_paths(spec)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -219,10 +216,24 @@ def _found(file: MappedFile | SafetensorsFile, name: str, where: str) -> Tensor:
         raise CheckpointError(f"{where}: no {name}; expected all weights that this adapter trains") from None
 
 
-def _targets(lora: Lora, paths: dict[str, None], parts: int) -> str | list[str]:
+def adapted_paths(spec: ModelSpec) -> tuple[list[str], list[str]]:
+    """List the names in transformers' model of what is adapted: linear layers, and weights of experts."""
+    modules, weights = [], []
+    for layer in range(spec.n_layers):
+        for name in (each for each in spec.shapes(layer) if each.endswith("lora_A")):
+            owner, _, leaf = name.rpartition(".")
+            path = spec.path(layer, owner)
+            if leaf == "lora_A":
+                modules.append(path)
+            else:
+                weights.append(f"{path}.{leaf.removesuffix('_lora_A')}")
+    return modules, weights
+
+
+def _targets(lora: Lora, paths: list[str], parts: int) -> str | list[str]:
     """Name what is adapted as peft finds it: in the user's words, or by the last parts of the names."""
     if lora.targets == ALL_LINEAR:
         return list(dict.fromkeys(".".join(path.split(".")[-parts:]) for path in paths))
     if isinstance(lora.targets, str):
-        return lora.targets if parts == 1 else list(paths)
+        return lora.targets if parts == 1 else paths
     return [each for each in lora.targets if any(ends_with(path, (each,)) for path in paths)]

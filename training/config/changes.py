@@ -50,6 +50,8 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(False), "stream_gb train_batch_size dataloader_drop_last seed"),
     # Of the parameters of an optimizer, all but these four may decide which states there are.
     (Rule(False), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
+    (Rule(False), "lora freeze"),
+    (Rule(True), "lora.start_from"),
     (Rule(True, NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
     (Rule(True, NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
     (Rule(True, NEW_SCHEDULE), "scheduler n_epoches max_steps"),

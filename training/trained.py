@@ -1,0 +1,97 @@
+"""Which weights of a model a config trains: all, all but the frozen ones, or adapters."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from models.adapters import Lora, Trained, ends_with
+from models.checkpoint.adapter import (
+    AdaptedStates,
+    LayerFiles,
+    PeftFolder,
+    adapted_paths,
+    is_peft,
+    peft_config,
+    trained_names,
+)
+from models.checkpoint.layout import ADAPTER, resolve
+from models.checkpoint.source import open_source
+from models.loading import LayerStates, SeededStates
+from models.spec import ModelSpec
+from training.config.keys import TrainConfig
+from training.errors import ConfigError
+
+FEW = 12  # names that fit into a message
+
+
+def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
+    """Say in a model's spec what the config trains of it.
+
+    Raises:
+        ConfigError: a name or a pattern matches nothing, or nothing is left to train.
+    """
+    lora = config.lora
+    if lora is None and not config.freeze:
+        return spec
+    adapters = None
+    if lora is not None:
+        names = lora.model_dump(include={"r", "alpha", "dropout", "rslora", "experts"})
+        targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
+        adapters = Lora(targets=targets, modules_to_save=tuple(lora.modules_to_save), **names)
+    trained = spec.training(Trained(adapters, tuple(pattern.pattern for pattern in config.freeze)))
+    _check(spec, trained)
+    return trained
+
+
+def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerStates:
+    """Open the weights of a run's layers: those of `folder`, a model or a checkpoint, or fresh ones."""
+    if config.from_scratch:
+        return SeededStates(spec, config.seed)
+    if config.lora is None:
+        return open_source(folder, spec)
+    base = open_source(resolve(config.model_path), spec.base)
+    if (folder / ADAPTER).is_file():
+        return AdaptedStates(base, spec, LayerFiles(folder))
+    if config.lora.start_from is None:
+        return AdaptedStates(base, spec, None, config.seed)
+    start = resolve(config.lora.start_from, adapter=True)
+    return AdaptedStates(base, spec, PeftFolder(start, spec) if is_peft(start) else LayerFiles(start))
+
+
+def adapter_file(config: TrainConfig, spec: ModelSpec) -> dict[str, bytes]:
+    """Make the file that names an adapter's settings and its base, for a checkpoint."""
+    if config.lora is None:
+        return {}
+    base = str(resolve(config.model_path).resolve())
+    return {ADAPTER: (json.dumps(peft_config(spec, base), indent=1) + "\n").encode()}
+
+
+def _check(spec: ModelSpec, trained: ModelSpec) -> None:
+    names = [spec.path(layer, name) for layer in range(spec.n_layers) for name in spec.shapes(layer)]
+    lora, adapted = trained.trained.lora, [path for paths in adapted_paths(trained) for path in paths]
+    if lora is None:
+        for pattern in trained.trained.freeze:
+            if not any(re.search(pattern, name) for name in names):
+                raise ConfigError(f"freeze: {pattern!r} matches no weight; expected patterns for {_few(names)}")
+        if not any(trained_names(trained, layer) for layer in range(spec.n_layers)):
+            raise ConfigError("freeze: matches all weights; expected some to train")
+        return
+    possible = [path for paths in adapted_paths(spec.training(Trained(Lora(r=1)))) for path in paths]
+    ends = dict.fromkeys(path.rpartition(".")[2] for path in possible)
+    unmatched = [] if adapted else [lora.targets]
+    if not isinstance(lora.targets, str):
+        unmatched = [target for target in lora.targets if not any(ends_with(path, (target,)) for path in adapted)]
+    for target in unmatched:
+        raise ConfigError(f"lora.targets: {target!r} matches no layer of this model; expected some of {_few(ends)}")
+    for module in lora.modules_to_save:
+        if not any(ends_with(name.rpartition(".")[0], (module,)) for name in names):
+            ends = dict.fromkeys(name.split(".")[-2] for name in names if "." in name)
+            raise ConfigError(f"lora.modules_to_save: no module {module!r}; expected some of {_few(ends)}")
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:FEW]) + (", ..." if len(names) > FEW else "")
