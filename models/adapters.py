@@ -109,7 +109,9 @@ def save_trained_only(layer: nn.Module) -> None:
 
 def add_idle_weight(layer: nn.Module, dtype: torch.dtype) -> None:
     """Give a stage without trained weights one that does nothing, as DeepSpeed's optimizers need some."""
-    layer.register_parameter(IDLE, nn.Parameter(torch.zeros(1, dtype=dtype, device=next(layer.parameters()).device)))
+    idle: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=next(layer.parameters()).device))
+    idle.ds_pipe_replicated, idle.model_parallel = True, False  # what DeepSpeed asks of the weights in a norm
+    layer.register_parameter(IDLE, idle)
 
 
 def ends_with(path: str, names: tuple[str, ...]) -> bool:

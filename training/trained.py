@@ -70,13 +70,14 @@ def adapter_file(config: TrainConfig, spec: ModelSpec) -> dict[str, bytes]:
 
 
 def _check(spec: ModelSpec, trained: ModelSpec) -> None:
-    names = [spec.path(layer, name) for layer in range(spec.n_layers) for name in spec.shapes(layer)]
+    layers = range(spec.n_layers)
+    names = [path for layer in layers for name in spec.shapes(layer) for path in spec.paths(layer, name)]
     lora, adapted = trained.trained.lora, [path for paths in adapted_paths(trained) for path in paths]
     if lora is None:
         for pattern in trained.trained.freeze:
             if not any(re.search(pattern, name) for name in names):
                 raise ConfigError(f"freeze: {pattern!r} matches no weight; expected patterns for {_few(names)}")
-        if not any(trained_names(trained, layer) for layer in range(spec.n_layers)):
+        if not any(trained_names(trained, layer) for layer in layers):
             raise ConfigError("freeze: matches all weights; expected some to train")
         return
     possible = [path for paths in adapted_paths(spec.training(Trained(Lora(r=1)))) for path in paths]

@@ -17,6 +17,7 @@ from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 from torch.nn.attention import flex_attention
 
+from models.adapters import IDLE
 from models.api import read_spec
 from tests.workers.cases import loader_of
 from tests.workers.zero import KINDS
@@ -41,7 +42,8 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     torch_keeps_them = config.zero_optimization.stage == 0 and not config.bf16.enabled
 
     def keep_gradients(lr_kwargs: object) -> None:
-        trained = ((name, weight) for name, weight in engine.module.named_parameters() if weight.requires_grad)
+        weights = engine.module.named_parameters()
+        trained = ((name, each) for name, each in weights if each.requires_grad and not name.endswith(IDLE))
         for parameter_name, parameter in trained:
             gradient = parameter.grad if torch_keeps_them else safe_get_full_grad(parameter)
             gradients[parameter_name] = gradient.detach().float().clone().contiguous()

@@ -64,7 +64,8 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         parts = "+".join(map(str, self.parts))
-        return "-".join([self.model, self.variant, f"{self.dims[0]}x{self.dims[1]}", parts, *self.changes])
+        dims = f"{self.dims[0]}x{self.dims[1]}"
+        return "-".join(word for word in (self.model, self.variant, dims, parts, *self.changes) if word)
 
 
 FEW = {"targets": ["q_proj", "down_proj"]}
@@ -165,8 +166,7 @@ def read(folder: Path, case: Case) -> Outcome:  # noqa: F811
     gradients: dict[str, torch.Tensor] = {}
     for stage in range(case.dims[0]):
         gradients |= load_file(folder / f"{case.name}.stage{stage}.safetensors")
-    own = {name: gradient for name, gradient in gradients.items() if not name.endswith(".idle")}
-    return Outcome(json.loads((folder / f"{case.name}.json").read_text())["loss"], own)
+    return Outcome(json.loads((folder / f"{case.name}.json").read_text())["loss"], gradients)
 
 
 @pytest.mark.parametrize("case", UNDER_TEST)
