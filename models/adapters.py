@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Lora:
 
     Attributes:
         targets: `all-linear`, ends of the names of modules, or one regular expression for whole names.
-        experts: whether weights of experts are adapted too, where `targets` is `all-linear`.
+        experts: whether weights of experts are adapted too, which `targets` names as it does modules.
         modules_to_save: ends of the names of modules that are trained in full.
     """
 
@@ -129,14 +129,6 @@ def base_of(name: str) -> str:
     owner, _, leaf = name.rpartition(".")
     weight = leaf.removesuffix("lora_A").removesuffix("lora_B").removesuffix("_")
     return f"{owner}.{weight or 'weight'}"
-
-
-def adapted(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of each adapted weight in a layer, with its factors A and B."""
-    found = dict(module.named_parameters())
-    for name, factor in found.items():
-        if name.endswith("lora_A"):
-            yield base_of(name), factor, found[f"{name.removesuffix('A')}B"]
 
 
 def fresh_factors(shapes: dict[str, torch.Size], seed: int) -> dict[str, Tensor]:
@@ -255,7 +247,7 @@ def _adapt(module: nn.Module, lora: Lora, path: str, is_head: bool) -> None:
             module.__class__ = _mixed(Adapted, module.__class__)
         return
     for name in expert_weights(module):
-        if lora.experts if everything else lora.takes(f"{path}.{name}"):
+        if lora.experts and (everything or lora.takes(f"{path}.{name}")):
             if lora.dropout:
                 raise CheckpointError(
                     f"lora.dropout: {lora.dropout}, but {path}.{name} is a weight of experts, to which dropout cannot "

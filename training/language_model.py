@@ -32,7 +32,7 @@ from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.preflight import check_model
 from training.topology import Division
-from training.trained import adapter_file, with_trained
+from training.trained import adapter_file, check_same_base, with_trained
 
 
 class LanguageModel(Task):
@@ -88,7 +88,9 @@ class LanguageModel(Task):
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         self.side_files = {}
         if disk.keeps:
-            self.side_files = read_side_files(folder, spec.base, reader.ends) | adapter_file(config, spec)
+            self.side_files = read_side_files(folder, spec.base, reader.ends)
+            if config.lora:
+                self.side_files |= adapter_file(spec, folder)
         self.model_folder, self.spec, self.n_layers = folder, spec, spec.n_layers
         self.order = DataOrder(
             samples=len(self.dataset),
@@ -102,6 +104,8 @@ class LanguageModel(Task):
 
     def check_checkpoint(self, folder: Path) -> None:
         check_same_model(self.spec, folder)
+        if self.spec.trained.lora:
+            check_same_base(folder, self.model_folder)
 
     def check_weights(self, job: Job) -> None:
         check_model(self.model_folder, weights=job.progress.checkpoint is None and not job.config.from_scratch)

@@ -7,23 +7,26 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from common.whole_files import block_checksum
 from models.adapters import Lora, Trained, ends_with
 from models.checkpoint.adapter import (
+    CHECKSUM,
     AdaptedStates,
     LayerFiles,
-    PeftFolder,
     adapted_paths,
-    is_peft,
+    open_factors,
     peft_config,
     trained_names,
 )
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import open_source
+from models.config_json import read_json
 from models.loading import LayerStates, SeededStates
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
+WEIGHTS = (".safetensors", ".bin", ".pt")
 FEW = 12  # names that fit into a message
 
 
@@ -57,16 +60,32 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
         return AdaptedStates(base, spec, LayerFiles(folder))
     if config.lora.start_from is None:
         return AdaptedStates(base, spec, None, config.seed)
-    start = resolve(config.lora.start_from, adapter=True)
-    return AdaptedStates(base, spec, PeftFolder(start, spec) if is_peft(start) else LayerFiles(start))
+    return AdaptedStates(base, spec, open_factors(resolve(config.lora.start_from, adapter=True), spec))
 
 
-def adapter_file(config: TrainConfig, spec: ModelSpec) -> dict[str, bytes]:
+def adapter_file(spec: ModelSpec, base: Path) -> dict[str, bytes]:
     """Make the file that names an adapter's settings and its base, for a checkpoint."""
-    if config.lora is None:
-        return {}
-    base = str(resolve(config.model_path).resolve())
-    return {ADAPTER: (json.dumps(peft_config(spec, base), indent=1) + "\n").encode()}
+    settings = peft_config(spec, str(base.resolve())) | {CHECKSUM: checksum_of(base)}
+    return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
+
+
+def check_same_base(checkpoint: Path, base: Path) -> None:
+    """Refuse another base than the one that a checkpoint's adapter was trained on.
+
+    Raises:
+        ConfigError: the weights differ.
+    """
+    then = read_json(checkpoint / ADAPTER)
+    if then.get(CHECKSUM) != checksum_of(base):
+        raise ConfigError(
+            f"model_path: {base}: not the weights that the adapter in {checkpoint} was trained on; expected those of "
+            f"{then.get('base_model_name_or_path')}, or another save_path"
+        )
+
+
+def checksum_of(base: Path) -> str:
+    """Return the checksum of a model's weight files, taken from blocks of each."""
+    return block_checksum(path for path in base.iterdir() if path.suffix in WEIGHTS and path.is_file())
 
 
 def _check(spec: ModelSpec, trained: ModelSpec) -> None:

@@ -13,14 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from models.adapters import ALL_LINEAR, Lora, ends_with, fresh_factors, is_factor
-from models.checkpoint.layout import ADAPTER, layer_file
-from models.checkpoint.tensor_files import MappedFile, SafetensorsFile
+from models.adapters import ALL_LINEAR, Lora, base_of, ends_with, fresh_factors, is_factor, is_transposed, merged
+from models.checkpoint.layout import ADAPTER, layer_file, resolve
+from models.checkpoint.source import HuggingFaceSource, PipelineSource
+from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
 from models.config_json import read_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
+CHECKSUM = "base_checksum"  # of the base's weights, in the file of a run's checkpoint
 PEFT_PREFIX = "base_model.model."
 # What peft can do to an adapter beside what Pipetune knows, with the value of each that changes nothing.
 PLAIN = {
@@ -126,6 +128,60 @@ class AdaptedStates:
         return state
 
 
+class MergedStates:
+    """A model with an adapter added to its weights, under the base's names.
+
+    Args:
+        base: the model's own weights.
+        spec: of the model with its adapters.
+    """
+
+    def __init__(self, base: PipelineSource | HuggingFaceSource, spec: ModelSpec, factors: Factors) -> None:
+        self.folder = base.folder
+        self.spec = spec.base
+        self._adapted = AdaptedStates(base, spec, factors)
+        self._with_adapters = spec
+
+    def check_layer(self, layer: int) -> None:
+        self._adapted.check_layer(layer)
+
+    def read_layer(self, layer: int) -> dict[str, Tensor]:
+        state, lora = self._adapted.read_layer(layer), self._with_adapters.trained.lora
+        assert lora is not None
+        with torch.device("meta"):
+            modules = dict(self._with_adapters.build(layer).named_modules())
+        for name in [each for each in state if each.endswith("lora_A")]:
+            a, b = state.pop(name), state.pop(f"{name[:-1]}B")
+            weight, owner = base_of(name), modules[name.rpartition(".")[0]]
+            state[weight] = merged(state[weight], a, b, lora.scale, is_transposed(owner))
+        return state
+
+    def infos(self, layer: int) -> dict[str, TensorInfo]:
+        """Get the dtype, that of the base's embedding, and the shape of each tensor of a layer."""
+        dtype = self._adapted.dtype()
+        return {name: TensorInfo(dtype, shape) for name, shape in self.spec.shapes(layer).items()}
+
+    def describe(self, layer: int, name: str) -> str:
+        return self._adapted.describe(layer, name)
+
+
+def open_factors(folder: Path, spec: ModelSpec) -> Factors:
+    """Open the trained weights in an adapter's folder of either kind."""
+    return PeftFolder(folder, spec) if is_peft(folder) else LayerFiles(folder)
+
+
+def base_folder(folder: Path) -> Path:
+    """Find the model that an adapter belongs to.
+
+    Raises:
+        CheckpointError: it is not where it was.
+    """
+    found = Path(str(read_json(folder / ADAPTER).get("base_model_name_or_path")))
+    if not found.is_dir():
+        raise CheckpointError(f"{folder / ADAPTER}: its base {found}: not found; expected the folder of that model")
+    return resolve(found)
+
+
 def trained_names(spec: ModelSpec, layer: int) -> list[str]:
     """List the weights of a layer that are trained."""
     with torch.device("meta"):
@@ -159,7 +215,9 @@ def from_peft(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
     if not (is_factor(name) and len(shape) == 3) or tensor.numel() != shape.numel():
         return tensor
     experts, rows, columns = shape
-    return tensor.view(shape) if name.endswith("A") else tensor.view(rows, columns, experts).permute(2, 0, 1).contiguous()
+    return (
+        tensor.view(shape) if name.endswith("A") else tensor.view(rows, columns, experts).permute(2, 0, 1).contiguous()
+    )
 
 
 def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
@@ -203,6 +261,7 @@ def read_peft_config(folder: Path) -> Lora:
             dropout=raw.get("lora_dropout") or 0.0,
             rslora=bool(raw.get("use_rslora")),
             targets=targets,
+            experts=bool(weights),
             modules_to_save=tuple(raw.get("modules_to_save") or ()),
         )
     except (KeyError, TypeError) as error:

@@ -172,7 +172,7 @@ class LoraSection(Section):
     named as modules are: `experts.down_proj`."""
 
     experts: bool = True
-    """Whether `all-linear` includes the weights of experts."""
+    """Whether weights of experts get adapters too, where `targets` includes them."""
 
     modules_to_save: list[str] = []
     """Modules that are trained in full and saved with the adapter, such as `[embed_tokens, lm_head]`."""
