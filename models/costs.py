@@ -320,7 +320,7 @@ class ModelFlops:
         config = spec.config
         head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
         self._pair = 12.0 * config.num_attention_heads * head_dim
-        _, *self._blocks, self._head = (6 * _multiplied(spec, layer) for layer in range(spec.n_layers))
+        _, *self._blocks, self._head = (_multiplied(spec, layer) for layer in range(spec.n_layers))
         kinds = [attention_kind(config, block) for block in range(spec.n_blocks)]
         window = float(getattr(config, "sliding_window", None) or math.inf)
         windows = {SLIDING: window, LINEAR: 0.0}  # linear attention has no pairs
@@ -342,11 +342,15 @@ class ModelFlops:
 
 
 def _multiplied(spec: ModelSpec, layer: int) -> float:
-    """Count the weights that a token is multiplied with; of experts its share."""
-    weights = 0.0
-    for shape in spec.shapes(layer).values():
+    """Count the FLOPs of a token with a layer's weights: of experts its share.
+
+    Two for a weight in the forward pass, two for the gradient of the input, two for that of a trained weight itself.
+    """
+    flops, trained = 0.0, set(spec.trained_names(layer))
+    for name, shape in spec.shapes(layer).items():
+        passes = 6 if name in trained else 4
         if len(shape) == 2:
-            weights += shape.numel()
+            flops += passes * shape.numel()
         elif len(shape) == 3:
-            weights += shape.numel() * top_k(spec.config) / shape[0]
-    return weights
+            flops += passes * shape.numel() * top_k(spec.config) / shape[0]
+    return flops

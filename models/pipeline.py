@@ -163,7 +163,7 @@ class PipelineModel(PipelineModule):
             if self.spec.tied and self.stage_id == first:
                 tie_weights(self._layer(0), self._layer(self.spec.n_layers - 1))
             return tied
-        if not self.spec.trains_tied:  # nothing to keep alike
+        if EMBEDDING_WEIGHT not in self.spec.trained_names(0):  # nothing to keep alike
             return tied
         replicas, parts = range(self._grid.data_parallel_size), range(self.share.ranks.size)
         for replica, part in product(replicas, parts):

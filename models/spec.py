@@ -137,11 +137,10 @@ class ModelSpec:
         """The model without adapters, as its checkpoint has it."""
         return self.training(ALL)
 
-    @property
-    def trains_tied(self) -> bool:
-        """Whether the one weight of a tied model is trained."""
+    def trained_names(self, layer: int) -> list[str]:
+        """List the weights of a layer that are trained."""
         with torch.device("meta"):
-            return self.build(0).get_parameter(EMBEDDING_WEIGHT).requires_grad
+            return [name for name, weight in self.build(layer).named_parameters() if weight.requires_grad]
 
     def paths(self, layer: int, name: str) -> list[str]:
         """Get the names, in transformers' model, of a module or a weight of a layer: both of a tied one."""

@@ -305,7 +305,7 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
             f"{experts} experts cannot be spread over {size} processes to a layer; expected model_topo.experts: columns"
         )
     for layer in range(1, spec.n_blocks + 1):
-        shapes = spec.shapes(layer)
+        shapes = {name: shape for name, shape in spec.shapes(layer).items() if not is_factor(name)}
         by_heads = [name for name in plan if "att" in name and plan[name] in BY_HEADS and f"{name}.weight" in shapes]
         modules = tuple(f"{name.rpartition('.')[0]}." for name in by_heads)
         for name, shape in shapes.items():

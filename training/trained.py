@@ -16,7 +16,6 @@ from models.checkpoint.adapter import (
     adapted_paths,
     open_factors,
     peft_config,
-    trained_names,
 )
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import open_source
@@ -96,7 +95,7 @@ def _check(spec: ModelSpec, trained: ModelSpec) -> None:
         for pattern in trained.trained.freeze:
             if not any(re.search(pattern, name) for name in names):
                 raise ConfigError(f"freeze: {pattern!r} matches no weight; expected patterns for {_few(names)}")
-        if not any(trained_names(trained, layer) for layer in layers):
+        if not any(trained.trained_names(layer) for layer in layers):
             raise ConfigError("freeze: matches all weights; expected some to train")
         return
     possible = [path for paths in adapted_paths(spec.training(Trained(Lora(r=1)))) for path in paths]

@@ -74,7 +74,7 @@ class PeftFolder:
             raise CheckpointError(f"{self._path}: not found; expected a folder with an adapter as peft saves it")
         self._file = SafetensorsFile(self._path)
         self._spec = spec
-        known = {peft_name(spec, layer, name) for layer in range(spec.n_layers) for name in trained_names(spec, layer)}
+        known = {peft_name(spec, layer, name) for layer in range(spec.n_layers) for name in spec.trained_names(layer)}
         if other := sorted(set(self._file) - known):
             raise CheckpointError(f"{self._path}: {other[0]}: not a weight that lora.targets adapts in this model")
 
@@ -115,7 +115,7 @@ class AdaptedStates:
         return found
 
     def _read_trained(self, layer: int) -> dict[str, Tensor]:
-        shapes, names = self._spec.shapes(layer), trained_names(self._spec, layer)
+        shapes, names = self._spec.shapes(layer), self._spec.trained_names(layer)
         if self._factors is None:
             return fresh_factors({name: shapes[name] for name in names if is_factor(name)}, self._seed + layer)
         state = self._factors.read(layer, names)
@@ -180,12 +180,6 @@ def base_folder(folder: Path) -> Path:
     if not found.is_dir():
         raise CheckpointError(f"{folder / ADAPTER}: its base {found}: not found; expected the folder of that model")
     return resolve(found)
-
-
-def trained_names(spec: ModelSpec, layer: int) -> list[str]:
-    """List the weights of a layer that are trained."""
-    with torch.device("meta"):
-        return [name for name, weight in spec.build(layer).named_parameters() if weight.requires_grad]
 
 
 def peft_name(spec: ModelSpec, layer: int, name: str) -> str:

@@ -17,7 +17,6 @@ from models.checkpoint.adapter import (
     peft_name,
     read_peft_config,
     to_peft,
-    trained_names,
 )
 from models.checkpoint.layout import ADAPTER, side_files
 from models.checkpoint.side_files import copy_files
@@ -41,7 +40,7 @@ def write_adapter(folder: Path, target: Path) -> None:
         )
     factors, saved = LayerFiles(folder), dict[str, Tensor]()
     for layer in range(spec.n_layers):
-        for name, tensor in factors.read(layer, trained_names(spec, layer)).items():
+        for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
             saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
     save_file(saved, target / PEFT_WEIGHTS, metadata={"format": "pt"})
     settings = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))

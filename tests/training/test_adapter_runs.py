@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import load_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
-from models.checkpoint.layout import ADAPTER
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from tests.closeness import assert_near
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
 from tests.models.adapters import save_adapter
 from tests.models.helpers import random_ids
@@ -85,8 +85,6 @@ def exported(run: Path, folder: Path) -> Path:
 
 def test_a_run_equals_peft_and_transformers(run: Path, exported: Path, base: Path, start: Path) -> None:
     """Losses and every weight of the adapter after six steps of AdamW."""
-    from data.sample_set import SampleSet  # noqa: F401
-
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     model = PeftModel.from_pretrained(model, start, is_trainable=True)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -106,22 +104,15 @@ def test_a_run_equals_peft_and_transformers(run: Path, exported: Path, base: Pat
         losses.append(loss.item())
     assert [line["loss"] for line in metrics(run)] == pytest.approx(losses, rel=1e-5)
     found = load_file(exported / "adapter_model.safetensors")
-    theirs = {
-        name.replace(".default", ""): weight.detach()
-        for name, weight in model.named_parameters()
-        if weight.requires_grad
-    }
+    trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+    theirs = {name.replace(".default", ""): weight for name, weight in trained.items()}
     assert found.keys() == theirs.keys()
     for name, tensor in theirs.items():
-        torch.testing.assert_close(
-            found[name], tensor, atol=2e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert_near(found[name], tensor, torch.float32, name=name)
 
 
 def tokens_of(run: Path) -> list[Tensor]:
     """The samples of a run, all of whose tokens are trained but the first."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(run / f"step-{STEPS:06d}")
     records = json.loads((run.parent / "records.json").read_text())
     return [torch.tensor([*tokenizer(record["text"])["input_ids"], tokenizer.eos_token_id]) for record in records]
@@ -173,8 +164,6 @@ def test_another_base_is_refused(run: Path, folder: Path, base: Path, start: Pat
     other = folder / "other-base"
     shutil.copytree(base, other)
     weights = load_file(other / "model.safetensors")
-    from safetensors.torch import save_file
-
     save_file({name: tensor + 0.01 for name, tensor in weights.items()}, other / "model.safetensors")
     path = config(folder / "other.yml", folder, other, start, save_path=str(run), max_steps=STEPS + 2)
     result = deepspeed(2, "train_ds.py", "--config", path)

@@ -288,6 +288,16 @@ class Basis:
         """Parameters of each layer on one rank."""
         return [sum(map(prod, self.shapes(layer).values())) for layer in range(self.spec.n_layers)]
 
+    @cached_property
+    def trained(self) -> list[int]:
+        """Parameters of each layer that are trained, on one rank."""
+        return [sum(prod(self.shapes(layer)[name]) for name in names) for layer, names in enumerate(self.trained_names)]
+
+    @cached_property
+    def trained_names(self) -> list[list[str]]:
+        """Names of each layer's weights that are trained."""
+        return [self.once(ModelSpec.trained_names, layer) for layer in range(self.spec.n_layers)]
+
     def transfers(self, size: float) -> list[float]:
         """Seconds of a message of `size` bytes from each stage to the next."""
         if self.measured_links:
