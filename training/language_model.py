@@ -107,7 +107,7 @@ class LanguageModel(Task):
         return split_as_configured(config, self.spec, self.in_stages)
 
     def begin(self, job: Job) -> None:
-        set_threads(job.place.local_size, self.spec.config.hidden_size)
+        set_threads(job.process.local_size, self.spec.config.hidden_size)
 
     def build(self, job: Job) -> Trainer:
         checkpoint, config = job.progress.checkpoint, job.config

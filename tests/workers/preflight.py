@@ -14,14 +14,14 @@ from models.api import read_spec
 from training import preflight
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
-from training.distributed.processes import Place
+from training.distributed.processes import ProcessInfo
 from training.errors import RunRefused
 from training.plan.resources import check_resources
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    rank, place = torch.distributed.get_rank(), Place.from_environment()
-    assert place
+    rank, process = torch.distributed.get_rank(), ProcessInfo.from_environment()
+    assert process
     gethostname, socket.gethostname = socket.gethostname, f"node{rank + 1}".format
     preflight.PATIENCE = 0.5
     own = Path(case["folders"][rank])
@@ -37,7 +37,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
                 config.model_copy(update={"save_path": str(own)}), spec, range(spec.n_layers), Disk.of_all()
             )
         else:
-            preflight.check_folder(own, Disk.of(case["check"], place, config.model_topo), Log(quiet=True))
+            preflight.check_folder(own, Disk.of(case["check"], process, config.model_topo), Log(quiet=True))
     except RunRefused as refused:
         told = str(refused)
     finally:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from training.config.model_topo import ModelTopo
-from training.distributed.processes import Place, gather
+from training.distributed.processes import ProcessInfo, gather
 from training.errors import RunRefused
 
 
@@ -33,7 +33,7 @@ class Disk:
     number: int
 
     @classmethod
-    def of(cls, storage: str, place: Place, topology: ModelTopo) -> Disk:
+    def of(cls, storage: str, process: ProcessInfo, topology: ModelTopo) -> Disk:
         """Find the disk by the config's `storage`; all ranks call it together.
 
         Raises:
@@ -41,8 +41,8 @@ class Disk:
         """
         if storage == "shared":
             return cls.of_all()
-        hosts = gather((socket.gethostname(), place.local_rank == 0))
-        mine = hosts[place.rank][0]
+        hosts = gather((socket.gethostname(), process.local_rank == 0))
+        mine = hosts[process.rank][0]
         twins = [host for host, count in Counter(host for host, first in hosts if first).items() if count > 1]
         if twins:
             raise RunRefused(f"storage: local: two hosts are called {twins[0]}; expected a name of its own for each")
@@ -53,7 +53,7 @@ class Disk:
                     "or storage: shared"
                 )
         ranks = [rank for rank, (host, _) in enumerate(hosts) if host == mine]
-        return cls(mine, ranks, ranks.index(place.rank))
+        return cls(mine, ranks, ranks.index(process.rank))
 
     @classmethod
     def of_all(cls) -> Disk:

@@ -38,7 +38,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """This process among the others."""
 
     rank: int
@@ -47,7 +47,7 @@ class Place:
     local_size: int
 
     @classmethod
-    def from_environment(cls) -> Place | None:
+    def from_environment(cls) -> ProcessInfo | None:
         """What the launcher says, or None where no launcher started this process."""
         environment = os.environ
         slurm.take_up()
@@ -79,7 +79,7 @@ class Heard:
         return getattr(self._stream, name)
 
 
-def end_with_launcher(place: Place) -> None:
+def end_with_launcher(process: ProcessInfo) -> None:
     """Let this process save and end when its launcher is gone, as nobody could stop it any more.
 
     The launcher is the parent, and what runs DeepSpeed's launch.py: its runner, or over ssh all up to sshd, and pdsh
@@ -108,7 +108,8 @@ def end_with_launcher(place: Place) -> None:
         for ssh in connections:  # by its end the other hosts know
             with suppress(psutil.Error):
                 ssh.kill()
-        if signal.getsignal(LAUNCHER_GONE) == signal.SIG_DFL and place.local_rank == 0:  # there is nothing to save yet
+        nothing_to_save = signal.getsignal(LAUNCHER_GONE) == signal.SIG_DFL
+        if nothing_to_save and process.local_rank == 0:
             print_to_stderr("error: the launcher is gone")
         os.kill(os.getpid(), LAUNCHER_GONE)
         time.sleep(SAVED)
@@ -118,23 +119,23 @@ def end_with_launcher(place: Place) -> None:
 
 
 def start(
-    place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30), port: int | None = None
+    process: ProcessInfo, topology: ModelTopo, patience: timedelta = timedelta(minutes=30), port: int | None = None
 ) -> None:
     """Join the other processes of a run; see `join`.
 
     Raises:
         ConfigError: the launcher started another number of processes than `dims` asks for.
     """
-    if place.world_size != topology.processes:
+    if process.world_size != topology.processes:
         raise ConfigError(
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
-            f"processes, but {place.world_size} were started; expected --num_gpus {topology.processes}, "
+            f"processes, but {process.world_size} were started; expected --num_gpus {topology.processes}, "
             f"{topology.processes} slots of a hostfile, or srun --ntasks {topology.processes}"
         )
-    join(place, patience, port)
+    join(process, patience, port)
 
 
-def join(place: Place, patience: timedelta, port: int | None = None) -> None:
+def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> None:
     """Join the other processes of the launcher: NCCL where there are GPUs, gloo elsewhere.
 
     Args:
@@ -146,7 +147,7 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
         RunRefused: on every rank, where one never comes.
     """
     if port and os.environ["MASTER_PORT"] != str(port):
-        if place.rank == 0:
+        if process.rank == 0:
             print(f"ports.meeting: the ranks meet at port {port} instead of {os.environ['MASTER_PORT']}", flush=True)
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     # Rows of many lengths leave no holes in a GPU's memory then. torch 2.11 and 2.13 read it at the first allocation,
@@ -158,7 +159,7 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        set_threads(place.local_size)
+        set_threads(process.local_size)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         freed_memory.keep()
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
@@ -176,16 +177,16 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     if get_accelerator().device_name() == "cpu":
         # On a CPU DeepSpeed compiles a shared-memory collective at first use, for 100 s; gloo never calls it.
         vars(deepspeed.ops)["__compatible_ops__"] = {}
-    elif (gpus := torch.cuda.device_count()) <= place.local_rank:
+    elif (gpus := torch.cuda.device_count()) <= process.local_rank:
         raise ConfigError(
-            f"host {socket.gethostname()} has {place.local_size} processes, of which this one sees {gpus} GPUs; "
-            f"expected {gpus} slots there, or with srun --gpus-per-node {place.local_size} --gpu-bind none"
+            f"host {socket.gethostname()} has {process.local_size} processes, of which this one sees {gpus} GPUs; "
+            f"expected {gpus} slots there, or with srun --gpus-per-node {process.local_size} --gpu-bind none"
         )
     else:
-        get_accelerator().set_device(place.local_rank)
+        get_accelerator().set_device(process.local_rank)
         check_wheel()
     try:
-        store = meet(place.rank, place.world_size, place.local_size, patience)
+        store = meet(process.rank, process.world_size, process.local_size, patience)
         deepspeed.init_distributed(verbose=False, timeout=patience)
         del store  # the process group has found it by its port, and keeps it
     except (torch.distributed.DistError, OSError) as error:

@@ -39,7 +39,7 @@ from training.distributed.failure_detector import (
     lost_rank,
 )
 from training.distributed.gpu_progress import current_instruction, needs_no_other_rank
-from training.distributed.processes import Place, agreed, gather
+from training.distributed.processes import ProcessInfo, agreed, gather
 from training.distributed.rendezvous import listen
 from training.errors import ConfigError, RunRefused, describe_error, with_traceback
 from training.launch.pdsh import end_soon
@@ -53,7 +53,7 @@ CONNECT = 60.0  # seconds to reach the detector
 
 
 class RankMonitor:
-    """`with RankMonitor(place, stage, minutes) as monitor:` around all that a rank does together with others.
+    """`with RankMonitor(process, stage, minutes) as monitor:` around all that a rank does together with others.
 
     Args:
         stage: of the pipeline, from 0.
@@ -64,22 +64,22 @@ class RankMonitor:
         RunRefused: some rank cannot reach the detector, or its port is in use.
     """
 
-    def __init__(self, place: Place, stage: int, timeout_minutes: float, port: int = 0) -> None:
-        self._place = place
+    def __init__(self, process: ProcessInfo, stage: int, timeout_minutes: float, port: int = 0) -> None:
+        self._process = process
         self._lease: Lease | None = None
         self._detector: FailureDetector | None = None
         listener = None
         with agreed():
-            if place.rank == 0:
-                listener = open_port(place, port)
-        name = f"rank {place.rank} (stage {stage}, host {socket.gethostname()})"
+            if process.rank == 0:
+                listener = open_port(process, port)
+        name = f"rank {process.rank} (stage {stage}, host {socket.gethostname()})"
         # Names, port and secret go round in the process group; without the secret nobody can join.
         told = gather((name, listener.getsockname()[1] if listener else 0, secrets.token_hex()))
         self._first = told[0][0]
         if listener:
             self._detector = FailureDetector([each for each, _, _ in told], timeout_minutes, listener, told[0][2])
         with agreed():
-            self._connection = connect(told[0][1], f"{told[0][2]} {place.rank}\n")
+            self._connection = connect(told[0][1], f"{told[0][2]} {process.rank}\n")
         self._thread = threading.Thread(target=self._listen, name="monitor", daemon=True)
         self._thread.start()
 
@@ -138,19 +138,19 @@ class RankMonitor:
                     if kind == "end":
                         return
                     if kind == "where":
-                        self._send("place", **asdict(whereabouts(self._place.local_rank)))
+                        self._send("place", **asdict(whereabouts(self._process.local_rank)))
                     else:
                         self._leave(Report(**message))
         except OSError as error:
             lost = how_lost(error)
-        self._leave(lost_rank(self._first, lost, speaker=self._place.world_size - 1))
+        self._leave(lost_rank(self._first, lost, speaker=self._process.world_size - 1))
 
     def _leave(self, verdict: Report) -> None:
-        if verdict.unreachable and self._place.local_rank == 0:
+        if verdict.unreachable and self._process.local_rank == 0:
             end_soon()
         if self._lease:
             self._lease.release()
-        if verdict.speaker == self._place.rank:
+        if verdict.speaker == self._process.rank:
             time.sleep(LAST_WORDS)
             print(f"error: {with_traceback(verdict.text, verdict.trace)}", file=sys.stderr, flush=True)
         os._exit(verdict.code)
@@ -221,10 +221,10 @@ def taken_over(folder: Path, successor: str) -> ConfigError:
     return ConfigError(f"save_path: {folder}: {lost}; expected one run a folder")
 
 
-def open_port(place: Place, port: int) -> socket.socket:
+def open_port(process: ProcessInfo, port: int) -> socket.socket:
     """Where the detector listens."""
     try:
-        return listen(place.world_size, place.local_size, port)
+        return listen(process.world_size, process.local_size, port)
     except OSError as error:
         raise ConfigError(
             f"ports.failure_detector: {port}: {error.strerror} on host {socket.gethostname()}; expected a free port"

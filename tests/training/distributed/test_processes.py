@@ -16,7 +16,7 @@ from tests.launching import topology, torchrun
 from training.config.keys import TrainConfig
 from training.distributed import processes, script
 from training.distributed.failure_detector import ANSWER, LATE
-from training.distributed.processes import SMALL, Place, set_threads
+from training.distributed.processes import SMALL, ProcessInfo, set_threads
 from training.errors import ConfigError, RunRefused
 from training.launch.start import SUPERVISOR, launch
 from training.launch.supervisor import JOB
@@ -82,14 +82,14 @@ def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatc
     """The detector names the rank at fault; what gives up earlier would only say that some other one did not come."""
     waits: list[timedelta] = []
 
-    def start(place: Place, topology: Any, patience: timedelta, port: int | None) -> None:
+    def start(process: ProcessInfo, topology: Any, patience: timedelta, port: int | None) -> None:
         waits.append(patience)
         raise RunRefused
 
     monkeypatch.setattr(processes, "start", start)
     config = TrainConfig.model_validate(KEYS | {"timeout_minutes": minutes})
     with pytest.raises(RunRefused):
-        script.in_processes(config, Place(0, 1, 0, 1), lambda *_: False)
+        script.in_processes(config, ProcessInfo(0, 1, 0, 1), lambda *_: False)
     assert waits[0] > timedelta(minutes=minutes, seconds=ANSWER + LATE)
 
 
@@ -127,10 +127,10 @@ def test_cores_are_divided_unless_the_user_says_otherwise(
 SHARE = """
 import os, sys, torch
 os.sched_getaffinity = lambda _: range(6)
-from training.distributed.processes import Place, set_threads
-place = Place.from_environment()
-set_threads(place.local_size)
-if place.rank == 0:
+from training.distributed.processes import ProcessInfo, set_threads
+process = ProcessInfo.from_environment()
+set_threads(process.local_size)
+if process.rank == 0:
     print("threads:", torch.get_num_threads())
 """
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from training.distributed.processes import Place, free_port
+from training.distributed.processes import ProcessInfo, free_port
 from training.distributed.rank_monitor import open_port
 from training.distributed.rendezvous import listen
 from training.errors import ConfigError
@@ -24,11 +24,11 @@ import os, sys
 from datetime import timedelta
 import psutil, torch
 from training.config.model_topo import ModelTopo
-from training.distributed.processes import Place, start
+from training.distributed.processes import ProcessInfo, start
 from training.errors import ConfigError
 topology = ModelTopo(process_topology={"axes": ["pipe", "data"], "dims": [1, 1]})
 try:
-    start(Place.from_environment(), topology, timedelta(minutes=77))
+    start(ProcessInfo.from_environment(), topology, timedelta(minutes=77))
 except ConfigError as error:
     sys.exit(f"error: {error}")
 group = torch.distributed.new_group([0])
@@ -120,4 +120,4 @@ def test_a_detectors_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"ports.failure_detector: {port}: Address already in use .* on host"):
-            open_port(Place(0, 1, 0, 1), port)
+            open_port(ProcessInfo(0, 1, 0, 1), port)

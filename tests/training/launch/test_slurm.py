@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from training.distributed.processes import Place, free_port
+from training.distributed.processes import ProcessInfo, free_port
 from training.launch.slurm import first_host, tasks_by_host
 
 # As srun of Slurm 22.05 sets them: two tasks on the first host, one on each of the others.
@@ -39,20 +39,21 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_a_task_of_a_step_is_a_rank(environment: dict[str, str]) -> None:
     environment |= STEP
-    assert Place.from_environment() == Place(rank=3, world_size=5, local_rank=0, local_size=1)
+    rank_3 = ProcessInfo(rank=3, world_size=5, local_rank=0, local_size=1)
+    assert ProcessInfo.from_environment() == rank_3
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == (
         "node03",
         str(20_000 + (16 * 4711 + 2) % 12_000),
     )
-    assert Place.from_environment() == Place(rank=3, world_size=5, local_rank=0, local_size=1)  # after an exec
+    assert ProcessInfo.from_environment() == rank_3  # after an exec
 
 
 def test_what_a_user_or_a_launcher_says_counts(environment: dict[str, str]) -> None:
     environment |= STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    Place.from_environment()
+    ProcessInfo.from_environment()
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
     environment |= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert Place.from_environment() == Place(rank=1, world_size=2, local_rank=1, local_size=2)
+    assert ProcessInfo.from_environment() == ProcessInfo(rank=1, world_size=2, local_rank=1, local_size=2)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_what_a_user_or_a_launcher_says_counts(environment: dict[str, str]) -> N
 )
 def test_what_else_runs_in_a_job_is_no_rank(variables: dict[str, str], environment: dict[str, str]) -> None:
     environment |= variables
-    assert Place.from_environment() is None
+    assert ProcessInfo.from_environment() is None
 
 
 @pytest.mark.parametrize(
@@ -101,10 +102,10 @@ import torch
 from training import errors
 from training.distributed import processes, rendezvous
 rendezvous.PATIENCE, errors.RANK_0_SPEAKS = float(sys.argv[1]), 0
-place = processes.Place.from_environment()
-with errors.exit_with_one_line(place.rank):
-    processes.join(place, timedelta(minutes=30), int(sys.argv[2]))
-    print(place, processes.gather(place.rank), os.environ.get("GLOO_SOCKET_IFNAME"))
+process = processes.ProcessInfo.from_environment()
+with errors.exit_with_one_line(process.rank):
+    processes.join(process, timedelta(minutes=30), int(sys.argv[2]))
+    print(process, processes.gather(process.rank), os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
 
@@ -134,7 +135,7 @@ def tasks(which: Iterable[int], patience: float, port: int | None = None) -> lis
 def test_tasks_meet() -> None:
     for number, done in enumerate(tasks(range(2), 600)):
         assert done.returncode == 0, done.stderr
-        assert f"Place(rank={number}, world_size=2, local_rank={number}, local_size=2) [0, 1] lo" in done.stdout
+        assert f"ProcessInfo(rank={number}, world_size=2, local_rank={number}, local_size=2) [0, 1] lo" in done.stdout
         assert ("ports.meeting: the ranks meet at port" in done.stdout) == (number == 0)
 
 
