@@ -20,7 +20,7 @@ from models.shapes import shape_of
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
 from training.distributed.processes import ProcessInfo
-from training.distributed.script import in_processes
+from training.distributed.script import run_or_launch
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.agent import RUN
 from training.launch.hosts import read_hostfile
@@ -30,7 +30,7 @@ from training.metrics.devices import KNOWN, parse_devices
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
 
-# Options that mean nothing without another one.
+# Options without effect unless another one is given.
 NEEDED = {"dry_run": "auto", "include": "hostfile", "exclude": "hostfile", "html": "inspect", "search": "plan"}
 NEEDED |= {"calibrate": "plan", "links": "plan", "per_host": "links"}
 
@@ -160,7 +160,7 @@ def run_entry_point(
         elif hosts:
             launch(config, hosts, with_override)
         else:
-            in_processes(config, process, run)
+            run_or_launch(config, process, run)
 
 
 def _check_arguments(arguments: argparse.Namespace, process: ProcessInfo | None) -> Hosts | None:

@@ -49,7 +49,7 @@ class Task(ABC):
         loader: of the samples to train on.
         evaluation: on the samples to evaluate on, if any.
         order: decides which samples a step sees.
-        side_files: config and tokenizer of a checkpoint by file name, on the rank that keeps the run's folder.
+        side_files: config and tokenizer of a checkpoint by file name, on the rank that owns the run's folder.
     """
 
     in_stages: bool = True
@@ -157,7 +157,7 @@ class Job:
         check_setup(self.config, self.log)
         self.disk = Disk.of(self.config.storage, self.process, self.config.model_topo)
         with agreed():
-            if self.disk.keeps:
+            if self.disk.owns_folder:
                 check_writable("save_path", self.save_path)
             self.task.read(self.config, self.disk, self.log)
         check_folder(self.save_path, self.disk, self.log)

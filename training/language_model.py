@@ -85,7 +85,7 @@ class LanguageModel(Task):
             )
         sets = [self.dataset] if held_out is None else [self.dataset, held_out]
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
-        self.side_files = read_side_files(folder, spec, reader.ends) if disk.keeps else {}
+        self.side_files = read_side_files(folder, spec, reader.ends) if disk.owns_folder else {}
         self.model_folder, self.spec, self.n_layers = folder, spec, spec.n_layers
         self.order = DataOrder(
             samples=len(self.dataset),

@@ -46,7 +46,7 @@ from training.config.keys import TrainConfig
 from training.distributed import processes
 from training.distributed.failure_detector import Report
 from training.distributed.gpu_progress import followed
-from training.distributed.rank_monitor import RankMonitor, whereabouts
+from training.distributed.rank_monitor import RankMonitor, current_position
 from training.metrics.reporter import Reporter
 from training.plan.auto import divide
 from training.plan.feedback import StageClock
@@ -112,7 +112,7 @@ def hang(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Pha
     def ask() -> None:
         while not Stream.waited_for:
             time.sleep(0.01)
-        places.append(whereabouts(0))
+        places.append(current_position(0))
         Stream.hangs = False
 
     asking = threading.Thread(target=ask, daemon=True)

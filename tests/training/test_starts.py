@@ -315,7 +315,7 @@ def marked(names: dict[str, Any], quick: set[str]) -> list[Any]:
 def test_a_run_goes_on_to_the_last_bit(name: str, outcomes: Outcomes, folder: Path) -> None:
     straight, again = folder / name, folder / f"{name}-again"
     assert outcomes(f"{name}-again")["error"] is None, outcomes(name)["error"]
-    assert f"after step {TAKEN_UP_AT}\n" in outcomes(f"{name}-again")["told"]
+    assert f"after step {TAKEN_UP_AT}\n" in outcomes(f"{name}-again")["printed"]
     assert losses(again) == losses(straight)
     assert len(losses(again)) == STEPS - TAKEN_UP_AT
     found, expected = weights(again), weights(straight)
@@ -339,7 +339,7 @@ def test_a_run_goes_on_after_a_change(name: str, outcomes: Outcomes, folder: Pat
     source, _, _, tolerance = CHANGED[name]
     told = outcomes(name)
     assert told["error"] is None
-    assert "changed since the checkpoint: " in told["told"]
+    assert "changed since the checkpoint: " in told["printed"]
     found, expected = torch.tensor(losses(folder / name)), torch.tensor(losses(folder / source))
     assert len(found) == STEPS - TAKEN_UP_AT
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
@@ -413,13 +413,13 @@ def test_an_extended_run_has_the_learning_rates_of_a_long_one(outcomes: Outcomes
     assert {int(step): rate for step, rate in outcomes("six-to-ten")["used"].items()} == {
         step: rate for step, rate in ten.items() if step > 6
     }
-    assert "max_steps 6 -> 10: the learning rate is that of the new schedule" in outcomes("six-to-ten")["told"]
+    assert "max_steps 6 -> 10: the learning rate is that of the new schedule" in outcomes("six-to-ten")["printed"]
     assert outcomes("stopped")["code"] == 128 + 15
     assert rates(folder / "stopped") == {s: r for s, r in ten.items() if s <= 4} | {5: first[5], 6: first[6]}
     assert rates(folder / "linear")[6] == 0.0
     eight = expected_rates(8)
     assert {s: r for s, r in rates(folder / "linear").items() if s > 6} == {7: eight[7], 8: eight[8]}
-    assert "scheduler.type linear -> WarmupCosineLR: " in outcomes("linear-to-eight")["told"]
+    assert "scheduler.type linear -> WarmupCosineLR: " in outcomes("linear-to-eight")["printed"]
 
 
 def test_max_steps_at_or_below_the_steps_done(outcomes: Outcomes, folder: Path) -> None:
@@ -427,11 +427,11 @@ def test_max_steps_at_or_below_the_steps_done(outcomes: Outcomes, folder: Path) 
     told = "nothing to train: {} has 6 steps done, and max_steps asks for {}"
     below, exactly = outcomes("beyond"), outcomes("exactly")
     assert (below["error"], below["code"], exactly["error"], exactly["code"]) == (None, 0, None, 0)
-    lines = below["told"].splitlines()
+    lines = below["printed"].splitlines()
     assert lines[-1] == told.format(step_folder(run, 6), 4)
-    assert "exported" not in below["told"]
-    assert told.format(step_folder(run, 6), 6) in exactly["told"].splitlines()
-    assert f"exported: {run / 'hf'}" in exactly["told"]
+    assert "exported" not in below["printed"]
+    assert told.format(step_folder(run, 6), 6) in exactly["printed"].splitlines()
+    assert f"exported: {run / 'hf'}" in exactly["printed"]
     assert list(steps(run)) == list(range(1, 7))
 
 
@@ -442,13 +442,13 @@ def test_evaluations_of_a_stopped_run_are_made_up_for(outcomes: Outcomes, folder
         outcome = outcomes(f"evaluation-{name}")
         assert outcome["code"] == 128 + 15
         where = "before step 3 of 6: this start trained nothing" if name == "left-again" else f"after step {step} of 6"
-        assert f"stopped {where}; the same command goes on from there" in outcome["told"]
-        assert ("eval_perplexity" in outcome["told"]) == (name == "missed"), "that of step 2"
+        assert f"stopped {where}; the same command goes on from there" in outcome["printed"]
+        assert ("eval_perplexity" in outcome["printed"]) == (name == "missed"), "that of step 2"
     assert evaluations(folder / "interrupted") == expected
     order = [line["step"] for line in metrics(folder / "interrupted")]
     assert order == [1, 2, 2, 3, 4, 4, 5, 6, 6], "those that were missed came before the next step"
     assert outcomes("evaluation-due")["code"] == 0, "asked to stop in the last step, which was the end anyway"
-    assert "nothing to train" in outcomes("evaluation-done")["told"]
+    assert "nothing to train" in outcomes("evaluation-done")["printed"]
     best = [json.loads((folder / name / BEST).read_text()) for name in ("evaluated", "interrupted")]
     assert best[0] == best[1]
     assert list(evaluations(folder / "cut-short")) == [4], "the run's last step, as it turned out"
@@ -477,7 +477,7 @@ def test_a_short_row_is_refused_before_the_weights_are_read(outcomes: Outcomes) 
 
 def test_the_model_may_go_once_the_run_has_begun(outcomes: Outcomes, folder: Path, models: dict[str, Path]) -> None:
     assert outcomes("abandoned")["error"] is None
-    assert not re.search("^warning: .*model", outcomes("abandoned")["told"], re.MULTILINE)
+    assert not re.search("^warning: .*model", outcomes("abandoned")["printed"], re.MULTILINE)
     assert not models["removed"].exists()
     saved, llama = step_folder(folder / "abandoned", STEPS), models["llama"]
     for name in ("config.json", "tokenizer.json"):

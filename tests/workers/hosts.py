@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from tests.workers import jobs
 from training.any_model.config import LANGUAGE_MODEL_KEYS, PipelineConfig
+from training.any_model.pipeline import Pipeline
 from training.any_model.stage import Layer
 from training.any_model.task import Layers
 from training.config.keys import TrainConfig
@@ -35,8 +36,8 @@ def train_layers(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor
     dataset: Any = [tuple(torch.randn(2, 8, generator=random)) for _ in range(16)]
     layers: list[Layer] = [partial(nn.Linear, 8, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 8)]
     keys = {key: value for key, value in config.dump().items() if key not in LANGUAGE_MODEL_KEYS}
-    own, step = PipelineConfig.model_validate(keys), nn.Module.__call__
-    task = Layers(layers, step, functional.mse_loss, dataset, None, None)
+    own = PipelineConfig.model_validate(keys)
+    task = Layers(Pipeline(layers, loss=functional.mse_loss), dataset)
     Job(task, own, process, monitor, run_options(own)).run()
 
 

@@ -98,7 +98,7 @@ class Pipeline:
             from training.job import Job
             from training.options import run_options
 
-            task = Layers(self.layers, self.forward_step, self.loss, dataset, collate, eval_dataset)
+            task = Layers(self, dataset, collate, eval_dataset)
             return Job(task, config, process, monitor, run_options(config)).run()
 
         run_from_script(lambda process: self.config(process.world_size if process else 0), run)

@@ -30,7 +30,7 @@ from models.checkpoint.layout import resolve
 from models.generation import Pass, Passes
 from models.spec import ModelSpec
 from training.distributed import processes
-from training.distributed.communication_wait import wait
+from training.distributed.communication import wait
 from training.distributed.processes import ProcessInfo, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.errors import INTERRUPTED, USER_ERRORS, ConfigError

@@ -66,7 +66,7 @@ def check_resources(config: TrainConfig, spec: ModelSpec, layers: Sequence[int],
                 f"gradients and optimizer states of its processes take{copies}"
             )
         free = shutil.disk_usage(config.save_path).free
-        if disk.keeps and saved > free:
+        if disk.owns_folder and saved > free:
             raise ConfigError(
                 f"save_path: {Path(config.save_path)}: {free / GIGA:.3f} GB are free; expected more than "
                 f"{saved / GIGA:.3f} GB, which a checkpoint takes"

@@ -1,4 +1,4 @@
-"""Where a door that no launcher started puts its processes, their threads, and how long they wait for each other."""
+"""Which GPUs and cores the processes of a run get, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launched(number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The job that the door hands to its supervisor."""
+    """The job that an entry point hands to its supervisor."""
     found: list[str] = []
     monkeypatch.setattr(os, "execv", lambda _, words: found.extend(words))
     monkeypatch.setenv(JOB, "")
@@ -50,31 +50,33 @@ def launched(number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("visible", [None, "", "7,2,3", "GPU-5ebe9f43,GPU-ac33420d"])
-def test_a_run_takes_the_gpus_that_its_user_chose(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks' environment is the user's, in which rank n takes the nth of the GPUs that can be seen."""
+@pytest.mark.parametrize(
+    ("visible", "number", "refusal"),
+    [
+        (None, 2, None),
+        ("", 2, None),
+        ("7,2,3", 2, None),
+        ("GPU-5ebe9f43,GPU-ac33420d", 2, None),
+        ("4,5", 3, "this machine has 2 GPUs"),
+        ("MIG-7d3c", 1, None),
+        ("MIG-7d3c,MIG-a2f1", 1, None),
+        ("MIG-7d3c,MIG-a2f1", 2, r"names slices of GPUs \(MIG\), .* expected one process, or whole GPUs$"),
+    ],
+)
+def test_a_run_takes_the_gpus_that_its_user_chose(
+    visible: str | None, number: int, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks' environment is the user's, in which rank n takes the nth of the visible GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    job = launched(2, monkeypatch)
-    assert job["hosts"] == {"": [0, 1]} and job["environment"] == {}
+    if refusal:
+        with pytest.raises(ConfigError, match=refusal):
+            launched(number, monkeypatch)
+        return
+    job = launched(number, monkeypatch)
+    assert job["hosts"] == {"": list(range(number))} and job["environment"] == {}
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
-
-
-@pytest.mark.usefixtures("machine")
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
-        launched(3, monkeypatch)
-
-
-@pytest.mark.usefixtures("machine")
-def test_a_run_has_one_process_on_a_slice_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for visible in ("MIG-7d3c", "MIG-7d3c,MIG-a2f1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert launched(1, monkeypatch)["hosts"] == {"": [0]}
-    with pytest.raises(ConfigError, match=r"names slices of GPUs \(MIG\), .* expected one process, or whole GPUs$"):
-        launched(2, monkeypatch)
 
 
 @pytest.mark.parametrize("minutes", [0.25, 15, 29, 30, 31, 600])
@@ -89,7 +91,7 @@ def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatc
     monkeypatch.setattr(processes, "start", start)
     config = TrainConfig.model_validate(KEYS | {"timeout_minutes": minutes})
     with pytest.raises(RunRefused):
-        script.in_processes(config, ProcessInfo(0, 1, 0, 1), lambda *_: False)
+        script.run_or_launch(config, ProcessInfo(0, 1, 0, 1), lambda *_: False)
     assert waits[0] > timedelta(minutes=minutes, seconds=ANSWER + LATE)
 
 

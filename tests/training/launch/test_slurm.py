@@ -48,7 +48,7 @@ def test_a_task_of_a_step_is_a_rank(environment: dict[str, str]) -> None:
     assert ProcessInfo.from_environment() == rank_3  # after an exec
 
 
-def test_what_a_user_or_a_launcher_says_counts(environment: dict[str, str]) -> None:
+def test_variables_of_a_user_or_a_launcher_count(environment: dict[str, str]) -> None:
     environment |= STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     ProcessInfo.from_environment()
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
@@ -75,14 +75,14 @@ def test_what_else_runs_in_a_job_is_no_rank(variables: dict[str, str], environme
 
 
 @pytest.mark.parametrize(
-    ("told", "tasks"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("1(x2),3(x2)", [1, 1, 3, 3]), ("16(x2)", [16, 16])]
+    ("counts", "tasks"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("1(x2),3(x2)", [1, 1, 3, 3]), ("16(x2)", [16, 16])]
 )
-def test_tasks_of_each_host(told: str, tasks: list[int]) -> None:
-    assert tasks_by_host(told) == tasks
+def test_tasks_of_each_host(counts: str, tasks: list[int]) -> None:
+    assert tasks_by_host(counts) == tasks
 
 
 @pytest.mark.parametrize(
-    ("told", "first"),
+    ("hosts", "first"),
     [
         ("node1", "node1"),
         ("node[01-03,7],other", "node01"),
@@ -91,8 +91,8 @@ def test_tasks_of_each_host(told: str, tasks: list[int]) -> None:
         ("rack[0-1]-node[08-15]-ib,x", "rack0-node08-ib"),
     ],
 )
-def test_first_host_of_a_list(told: str, first: str) -> None:
-    assert first_host(told) == first
+def test_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
 
 
 MET = """
@@ -126,10 +126,11 @@ def tasks(which: Iterable[int], patience: float, port: int | None = None) -> lis
         )
         for number in which
     ]
-    told = [process.communicate() for process in started]
-    return [
-        subprocess.CompletedProcess([], process.returncode, *each) for process, each in zip(started, told, strict=True)
-    ]
+    ended = []
+    for process in started:
+        output = process.communicate()
+        ended.append(subprocess.CompletedProcess(words, process.returncode, *output))
+    return ended
 
 
 def test_tasks_meet() -> None:
@@ -148,7 +149,7 @@ def test_a_task_that_does_not_come_is_named(alone: int) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_rank_of_another_run_is_sent_away() -> None:
+def test_a_rank_of_another_run_is_refused() -> None:
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     torch.distributed.PrefixStore("pipetune-", store).set("1", "somebody else")
