@@ -92,6 +92,7 @@ class TestConfig:
             ({"offload_activations": True}, "offload_activations: a key of language models"),
             ({"use_grad_ckpt": "auto"}, "use_grad_ckpt: auto knows the blocks of language models"),
             ({"eval_data_path": "a.json"}, "eval_data_path: a key of language models"),
+            ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: 3: each stage of a Pipeline holds its lay"),
             ({"train_batchsize": 8}, "unknown key train_batchsize; did you mean train_batch_size?"),
             ({"optimizer": {"type": "Adm"}}, "optimizer.type: Input should be 'AdamW'"),
             ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size: 8 is not a multiple of 3"),
