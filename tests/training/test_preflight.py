@@ -96,9 +96,9 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
         "not local": f"save_path: {same}: hosts share it; expected a disk of its own on each, or storage: shared",
     }
     for name, message in expected.items():
-        told = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(2)]
-        assert told[0] == told[1]
-        assert (told[0] or "").startswith(message or "") and (told[0] is None) == (message is None), told[0]
+        found = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+        assert found[0] == found[1]
+        assert (found[0] or "").startswith(message or "") and (found[0] is None) == (message is None), found[0]
     needed = [json.loads((tmp_path / f"no memory{name}.0.json").read_text()) for name in ("", " for copies")]
     without, copied = (float(re.findall(r"more than ([\d.]+) GB", line)[0]) for line in needed)
     assert copied > 1.5 * without and "with the copies of save_async" in needed[1]  # 16 bytes a parameter, and 12

@@ -37,7 +37,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     place = Place.from_environment()
     assert place is not None
     outcome: dict[str, Any] = {"error": None, "code": 0, "used": {}}
-    told = io.StringIO()
+    printed = io.StringIO()
     report, set_rate, mark = Reporter.report, LearningRate.set, RankMonitor.mark
     seen: list[float] = []
 
@@ -57,13 +57,13 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
 
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
     patched = patch.object(Reporter, "report", reported), patch.object(LearningRate, "set", set_and_forget)
-    with patched[0], patched[1], patch.object(RankMonitor, "mark", marked), contextlib.redirect_stdout(told):
+    with patched[0], patched[1], patch.object(RankMonitor, "mark", marked), contextlib.redirect_stdout(printed):
         try:
             with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
                 ended(lambda: run_job(config, place, monitor, KINDS[case["kind"]]), outcome)
         finally:
             hook.remove()
-    outcome["told"] = told.getvalue()
+    outcome["printed"] = printed.getvalue()
     if place.rank == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()

@@ -25,7 +25,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     gethostname, socket.gethostname = socket.gethostname, f"node{rank + 1}".format
     preflight.PATIENCE = 0.5
     own = Path(case["folders"][rank])
-    told = None
+    message = None
     try:
         if case["check"] == "setup":
             preflight.check_setup(config.model_copy(update=case["keys"][rank]), Log(quiet=True))
@@ -39,7 +39,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         else:
             preflight.check_folder(own, Disk.of(case["check"], place, config.model_topo), Log(quiet=True))
     except RunRefused as refused:
-        told = str(refused)
+        message = str(refused)
     finally:
         socket.gethostname = gethostname
-    (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(told))
+    (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(message))
