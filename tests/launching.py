@@ -140,9 +140,9 @@ class Launch:
             time.monotonic(), self._files() | set(enumerate(sizes)), processor_times(self.family())
         )
         if hang:
-            told = self._tail()
+            tail = self._tail()
             self.kill()
-            raise Hang(f"{hang}: {' '.join(self.words)}\n{told}")
+            raise Hang(f"{hang}: {' '.join(self.words)}\n{tail}")
 
     def _files(self) -> set[tuple[Any, int]]:
         found: set[tuple[Any, int]] = set()

@@ -43,7 +43,6 @@ def trains(script: str) -> bool:
 
 HERE = [script for script in scripts() if not trains(script)]
 LAUNCHED = [script for script in scripts() if trains(script)]
-OWN_LAYERS = "nn.Sequential"  # the script that every `make test` runs
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +76,8 @@ def test_what_one_process_does(
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, marks=() if OWN_LAYERS in script else pytest.mark.slow)
-        for number, script in enumerate(LAUNCHED)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(LAUNCHED)))
 def test_what_trains(number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "script.py"
     path.write_text(f"import os\n\nos.chdir({str(folder)!r})\n{LAUNCHED[number]}")

@@ -68,8 +68,8 @@ def loss_of(model: CausalLM, case: dict[str, Any]) -> Tensor:
         stream = layer(stream)
     weights = {"z_loss_weight": case.get("z_loss", 0.0), "own": squared if case.get("own") else None}
     router_loss = 0.5 if model.spec.family.router else 0.0
-    told = (labels, torch.tensor(0.1), torch.tensor(1.0))
-    return micro_batch_loss(model.head, stream, told, router_loss_weight=router_loss, **weights)
+    expected = (labels, torch.tensor(0.1), torch.tensor(1.0))
+    return micro_batch_loss(model.head, stream, expected, router_loss_weight=router_loss, **weights)
 
 
 def run_dropout(case: dict[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Machine:
         return self.kind if self.kind.memory else replace(self.kind, memory=int(self.memory / processes))
 
     def holds(self, plan: Plan) -> bool:
-        """Whether main memory suffices for what is offloaded."""
+        """Say whether main memory suffices for what is offloaded."""
         held = sum(stage.memory.host for stage in plan.stages) * plan.basis.config.model_topo.replicas
         return held <= self.memory
 

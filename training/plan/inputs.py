@@ -280,7 +280,7 @@ class Basis:
         return self.workload.shared(self.config.model_topo.sequence)
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
-        """Shapes of a layer's weights, or of one rank's shards of them."""
+        """Return shapes of a layer's weights, or of one rank's shards of them."""
         return self.once(part_shapes, layer, self.config.model_topo.tensor)
 
     @cached_property
@@ -289,7 +289,7 @@ class Basis:
         return [sum(map(prod, self.shapes(layer).values())) for layer in range(self.spec.n_layers)]
 
     def transfers(self, size: float) -> list[float]:
-        """Seconds of a message of `size` bytes from each stage to the next."""
+        """Return seconds of a message of `size` bytes from each stage to the next."""
         if self.measured_links:
             return [link.seconds(size) for link in self.measured_links.stages]
         return [link.seconds(size) for link in self.fabric.to_next(self.config.model_topo)]

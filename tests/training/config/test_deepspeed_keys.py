@@ -244,6 +244,7 @@ for keys in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="some keys are refused without a GPU only")
 def test_what_deepspeed_asserts_is_one_line() -> None:
     base = REQUIRED | {"optimizer": {"params": {"lr": 1e-3}}}
