@@ -193,7 +193,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_be_enough(tmp_path
     with pytest.raises(ConfigError) as caught:
         auto(folder, tmp_path / "run", UNTRAINED, "optimizer.type=AdamW", devices="1xV100-16G")
     told = r"--model: fits nowhere on 1 x V100-16G, as --devices says: with all blocks recomputed and max_seq_len \d+ "
-    told += r"in 1 stages a process needs [\d.]+ GB, and has 16.5 GB; expected \d+ such processes, or a smaller model"
+    told += r"in 1 stage a process needs [\d.]+ GB, and has 16.49 GB; expected \d+ such processes, or a smaller model"
     assert re.fullmatch(told, str(caught.value))
     assert not (tmp_path / "run").exists()
 
