@@ -18,6 +18,7 @@ import psutil
 import torch
 from rich.table import Column, Table
 
+from common.quantities import GIGA
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.links import FILE, Link, Links, measure
@@ -26,7 +27,6 @@ from training.distributed.processes import ProcessInfo, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.rendezvous import interface_of, own_address
 from training.job import Job
-from training.metrics.devices import GIGA
 from training.options import language_model
 from training.plan.auto import divide
 from training.plan.resources import check_resources

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy
-import torch
 from rich.console import Console
 
 from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.checkpoint.layout import resolve
-from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
 from training.checkpoint.folder import DataOrder
 from training.checkpoint.resume import check_same_model
@@ -125,8 +123,6 @@ class LanguageModel(Task):
 
     def describe_data(self, job: Job) -> None:
         config, log = job.config, job.log
-        tokens = chunk_tokens(self.spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
-        log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")
         if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
             log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
         samples = "rows" if config.packing == "dataset" else "samples"

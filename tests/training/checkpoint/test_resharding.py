@@ -261,7 +261,7 @@ def test_train_ds_resumes_on_another_topology(models: dict[str, Path], tmp_path:
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert (
         "step-000002 was saved in 2 stages of [3, 2], ZeRO stage 1, 1 replica; dividing its weights and optimizer "
-        "states anew: in 1 stages of [5], ZeRO stage 1, 1 replica; dropout, if any, draws other numbers"
+        "states anew: in 1 stage of [5], ZeRO stage 1, 1 replica; dropout, if any, draws other numbers"
     ) in again.stdout
     losses = [line["loss"] for line in metrics(path.with_suffix(""))]
     assert losses == pytest.approx(expected, rel=1e-5)
