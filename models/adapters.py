@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from models.errors import CheckpointError
 
 ALL_LINEAR = "all-linear"
 FACTORS = ("lora_A", "lora_B")
 IDLE = "idle"
-GROUPED_RANK = 8  # torch's grouped product wants rows of a multiple of 16 bytes
+GROUPED_BYTES = 16  # torch's grouped product wants rows of a multiple of it
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool)
     """Add an adapter to its weight, in fp32.
 
     Args:
-        transposed: whether the weight of a linear layer is stored as [in, out].
+        transposed: whether the weights of experts are stored as [in, out].
     """
     delta = b.float() @ a.float()
     return (weight.float() + scale * (delta.mT if transposed else delta)).to(weight.dtype)
@@ -212,7 +211,7 @@ class LowRankSum:
         named = kwargs or {}
         if function is torch._grouped_mm and isinstance(args[1], cls):
             tokens, weight = args[0], args[1]
-            if weight._left.shape[-1] % GROUPED_RANK == 0 or tokens.dtype == torch.float32:
+            if weight._left.shape[-1] * tokens.itemsize % GROUPED_BYTES == 0:
                 inner = function(tokens, weight._left.contiguous(), **named)
                 low_rank = function(inner, weight._right.contiguous(), **named)
                 return function(tokens, weight._base, **named) + weight._scale * low_rank
@@ -224,8 +223,8 @@ def _whole(value: Any) -> Any:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether weights are stored as [in, out]: those of Conv1D and of some experts."""
-    return isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
+    """Whether a module's weights are stored as [in, out], as those of some experts are."""
+    return bool(getattr(module, "is_transposed", False))
 
 
 def expert_weights(module: nn.Module) -> list[str]:
@@ -238,12 +237,9 @@ def _adapt(module: nn.Module, lora: Lora, path: str, is_head: bool) -> None:
     everything = lora.targets == ALL_LINEAR
     if ends_with(path, lora.modules_to_save):
         return
-    if isinstance(module, nn.Linear | Conv1D) and isinstance(module.weight, nn.Parameter):
+    if isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
         if not is_head if everything else lora.takes(path):
-            sides = list(module.weight.shape)
-            if is_transposed(module):
-                sides.reverse()
-            _add_factors(module, "", sides, lora, path)
+            _add_factors(module, "", list(module.weight.shape), lora, path)
             module.__class__ = _mixed(Adapted, module.__class__)
         return
     for name in expert_weights(module):

@@ -90,7 +90,7 @@ def test_a_sample_is_spread_over_the_records(tmp_path: Path) -> None:
         sample_of(str(write_records(tmp_path / "rests.json", [rests])))
 
 
-def told(table: Any) -> str:
+def as_text(table: Any) -> str:
     console = Console(width=200, record=True, quiet=False, file=open(os.devnull, "w", encoding="utf-8"))
     console.print(table)
     return console.export_text()
@@ -99,16 +99,18 @@ def told(table: Any) -> str:
 def test_the_table_says_which_questions_were_trained_and_which_answers_are_right() -> None:
     questions = [Question({}, "A?", "yes"), Question({}, "B?", "yes", trained=False)]
     table, summary, passed = comparison(questions, ["no", "no"], ["yes, [b]", "no"], judged=True)
-    rows = [line for line in told(table).splitlines() if "?" in line]
+    rows = [line for line in as_text(table).splitlines() if "?" in line]
     assert [AS_TRAINED in row for row in rows] == [True, False] and OTHERWISE in rows[1]
     assert (
-        HOLDS in " ".join(told(table).split()) and [row.count("✓") for row in rows] == [1, 0] and "yes, [b]" in rows[0]
+        HOLDS in " ".join(as_text(table).split())
+        and [row.count("✓") for row in rows] == [1, 0]
+        and "yes, [b]" in rows[0]
     )
     assert summary == (f"right answers: 0 of 2 before, 1 after: 1 of 1 asked {AS_TRAINED}, 0 of 1 asked {OTHERWISE}")
     assert not passed
     assert comparison(questions, ["no", "no"], ["yes", "yes"], judged=True)[2]
     table, summary, passed = comparison(questions, ["no", "no"], ["yes", "yes"], judged=False)
-    assert "0% before, 100% after; all 2 are trained" in summary and passed and "100% yes" in told(table)
+    assert "0% before, 100% after; all 2 are trained" in summary and passed and "100% yes" in as_text(table)
 
 
 def test_processors_on_cores_of_their_own_come_first(tmp_path: Path) -> None:
@@ -129,9 +131,9 @@ def test_every_machine_computes_with_the_same_threads_and_instructions() -> None
         "environment = same_everywhere()\n"
         "child = 'import os, torch; print(len(os.sched_getaffinity(0)), torch.backends.cpu.get_cpu_capability())'\n"
         "words = [sys.executable, '-c', child]\n"
-        "told = subprocess.run(words, env=os.environ | dict(environment), capture_output=True, text=True, check=True)\n"
-        "cores, instructions = told.stdout.split()\n"
-        "assert int(cores) <= CORES and (instructions == 'AVX2' or not environment), told.stdout\n"
+        "done = subprocess.run(words, env=os.environ | dict(environment), capture_output=True, text=True, check=True)\n"
+        "cores, instructions = done.stdout.split()\n"
+        "assert int(cores) <= CORES and (instructions == 'AVX2' or not environment), done.stdout\n"
     )
     done = run(sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr

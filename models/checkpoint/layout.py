@@ -106,11 +106,7 @@ def _newest(folder: str | Path) -> Path:
 
 
 def layout_of(folder: Path) -> Layout:
-    """Detect the layout of a resolved folder.
-
-    Raises:
-        CheckpointError: it has neither, or no config.json.
-    """
+    """Detect the layout of a resolved folder; CheckpointError if it has neither, or no config.json."""
     if not (folder / "config.json").is_file():
         if revisions := sorted(folder.glob("snapshots/*")):  # of the hub's cache
             names = ", ".join(f"{folder.name}/snapshots/{each.name}" for each in revisions)

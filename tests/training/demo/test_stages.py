@@ -230,8 +230,8 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.longest
 def test_bad_input_is_one_line(folder: Path, trained: Path, tmp_path: Path) -> None:
     question = ("--prompt", "Why?", "--greedy")
-    told = refusal(deepspeed(6, "demo.py", "--model", folder, *question))
-    assert "6 processes for a model of 5 layers" in told
+    message = refusal(deepspeed(6, "demo.py", "--model", folder, *question))
+    assert "6 processes for a model of 5 layers" in message
     half = shutil.copytree(trained, tmp_path / "run")
     (checkpoint,) = half.glob("step-*")
     (checkpoint / "layer_01-model_states.pt").write_bytes(b"PK")
