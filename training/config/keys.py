@@ -72,8 +72,6 @@ class TrainConfig(Section):
     are enough then."""
 
     lora: LoraSection | None = None
-    """Train adapters instead of the weights (docs/adapters.md); all weights without the key."""
-
     freeze: list[re.Pattern[str]] = []
     """Regular expressions; weights whose names in transformers' model match one are not trained, such as
     `[embed_tokens, 'layers\\.[0-7]\\.']`."""

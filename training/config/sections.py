@@ -166,7 +166,7 @@ class LoraSection(Section):
     """`lora`: train low-rank adapters instead of the weights, with peft's meanings."""
 
     r: int = Field(default=8, ge=1)
-    """Rank of the adapters."""
+    """The rank of the adapters, which are trained instead of the weights wherever `lora` is given (docs/adapters.md)."""
 
     alpha: float = Field(default=8, gt=0)
     """The adapters count `alpha / r`, or `alpha / sqrt(r)` with `rslora`."""
