@@ -37,6 +37,7 @@ class Lora:
         targets: `all-linear`, ends of the names of modules, or one regular expression for whole names.
         experts: whether weights of experts are adapted too, which `targets` names as it does modules.
         modules_to_save: ends of the names of modules that are trained in full.
+        base: `nf4` where the weights under the adapters are 4 bits (`models.quantized_base`).
     """
 
     r: int = 8
@@ -46,6 +47,7 @@ class Lora:
     targets: str | tuple[str, ...] = ALL_LINEAR
     experts: bool = True
     modules_to_save: tuple[str, ...] = ()
+    base: str | None = None
 
     @property
     def scale(self) -> float:
@@ -173,6 +175,8 @@ class AdaptedExperts(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
+        if widen := vars(self).get("packed", {}).get(name):  # of 4 bits (`models.quantized_base`)
+            value = widen(value)
         a = self._parameters.get(f"{name}_lora_A")
         if a is None:
             return value
@@ -228,7 +232,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def expert_weights(module: nn.Module) -> list[str]:
-    """List a module's weights [experts, ., .], or [experts, ., .] of the parts that one process has."""
+    """List a module's weights [experts, ., .]; a convolution's have three dimensions too, and are none."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return []
     return [name for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3]
 
 
@@ -240,7 +246,7 @@ def _adapt(module: nn.Module, lora: Lora, path: str, is_head: bool) -> None:
     if isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
         if not is_head if everything else lora.takes(path):
             _add_factors(module, "", list(module.weight.shape), lora, path)
-            module.__class__ = _mixed(Adapted, module.__class__)
+            module.__class__ = mixed(Adapted, module.__class__)
         return
     for name in expert_weights(module):
         if lora.experts and (everything or lora.takes(f"{path}.{name}")):
@@ -254,7 +260,7 @@ def _adapt(module: nn.Module, lora: Lora, path: str, is_head: bool) -> None:
                 sides.reverse()
             _add_factors(module, f"{name}_", sides, lora, f"{path}.{name}", (experts,))
             if not isinstance(module, AdaptedExperts):
-                module.__class__ = _mixed(AdaptedExperts, module.__class__)
+                module.__class__ = mixed(AdaptedExperts, module.__class__)
 
 
 def _add_factors(
@@ -273,7 +279,7 @@ def _add_factors(
 _CLASSES: dict[tuple[type, type], Any] = {}
 
 
-def _mixed(mixin: type, kind: type) -> Any:
+def mixed(mixin: type, kind: type) -> Any:
     """Make a class of both, once for all layers, as torch.compile looks at classes."""
     if (mixin, kind) not in _CLASSES:
         _CLASSES[mixin, kind] = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

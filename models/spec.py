@@ -21,6 +21,7 @@ from models.attention.rope import DYNAMIC, YARN
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT, Family
 from models.layers import Block, Embedding, Head
 from models.process_groups import NO_GROUPS, RankGroups
+from models.quantized_base import quantizable
 from models.router import n_experts
 from models.weight_map import WeightMap
 
@@ -141,6 +142,13 @@ class ModelSpec:
         """List the weights of a layer that are trained."""
         with torch.device("meta"):
             return [name for name, weight in self.build(layer).named_parameters() if weight.requires_grad]
+
+    def packed_names(self, layer: int) -> list[str]:
+        """List the weights of a layer that are held in 4 bits."""
+        if not (self.trained.lora and self.trained.lora.base and 0 < layer <= self.n_blocks):
+            return []
+        with torch.device("meta"):
+            return list(quantizable(self.build(layer)))
 
     def paths(self, layer: int, name: str) -> list[str]:
         """Get the names, in transformers' model, of a module or a weight of a layer: both of a tied one."""

@@ -27,6 +27,7 @@ from torch import Tensor, distributed, nn
 from models.adapters import Adapted, base_of, is_factor
 from models.layers import Embedding, Head
 from models.process_groups import ONE_RANK, RankGroup, add_up, copied, gathered, split, summed
+from models.quantized_base import product
 from models.router import n_experts
 from models.shard import Shard
 from models.spec import ModelSpec, key_heads
@@ -51,14 +52,14 @@ class RowwiseLinear(nn.Linear):
         return summed(self.partial(inputs), self.ranks) + self.bias
 
     def partial(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weight)
+        return product(self, inputs)
 
 
 class RowwiseAdapted(RowwiseLinear, Adapted):
     """The same with an adapter."""
 
     def partial(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weight) + self.low_rank(inputs)
+        return product(self, inputs) + self.low_rank(inputs)
 
 
 class TensorShare:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import open_source
 from models.config_json import read_json
 from models.loading import LayerStates, SeededStates
+from models.quantized_base import PACKAGE
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -40,11 +42,13 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
         return spec
     adapters = None
     if lora is not None:
-        names = lora.model_dump(include={"r", "alpha", "dropout", "rslora", "experts"})
+        names = lora.model_dump(include={"r", "alpha", "dropout", "rslora", "experts", "base"})
         targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
         adapters = Lora(targets=targets, modules_to_save=tuple(lora.modules_to_save), **names)
     trained = spec.training(Trained(adapters, tuple(pattern.pattern for pattern in config.freeze)))
     _check(spec, trained)
+    if adapters and adapters.base:
+        _check_base(trained, config)
     return trained
 
 
@@ -109,6 +113,16 @@ def _check(spec: ModelSpec, trained: ModelSpec) -> None:
         if not any(ends_with(name.rpartition(".")[0], (module,)) for name in names):
             ends = dict.fromkeys(name.split(".")[-2] for name in names if "." in name)
             raise ConfigError(f"lora.modules_to_save: no module {module!r}; expected some of {_few(ends)}")
+
+
+def _check_base(spec: ModelSpec, config: TrainConfig) -> None:
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(f"lora.base: {PACKAGE} is not installed; expected pip install {PACKAGE}")
+    if spec.has_experts and config.use_grad_ckpt is not True:
+        raise ConfigError(
+            "lora.base: experts in 4 bits are widened for each pass, and kept so until the backward pass where blocks "
+            "do not recompute; expected use_grad_ckpt: true"
+        )
 
 
 def _few(names: Iterable[str]) -> str:

@@ -46,7 +46,7 @@ OTHERS = [  # our key, or none where there is no such thing; advice; names, each
     ("lora.start_from", "", "lora_model_dir:A adapter_name_or_path:L adapters:S"),
     ("freeze", "what is not trained", "unfrozen_parameters:A freeze_trainable_layers:L freeze_parameters:S"),
     ("", "a lora section trains adapters", "adapter:A finetuning_type:L tuner_type:S"),
-    ("", "adapters are trained beside 16-bit weights", "load_in_4bit:TA quantization_bit:L quant_bits:S"),
+    ("lora.base", "nf4", "load_in_4bit:TA quantization_bit:L quant_bits:S"),
     ("", "code of a model's folder is never run", "trust_remote_code:TAL"),
     ("", "the tokenizer is the one in model_path", "tokenizer: tokenizer_name:H tokenizer_type:A"),
     ("", "write DeepSpeed's keys into this file", "deepspeed:HTALS"),

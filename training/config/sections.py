@@ -166,7 +166,7 @@ class LoraSection(Section):
     """`lora`: train low-rank adapters instead of the weights, with peft's meanings."""
 
     r: int = Field(default=8, ge=1)
-    """The rank of the adapters, which are trained instead of the weights wherever `lora` is given (docs/adapters.md)."""
+    """The rank of the adapters; wherever `lora` is given they are trained instead of the weights (docs/adapters.md)."""
 
     alpha: float = Field(default=8, gt=0)
     """The adapters count `alpha / r`, or `alpha / sqrt(r)` with `rslora`."""
@@ -189,6 +189,10 @@ class LoraSection(Section):
 
     modules_to_save: list[str] = []
     """Modules that are trained in full and saved with the adapter, such as `[embed_tokens, lm_head]`."""
+
+    base: Literal["nf4"] | None = None
+    """`nf4`: hold the weights of the blocks under the adapters in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes
+    (`pip install bitsandbytes`); embedding, norms, routers and head stay in 16 bits. Without the key all do."""
 
     start_from: PathText | None = None
     """Start from this adapter instead of a fresh one: a folder of peft's, or the folder of a run."""

@@ -299,6 +299,12 @@ class Basis:
         """Names of each layer's weights that are trained."""
         return [self.once(ModelSpec.trained_names, layer) for layer in range(self.spec.n_layers)]
 
+    @cached_property
+    def packed(self) -> list[list[int]]:
+        """Sizes of each layer's weights that are held in 4 bits, on one rank."""
+        names = [self.once(ModelSpec.packed_names, layer) for layer in range(self.spec.n_layers)]
+        return [[prod(self.shapes(layer)[name]) for name in each] for layer, each in enumerate(names)]
+
     def transfers(self, size: float) -> list[float]:
         """Return seconds of a message of `size` bytes from each stage to the next."""
         if self.measured_links:

@@ -26,6 +26,7 @@ import torch
 from models.costs import LayerCase, Saved, saved_by
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
+from models.quantized_base import BYTES as PACKED_BYTES
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.optimizer.optimizers import PIECE
@@ -148,6 +149,7 @@ class MemoryModel:
         self._widest = [max(map(prod, each.values())) for each in shapes]  # and of its largest weight
         self._weights = [0, *accumulate(basis.parameters)]  # cumulative parameter count
         self._trained = [0, *accumulate(basis.trained)]  # of those that are trained
+        self._packed = [0, *accumulate(map(sum, basis.packed))]  # of those that are held in 4 bits
         kept, self._offloaded = kept_bytes(basis)
         self._inside = [0, *accumulate(kept)]  # cumulative bytes
         ranks, beyond = basis.config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
@@ -160,9 +162,8 @@ class MemoryModel:
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
         """Return the memory of a rank with these layers: one range, or two with the V schedule."""
         states = self._states
-        held, trained = (
-            sum(each[end] - each[begin] for begin, end in ranges) for each in (self._weights, self._trained)
-        )
+        sums = self._weights, self._trained, self._packed
+        held, trained, packed = (sum(each[end] - each[begin] for begin, end in ranges) for each in sums)
         if self._spec.tied and {0, self._head} <= {layer for b, e in ranges for layer in (b, e - 1)}:
             twice = self._basis.shapes(0)[EMBEDDING_WEIGHT].numel()  # both ends are one parameter
             held -= twice
@@ -181,7 +182,7 @@ class MemoryModel:
         if self._device.memory is None and not self._device.reserves:  # on a CPU all of it is main memory
             optimizer, host = optimizer + host, 0
         return StageMemory(
-            weights=int(held * states.weight),
+            weights=int((held - packed) * states.weight + packed * PACKED_BYTES),
             gradients=int(trained * states.gradient),
             optimizer=optimizer,
             activations=activations + update,
@@ -227,7 +228,8 @@ class MemoryModel:
             compiled = self._config.compiles(self._device.ampere, experts=False)
             factor = max((max(self._saved[b].largest // self._itemsize, self._widest[b]) for b in blocks), default=0)
             backward += factor * (FP8_COMPILED if compiled else FP8_EAGER)
-        return max(again + backward + arriving, self._loss() if end > self._head else 0)
+        widened = self._itemsize * max((sum(self._basis.packed[block]) for block in blocks), default=0)
+        return max(again + backward + arriving + widened, self._loss() if end > self._head else 0)
 
     def _loss(self) -> int:
         """Return temporary bytes of the loss, beside the normalised hidden states."""
