@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": OFFLOAD,
     "dualpipev": {"schedule": "dualpipev"},
     "sequence": {"model_topo": {"sequence": 2}},
+    "compiled": {"compile": True},
+    "nf4": {"use_grad_ckpt": True},
     "zero2": {"zero_optimization": {"stage": 2}},
     "zero3": {"zero_optimization": {"stage": 3}},
 }
@@ -69,6 +71,7 @@ class Case(NamedTuple):
 
 
 FEW = {"targets": ["q_proj", "down_proj"]}
+FROZEN = {"freeze": ["embed_tokens", r"layers\.0\."]}  # both ends of a tied model
 WHOLE = {"modules_to_save": ["embed_tokens", "lm_head"]}
 CASES = [
     Case("tied", dims=(1, 1), long=False),
@@ -85,6 +88,10 @@ CASES = [
     Case("mixtral", "dualpipev"),
     Case("mixtral", "recompute"),
     Case("mixtral", "zero3", dims=(1, 2)),
+    Case("tied", "compiled"),
+    Case("mixtral", "compiled"),
+    Case("untied", "nf4", changes={"base": "nf4"}, long=False),
+    Case("mixtral", "nf4", changes={"base": "nf4"}),
     Case("bloom", dims=(2, 2)),
     Case("phi3"),
     Case("gemma2", dims=(4, 1)),
@@ -93,6 +100,9 @@ CASES = [
     Case("untied", changes=FEW),
     Case("untied", changes=WHOLE, long=False),
     Case("tied", changes=WHOLE),
+    Case("tied", changes=FROZEN, long=False),
+    Case("untied", "dualpipev", changes=FROZEN),
+    Case("tied", "bf16", parts=(2, 3), changes=FROZEN),  # a stage of frozen layers
 ]
 UNDER_TEST = [pytest.param(case, id=case.name, marks=pytest.mark.longest if case.long else ()) for case in CASES]
 
@@ -107,9 +117,10 @@ def models(make_checkpoint: Callable[..., Path]) -> Callable[[Case], tuple[Model
         if key not in made:
             family, changes = MODELS[case.model]
             model = make_checkpoint(family, **changes)
-            names = LORA | {name: tuple(value) for name, value in case.changes.items()}
-            spec = read_spec(model).training(Trained(Lora(**names)))
-            made[key] = spec, model, save_adapter(spec, model)
+            settings = {name: tuple(each) if name != "base" else each for name, each in case.changes.items()}
+            lora = None if "freeze" in settings else Lora(**(LORA | settings))
+            spec = read_spec(model).training(Trained(lora, settings.get("freeze", ())))
+            made[key] = spec, model, save_adapter(spec, model) if lora else model
         return made[key]
 
     return get
@@ -154,7 +165,7 @@ def config(case: Case, model: Path, adapter: Path, folder: Path) -> dict[str, An
         "pack_len": ROW,
         "gradient_clipping": 0.0,
         "aux_router_loss": {"weight": 0.0 if "mixtral" in case.model or "moe" in case.model else None},
-        "lora": LORA | {"start_from": str(adapter)} | case.changes,
+        **(case.changes if "freeze" in case.changes else {"lora": LORA | {"start_from": str(adapter)} | case.changes}),
         "model_topo": places
         if case.variant not in ("zero2", "zero3")
         else {"process_topology": {"axes": ["pipe", "data"], "dims": [1, case.dims[1]]}},
@@ -177,7 +188,9 @@ def test_every_gradient_of_adapters_equals_one_process(
     samples: list[Sample],  # noqa: F811
 ) -> None:
     spec, model, adapter = models(case)
-    states = AdaptedStates(open_source(model, spec.base), spec, PeftFolder(adapter, spec))
+    states: Any = open_source(model, spec.base)
+    if spec.trained.lora:
+        states = AdaptedStates(states, spec, PeftFolder(adapter, spec))
     alone = CausalLM(spec, states, torch.float32, torch.device("cpu")).eval()
     expected, found = outcome_of(alone, samples, 2, ROW), outcomes[case.name]
     dtype = torch.bfloat16 if case.variant == "bf16" else torch.float32
