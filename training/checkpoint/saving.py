@@ -144,11 +144,7 @@ class Checkpointer:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the pending save's files, if any, and make them the newest checkpoint.
-
-        Raises:
-            ConfigError: as `save`.
-        """
+        """Wait for the pending save's files, if any, and make them the newest checkpoint."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -55,11 +55,7 @@ def name_latest(folder: Path) -> None:
 
 
 def best_so_far(save_path: Path, step: int, records: str) -> Best | None:
-    """Find the best checkpoint up to a step, on rank 0; see `Best.read`.
-
-    Raises:
-        RunRefused: on every rank, if some rank cannot read best.json.
-    """
+    """Find the best checkpoint up to a step, on rank 0; see `Best.read`."""
     best = None
     with agreed():
         best = Best.read(save_path, step, records)

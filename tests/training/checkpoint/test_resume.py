@@ -125,7 +125,7 @@ def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], 
 
 @pytest.mark.longest
 def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records: Path, tmp_path: Path) -> None:
-    """SIGTERM saves and leaves; a flipped byte sends the next start back to the checkpoint before, aloud."""
+    """SIGTERM saves and ends the run; a flipped byte makes the next start use the checkpoint before, with a warning."""
     config = write_config(tmp_path / "1x1.yml", **settings(models, records, "1x1-fp32"))
     folder = config.with_suffix("")
     launch = started(config)
@@ -182,7 +182,7 @@ def resummed(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Ten
 def test_files_that_do_not_fit_each_other_are_refused_in_a_line(
     models: dict[str, Path], records: Path, tmp_path: Path
 ) -> None:
-    """Files that were changed together with their sums: torch finds that sizes differ."""
+    """Files that were changed together with their checksums; torch finds that sizes differ."""
     config = write_config(tmp_path / "1x1-cut.yml", **settings(models, records, "1x1-bf16") | {"max_steps": 1})
     finished(config)
     whole, folder = tmp_path / "whole", config.with_suffix("") / "step-000001"

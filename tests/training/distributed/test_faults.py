@@ -1,4 +1,4 @@
-"""Ranks that die, fail or hang, and steps that are not finite: the run ends soon and says which rank and why."""
+"""Ranks that die, fail or hang, and steps that are not finite: the run ends soon and names rank and reason."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
 
 
 def spoil(model: Path, token: int) -> None:
-    """Let a token mean nothing but NaN to a model."""
+    """Make a token's embedding NaN."""
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][token] = math.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
@@ -152,7 +152,7 @@ BAD_STEPS = bad_step_cases()
 def outcomes(
     ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, asked: set[str]
 ) -> dict[str, dict[str, float]]:
-    """What the cases of this session gave."""
+    """The outcomes of the cases of this session."""
     folder = tmp_path_factory.mktemp("bad-steps")
     model = make_checkpoint("llama", tie_word_embeddings=False)
     spoil(model, BAD_TOKEN)
