@@ -11,9 +11,8 @@ from common.log import Log
 from models.checkpoint.publish import hidden_folder
 from tests.accidents import killed_at
 from tests.training.checkpoint.test_folder import flip, whole
-from training.checkpoint.finding import find_checkpoint
 from training.checkpoint.folder import Best, step_folder
-from training.checkpoint.tidying import make_room
+from training.checkpoint.run_folder import find_checkpoint, make_room
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.errors import ConfigError, RunRefused
