@@ -57,12 +57,12 @@ def random_rows(words: int, rows: int, length: int) -> InMemory:
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[processes.Place]:
+def joined(config: TrainConfig) -> Iterator[processes.ProcessInfo]:
     """Join the other processes of the run."""
-    place = processes.Place.from_environment()
-    assert place is not None
-    processes.start(place, config.model_topo)
-    yield place
+    process = processes.ProcessInfo.from_environment()
+    assert process is not None
+    processes.start(process, config.model_topo)
+    yield process
     processes.stop()
 
 

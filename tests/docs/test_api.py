@@ -18,6 +18,7 @@ from rich.console import Console
 
 from models import load_model
 from tests.conftest import FAQ, ROOT
+from tests.docs.pages import blocks
 from tests.launching import metrics, run, topology, write_config
 from training.config.yaml_file import load_config
 from training.data_setup import RecordReader, build_loader
@@ -52,9 +53,8 @@ def folder(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
     (folder / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]))
     keys: dict[str, Any] = {"model_path": "model", "data_path": "records.json", "save_path": "run"}
     write_config(folder / "run.yml", **keys, model_topo=topology((2, 1), [2, 3]))
-    own = {"save_path": "own", "train_batch_size": 16, "max_steps": 3, "model_topo": topology((2, 1))}
-    own["optimizer"] = {"params": {"lr": 1e-3}}
-    (folder / "classifier.yml").write_text(json.dumps(own))
+    (own,) = blocks("yaml", pages=("docs/api.md",))
+    (folder / "classifier.yml").write_text(own.text)
     return folder
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from models.generation import Passes
     from training.demo.chat import Chat
-    from training.distributed.processes import Place
+    from training.distributed.processes import ProcessInfo
 
 HELP = "An empty line ends the chat; /reset forgets it, /save FILE appends it to a file of records."
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -85,16 +85,16 @@ def parse_arguments() -> argparse.Namespace:
     return make_parser().parse_args()
 
 
-def open_demo(arguments: argparse.Namespace, place: Place | None) -> None:
+def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> None:
     """Answer in this process, or be one of the processes that a launcher started."""
     check(arguments)
     import torch
 
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
-    if place and place.world_size > 1:
+    if process and process.world_size > 1:
         from training.demo.stages import run_rank
 
-        run_rank(arguments, dtype, place, partial(talk, arguments, dtype))
+        run_rank(arguments, dtype, process, partial(talk, arguments, dtype))
         return
     if arguments.tensor_parallel:
         raise ConfigError("--tensor-parallel: without effect in one process; expected deepspeed --num_gpus N demo.py")

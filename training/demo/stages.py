@@ -30,8 +30,8 @@ from models.checkpoint.layout import resolve
 from models.generation import Pass, Passes
 from models.spec import ModelSpec
 from training.distributed import processes
-from training.distributed.communication_wait import wait
-from training.distributed.processes import Place, agreed
+from training.distributed.communication import wait
+from training.distributed.processes import ProcessInfo, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
 from training.plan.partition import best_split, layer_ranges
@@ -44,9 +44,9 @@ REPORTED = 10  # seconds from a failure until all ranks have learned of it
 class StagedPasses(Passes):
     """Passes through stages, of which rank 0 holds the last; all ranks make it together."""
 
-    def __init__(self, model: CausalLM, place: Place, groups: int | None = None) -> None:
-        super().__init__(model, groups or place.world_size)
-        self._rank, self._first_stage = place.rank, place.world_size - 1
+    def __init__(self, model: CausalLM, process: ProcessInfo, groups: int | None = None) -> None:
+        super().__init__(model, groups or process.world_size)
+        self._rank, self._first_stage = process.rank, process.world_size - 1
         self._requests = distributed.new_group(backend="gloo")
         self._sent: deque[list[Any]] = deque()
         self._handed_on: Any = None
@@ -114,8 +114,8 @@ class StagedPasses(Passes):
 class TensorParallelPasses(StagedPasses):
     """Passes through shares of every layer (`models.api.load_share`): all ranks compute the same pass."""
 
-    def __init__(self, model: CausalLM, place: Place) -> None:
-        super().__init__(model, place, groups=1)
+    def __init__(self, model: CausalLM, process: ProcessInfo) -> None:
+        super().__init__(model, process, groups=1)
 
     def forget(self) -> None:
         while self._queue:  # the others compute it, and sum with this rank
@@ -131,7 +131,7 @@ class TensorParallelPasses(StagedPasses):
 
 
 def run_rank(
-    arguments: Namespace, dtype: torch.dtype | None, place: Place, answer: Callable[[StagedPasses], None]
+    arguments: Namespace, dtype: torch.dtype | None, process: ProcessInfo, answer: Callable[[StagedPasses], None]
 ) -> None:
     """Be one of the processes that hold a model together.
 
@@ -139,22 +139,22 @@ def run_rank(
         arguments: the parsed command line.
         answer: what rank 0 does with the model.
     """
-    processes.join(place, PATIENCE)
+    processes.join(process, PATIENCE)
     everyone = distributed.group.WORLD
     assert everyone
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     failure, shares = None, arguments.tensor_parallel
-    with RankMonitor(place, 0 if shares else stage_of(place), timeout_minutes=0):
-        handle_signals(place)
+    with RankMonitor(process, 0 if shares else stage_of(process), timeout_minutes=0):
+        handle_signals(process)
         with agreed():
             model = (
                 load_share(arguments.model, everyone, dtype, DEVICE)
                 if shares
-                else load_stage(arguments.model, dtype, place)
+                else load_stage(arguments.model, dtype, process)
             )
-        passes = TensorParallelPasses(model, place) if shares else StagedPasses(model, place)
-        if place.rank:
+        passes = TensorParallelPasses(model, process) if shares else StagedPasses(model, process)
+        if process.rank:
             passes.follow()
         else:
             try:
@@ -166,11 +166,11 @@ def run_rank(
         raise failure
 
 
-def handle_signals(place: Place) -> None:
+def handle_signals(process: ProcessInfo) -> None:
     """End at Ctrl-C; at SIGTERM later, as another rank's failure may have caused it."""
 
     def leave_at_once(*_: object) -> None:
-        if place.rank == 0:
+        if process.rank == 0:
             processes.print_to_stderr("error: interrupted")
         os._exit(INTERRUPTED)
 
@@ -179,15 +179,15 @@ def handle_signals(place: Place) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(REPORTED))
 
 
-def stage_of(place: Place) -> int:
+def stage_of(process: ProcessInfo) -> int:
     """Return the stage that a process holds."""
-    return place.world_size - 1 - place.rank
+    return process.world_size - 1 - process.rank
 
 
-def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place) -> CausalLM:
+def load_stage(folder: str | Path, dtype: torch.dtype | None, process: ProcessInfo) -> CausalLM:
     """Load the layers of this process's stage."""
-    ranges = layer_ranges(divide(read_spec(resolve(folder)), place.world_size))
-    return load_model(folder, dtype, DEVICE, range(*ranges[stage_of(place)]))
+    ranges = layer_ranges(divide(read_spec(resolve(folder)), process.world_size))
+    return load_model(folder, dtype, DEVICE, range(*ranges[stage_of(process)]))
 
 
 def divide(spec: ModelSpec, stages: int) -> list[int]:

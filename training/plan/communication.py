@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from common.quantities import GIGA
 from models.process_groups import RankGroup
 from models.spec import ModelSpec, key_heads
 from models.tensor_parallel import plan_of
@@ -31,7 +32,7 @@ from training.config.deepspeed_config import training_dtype
 from training.config.model_topo import ModelTopo
 from training.distributed.links import Link
 from training.errors import ConfigError
-from training.metrics.devices import GIGA, HOST_LINK, LINKED, Device
+from training.metrics.devices import HOST_LINK, LINKED, Device
 
 if TYPE_CHECKING:
     from training.plan.inputs import Basis

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from common.quantities import counted
 from common.whole_files import Tell, kept, read_regular, replace_text
 from data.loader import Loader
 from models.attention.positions import attention_kind
@@ -98,7 +99,7 @@ class Workload:
             micro_batches=round(mean(batch.n_micro_batches for batch in batches)),
             tokens=mean(batch.tokens for batch in batches),
             steps=config.max_steps or config.n_epoches * loader.steps_per_epoch,
-            source=f"the first {len(batches)} batches of data_path",
+            source=f"measured on {counted(len(batches), 'batch')} of data_path",
         )
 
     def shared(self, sequence: int) -> Workload:

@@ -54,7 +54,7 @@ def test_on_a_gpu_its_size_is_told_and_the_plan_is_one_for_it(tmp_path: Path, mo
     monkeypatch.setattr(devices, "this_device", lambda: gpu)
     monkeypatch.setattr(resources, "this_device", lambda: gpu)
     line = error_line(tmp_path, torch.OutOfMemoryError(ON_A_GPU), stage=0)
-    assert "of the 85.9 GB of NVIDIA H100 80GB HBM3, and asked for 1.61 GB; --plan says" in line
+    assert "of the 85.90 GB of NVIDIA H100 80GB HBM3, and asked for 1.61 GB; --plan says" in line
     config = config_of(tmp_path, 2, use_grad_ckpt=False, train_micro_batch_size_per_gpu=4)
     plan = Plan(Basis(config, llama(tmp_path), Workload.assumed(config), gpu), PARTS)
     assert f"--plan says {plan.stages[0].memory.peak / 1e9:.2f} GB" in line

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from rich.console import Console
 
 import train_ds_zero
@@ -25,7 +27,7 @@ from training.data_setup import build_loader
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
 from training.plan.auto import choose, divide
-from training.plan.command import plan_run, search_table
+from training.plan.command import draw, plan_run, search_table
 from training.plan.costs import layer_times
 from training.plan.inputs import FILE, Basis, Calibration, Workload
 from training.plan.memory import MemoryModel, StateBytes
@@ -185,9 +187,9 @@ def test_a_plan_adds_up(schedule: str, tmp_path: Path) -> None:
     assert sum(stage.parameters for stage in plan.stages) == 6_738_415_616
     assert 0 < plan.bubble < 0.2
     assert plan.mfu is not None and 0.2 < plan.mfu < 0.6  # 0.78 of the peak, less traffic, bubble and recomputation
-    assert plan.days is None
+    assert plan.run_seconds is None
     known = Plan.make(replace(plan.basis, workload=replace(plan.basis.workload, steps=1000)))
-    assert known.days == pytest.approx(1000 * plan.seconds / 86400)
+    assert known.run_seconds == pytest.approx(1000 * plan.seconds)
 
 
 def test_more_micro_batches_than_are_simulated_take_as_much_longer(tmp_path: Path) -> None:
@@ -408,6 +410,43 @@ def test_micro_batches_that_the_schedule_makes_smaller_are_planned_so(rows: int,
     for work in (Workload.assumed(config), Workload.measured(build_loader(InMemory(samples), config), config)):
         assert (work.rows, work.micro_batches, work.length, work.tokens) == (cut, 16 // cut, 128, 16 * 128)
         assert work.supervised == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("devices", "keys", "texts"),
+    [
+        ("8xV100-32G", {}, ["llama, 8 stages of", "memory fits: at most ", "s a step, ", " tokens/s, "]),
+        ("4xV100-32G", {}, ["memory does not fit: at most ", " GB of tensors of 32.99 GB usable"]),
+        (None, {"fp16": {"enabled": False}}, ["GB of tensors a process, which holds Python", "no known limit"]),
+    ],
+)
+def test_the_picture_says_what_the_lines_say(
+    devices: str | None, keys: dict[str, Any], texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+
+    def savefig(figure: Figure, path: Path, **_: Any) -> None:
+        figure.draw_without_rendering()
+        drawn.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    config = config_of(tmp_path, int(devices[0]) if devices else 2, **keys)
+    device = parse_devices(devices)[1] if devices else this_device()
+    plan = Plan.make(Basis(config, llama(tmp_path), Workload.assumed(config), device))
+    draw(plan, tmp_path / "plan.png")
+    (figure,) = drawn
+    title = figure.get_suptitle()
+    assert all(text in title for text in texts) and ("tokens/s" in title) == plan.knows_seconds
+    memory, time = figure.axes
+    heights = [0.0] * len(plan.stages)
+    for bar in memory.patches:
+        assert isinstance(bar, Rectangle)
+        heights[round(bar.get_x() + bar.get_width() / 2)] += bar.get_height()
+    assert heights == pytest.approx([stage.memory.peak / 1e9 for stage in plan.stages])
+    assert memory.get_ylim()[1] > max(heights)
+    for panel in (memory, time):
+        legend = panel.get_legend()
+        assert legend and legend.get_window_extent().x0 >= panel.get_window_extent().x1, "nothing is hidden"
 
 
 def test_a_plan_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
