@@ -109,6 +109,22 @@ def test_two_hosts_train_as_one(
     assert [line["loss"] for line in metrics(run_folder)] == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_two_hosts_answer_as_one_process(
+    hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A stage on each host, which two processes share."""
+    model = make_checkpoint("llama", initializer_range=0.3, tie_word_embeddings=False)
+    source, target, alone = (tmp_path / f"{name}.jsonl" for name in ("prompts", "together", "alone"))
+    source.write_text("".join(json.dumps({"prompt": "Why? " * times}) + "\n" for times in (1, 7, 2)))
+    words = ("demo.py", "--model", str(model), "--prompts-file", str(source), "--greedy", "--max-new-tokens", "16")
+    hostfile = hostfile_of(hosts, 2, tmp_path / "hostfile")
+    result = run(*hosts[0].enter(*deepspeed(hostfile, *words, "--output", str(target), "--tensor-parallel", "2")))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert run(sys.executable, *words, "--output", alone).returncode == 0
+    assert target.read_bytes() == alone.read_bytes()
+
+
 def is_rank(command_line: str, script: str) -> bool:
     """Whether a process is one of the run's, and none of what started it."""
     python, *words = command_line.split()
