@@ -116,9 +116,10 @@ def load_share(
     group: distributed.ProcessGroup,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
+    part: Sequence[int] | None = None,
     adapter: str | Path | None = None,
 ) -> CausalLM:
-    """Load this process's shard of every layer, for tensor parallelism.
+    """Load this process's shard of every layer, or of those of `part`, for tensor parallelism.
 
     All processes of the group call it and must then ask the same: they see the same logits and choose the same tokens.
 
@@ -129,7 +130,7 @@ def load_share(
     if reason := obstacle(spec, group.size()):
         raise CheckpointError(f"{path}: tensor parallelism: {reason}")
     share = TensorShare(spec, RankGroup(group.size(), group.rank(), group))
-    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), share=share).eval()
+    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part, share).eval()
 
 
 def download(model_name: str, save_path: Path) -> None:
