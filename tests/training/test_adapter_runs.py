@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.terminal import safe_line
 from models import load_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from tests.closeness import assert_near
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
+from tests.launching import run as command
 from tests.models.adapters import save_adapter
 from tests.models.helpers import random_ids
 
@@ -138,6 +141,27 @@ def test_an_export_answers_as_the_run_does(run: Path, exported: Path, base: Path
     whole = served.merge_and_unload().state_dict()
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(weight, whole[name], atol=1e-6, rtol=1e-6)
+
+
+def test_demo_answers_with_an_adapter(run: Path, exported: Path, base: Path) -> None:
+    """Of a run, of a base with what was exported, in two stages: the answer that transformers and peft give."""
+    words = ("--prompt", "Which file", "--raw", "--greedy", "--max-new-tokens", "12")
+    answers = [
+        command(sys.executable, "demo.py", "--model", run, *words),
+        command(sys.executable, "demo.py", "--model", base, "--adapter", exported, *words),
+        deepspeed(2, "demo.py", "--model", base, "--adapter", exported, *words),
+    ]
+    assert all(answer.returncode == 0 for answer in answers), answers
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    ids = tokenizer(words[1], return_tensors="pt")["input_ids"]
+    ended = PeftModel.from_pretrained(model, exported).generate(
+        input_ids=ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids)
+    )
+    expected = tokenizer.decode(ended[0, ids.shape[1] :], skip_special_tokens=True).strip("\ufffd")  # half a letter
+    assert expected
+    for answer in answers:
+        assert safe_line(expected) in answer.stdout
 
 
 @pytest.mark.parametrize("dims", [(2, 1), (1, 1)])
