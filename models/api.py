@@ -86,9 +86,13 @@ def load_model(
 
 
 def load_share(
-    path: str | Path, group: distributed.ProcessGroup, dtype: torch.dtype | None = None, device: str = "cpu"
+    path: str | Path,
+    group: distributed.ProcessGroup,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    part: Sequence[int] | None = None,
 ) -> CausalLM:
-    """Load this process's shard of every layer, for tensor parallelism.
+    """Load this process's shard of every layer, or of those of `part`, for tensor parallelism.
 
     All processes of the group call it and must then ask the same: they see the same logits and choose the same tokens.
 
@@ -100,7 +104,7 @@ def load_share(
     if reason := obstacle(spec, group.size()):
         raise CheckpointError(f"{folder}: tensor parallelism: {reason}")
     source, share = open_source(folder, spec), TensorShare(spec, RankGroup(group.size(), group.rank(), group))
-    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), share=share).eval()
+    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part, share).eval()
 
 
 def download(model_name: str, save_path: Path) -> None:

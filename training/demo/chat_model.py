@@ -25,9 +25,11 @@ from models.checkpoint.layout import RECORD, resolve
 from models.config_json import stop_ids
 from models.generation import Passes, Request, Sampling, generate_many
 from training.checkpoint.exporting import EXPORTED
+from training.errors import ConfigError
 from training.metrics.run_info import RUN_FILE
 
 INCOMPLETE = "\ufffd"  # the end of a text that stops in the middle of a character of several tokens
+DEPTHS = ("", "*/", "*/*/", "*/*/*/")  # below the current folder, where a run's folder may lie
 BEFORE = "a"  # some decoders drop a blank at the beginning, so that something has to stand before it
 
 
@@ -206,3 +208,17 @@ def find_trained_prompts(model: str, names: Sequence[str], notify: Callable[[str
         notify(f"prompts as in training: {', '.join(f'{name}: {known[name]}' for name in known)} ({path})")
     check_prompt_format(known.get("prompt_format", PLAIN))
     return known
+
+
+def find_newest_result() -> str:
+    """Find the model that a run in the current folder wrote last: a checkpoint, or the export at its end.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    runs = [path.parent for depth in DEPTHS for path in Path().glob(f"{depth}{RUN_FILE}")]
+    folders = [path.parent for run in runs for path in run.glob("[!.]*/config.json")]
+    found = [each for each in folders if (each / RECORD).is_file() or each.name == EXPORTED]
+    if not found:
+        raise ConfigError("--model: no run in this folder has a checkpoint; expected --model DIR, such as a save_path")
+    return str(max(found, key=lambda folder: folder.stat().st_mtime))

@@ -40,11 +40,12 @@ RANGES = {
     "seed": (0, 2**63 - 1),
     "threads": (1, None),
     "batch_size": (1, None),
+    "tensor_parallel": (0, None),
 }
 # Option: arguments of `add_argument`, help.
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "--model": ({"required": True}, "model folder, checkpoint or a run's save_path"),
+    "--model": ({}, "model folder, checkpoint or a run's save_path; the newest result of a run here where absent"),
     "--prompt": ({}, "ask this and leave; an interactive chat where absent"),
     "--input": ({"metavar": "TEXT"}, "what --prompt is about, as in records of instruct"),
     "--raw": (FLAG, "continue the prompt as a text, as in records of pretrain"),
@@ -66,7 +67,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--seed": ({"type": int}, "the same seed gives the same answers"),
     "--stop": ({"action": "append", "metavar": "TEXT", "default": []}, "end an answer here; may be repeated"),
     "--dtype": ({"choices": DTYPES}, "compute in this precision; as stored where absent"),
-    "--tensor-parallel": (FLAG, "processes share each layer instead of dividing the layers"),
+    "--tensor-parallel": (
+        {"type": int, "nargs": "?", "const": 0, "metavar": "N"},
+        "N processes share each layer of a stage; without N all of them do, in one stage",
+    ),
     "--threads": ({"type": int, "metavar": "N"}, "threads of each process; torch's choice where absent"),
     "--prompt-format": ({"metavar": "FORMAT"}, "chat_template, plain or a Jinja file, as in the training config"),
     "--template-args": ({"metavar": "JSON"}, 'variables of a template, as in the config: {"enable_thinking": false}'),
@@ -90,13 +94,20 @@ def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> Non
     check(arguments)
     import torch
 
+    if arguments.model is None:
+        from training.demo.chat_model import find_newest_result
+
+        arguments.model = find_newest_result()
+        if not process or process.rank == 0:
+            notify(f"model: {arguments.model} (the newest of a run here; --model DIR for another)")
+
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     if process and process.world_size > 1:
         from training.demo.stages import run_rank
 
         run_rank(arguments, dtype, process, partial(talk, arguments, dtype))
         return
-    if arguments.tensor_parallel:
+    if arguments.tensor_parallel is not None:
         raise ConfigError("--tensor-parallel: without effect in one process; expected deepspeed --num_gpus N demo.py")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
