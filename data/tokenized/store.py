@@ -125,9 +125,9 @@ class Cache:
 
     def keep(self, recipes: Sequence[Recipe]) -> None:
         """Remove all sets but those of these windows."""
-        kept = {recipe.key([]) for recipe in recipes}
+        wanted = {recipe.key([]) for recipe in recipes}
         for folder in self._datasets.iterdir():
-            if folder.name not in kept:
+            if folder.name not in wanted:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def sweep(self, identity: str) -> None:

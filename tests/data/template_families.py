@@ -15,7 +15,6 @@ from tests.data.template_styles import Style
 
 JSON_CALL = '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}'
 PARAMETERS_CALL = '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
-INDENTED_CALL = '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson(indent=4) }}}'
 TEXT = "{{ v if v is string else v | tojson }}"
 FUNCTION_XML = "<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}<parameter={{ k }}>\n" + TEXT
 FUNCTION_XML += "\n</parameter>\n{% endfor %}</function>"
@@ -198,22 +197,6 @@ FAMILIES: dict[str, Family] = {
         bos="{{ bos_token }}",
         tools="@",
     ),
-    "deepseek r1": Family(
-        "<｜Assistant｜>", EOS, "<｜User｜>@", "@", bos="{{ bos_token }}", prompt="<think>\n", words=THINK
-    ),
-    "deepseek v3.2": Family(
-        "<｜Assistant｜>",
-        EOS,
-        "<｜User｜>@",
-        "@",
-        "<function_results>@</function_results>",
-        ("\n\n<｜DSML｜function_calls>\n", "\n", "\n</｜DSML｜function_calls>"),
-        INVOKE_XML,
-        bos="{{ bos_token }}",
-        tools="@",
-        thoughts="<think>@</think>",
-        words=THINK,
-    ),
     "kimi k2": Family(
         "<|im_assistant|>assistant<|im_middle|>",
         "<|im_end|>",
@@ -247,16 +230,6 @@ FAMILIES: dict[str, Family] = {
         "<|call|>",
         thoughts="<|channel|>analysis<|message|>@<|end|><|start|>assistant",
         tools="<|start|>developer<|message|>@<|end|>",
-    ),
-    "command a": Family(
-        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>",
-        "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>@<|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>@<|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>@<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>",
-        ("<|START_ACTION|>[", ", ", "]<|END_ACTION|>"),
-        INDENTED_CALL,
-        tools="@",
     ),
     "exaone 4": headers(
         "[|",

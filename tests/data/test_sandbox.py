@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+import sys
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -63,6 +64,7 @@ def test_what_ends_just_when_it_is_to_be_ended_leaves_nothing_behind(monkeypatch
     """The exception may meet the way out: it is raised there or taken back, and never met by what comes next."""
     monkeypatch.setattr(sandbox, "INTERVAL", 0.002)
     monkeypatch.setattr(sandbox, "LIMIT", 1)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # one may come in a destructor, and pytest's own is slow
     ended = 0
     for number in range(1000):
         try:
