@@ -38,7 +38,7 @@ from training.config.yaml_file import load_config
 from training.distributed import links
 from training.errors import USER_ERRORS
 from training.launch import agent
-from training.launch.hosts import exported, read_hostfile
+from training.launch.hosts import exported_variables, read_hostfile
 from training.metrics.reporter import METRICS_FILE, Reporter
 from training.metrics.tracking import WANDB_ID_FILE, WandBWriter, open_trackers
 from training.plan import timing
@@ -200,7 +200,7 @@ def test_a_failure_that_is_no_file_says_nothing(kind: str, tmp_path: Path, token
 def test_an_environment_that_is_no_file_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "DEEPSPEED_ENVIRONMENT_PATHS", [str(tmp_path)])
     make(tmp_path / runner.DEEPSPEED_ENVIRONMENT_NAME, kind)
-    ended = outcome(exported)
+    ended = outcome(exported_variables)
     assert isinstance(ended, OSError) and runner.DEEPSPEED_ENVIRONMENT_NAME in str(ended)
 
 

@@ -208,7 +208,7 @@ class Job:
         if run.restart and done < progress.total_steps and not stop.agreed(False)[0]:
             log.print(f"{run.restart}: after step {done} of {progress.total_steps} the same command starts over")
             return True
-        self.monitor.rest()  # an export takes as long as the model is large
+        self.monitor.expect_no_marks()  # an export takes as long as the model is large
         if done < progress.total_steps:
             progress.leave(done, stop)
         self._finish()

@@ -44,7 +44,7 @@ def moments_lost() -> None:
     def lost(engine: Any, folder: Any, record: Any, spec: Any = None) -> None:
         engine.global_steps = record.step
 
-    resume.take_over = lost
+    resume.load_optimizer_state = lost
 
 
 def padding_counts() -> None:

@@ -13,7 +13,7 @@ from typing import NoReturn
 from common import early_signals
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.launch.hosts import PREFIX, exported
+from training.launch.hosts import PREFIX, exported_variables
 from training.launch.slurm import requeue
 from training.launch.supervisor import JOB, Shape
 
@@ -52,7 +52,7 @@ def launch(
             with suppress(ConfigError):  # such as a batch that these replicas cannot share
                 shapes.append((reload(override).model_topo.processes, [override], f"dims {dims}"))
     job = {
-        "environment": exported() if hosts else {},
+        "environment": exported_variables() if hosts else {},
         "hosts": hosts or {"": list(range(processes))},
         "shapes": shapes,
         "save_path": config.save_path,
