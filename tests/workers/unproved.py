@@ -1,4 +1,4 @@
-"""train_ds.py with a fault that no message tells of, in the ranks that it starts: only a proof finds it.
+"""Run train_ds.py with a fault in its ranks that raises no error: only a proof finds it.
 
 usage: FAULT=<kind> unproved.py <arguments of train_ds.py>. The kinds are the functions below.
 """
