@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from training.demo.command_line import open_demo, parse_arguments
 from training.distributed import processes
-from training.distributed.processes import Place
+from training.distributed.processes import ProcessInfo
 from training.errors import exit_with_one_line
 
 
 def main() -> None:
     arguments = parse_arguments()
-    place = Place.from_environment()
-    if place is not None:
-        processes.end_with_launcher(place)
-    with exit_with_one_line(place.rank if place else None, page="docs/demo.md"):
-        open_demo(arguments, place)
+    process = ProcessInfo.from_environment()
+    if process is not None:
+        processes.end_with_launcher(process)
+    with exit_with_one_line(process.rank if process else None, page="docs/demo.md"):
+        open_demo(arguments, process)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING  # noqa: E402
 from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
 from training.config.yaml_file import load_config  # noqa: E402
-from training.distributed.processes import Place  # noqa: E402
+from training.distributed.processes import ProcessInfo  # noqa: E402
 from training.launch.start import Hosts, name_accelerator  # noqa: E402
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def main() -> None:
     arguments = parse_arguments("Fine-tune a model with DeepSpeed pipeline parallelism.")
 
-    def load(place: Place | None) -> TrainConfig:
+    def load(process: ProcessInfo | None) -> TrainConfig:
         config = load_config(arguments.config, arguments.overrides)
         config.check_entry_point(in_stages=True)
         return config
@@ -67,12 +67,12 @@ def prove(config: TrainConfig) -> None:
     prove_run(config, sys.argv[0])
 
 
-def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
+def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
     """Do the whole job of one rank; one of a proof records its steps in the folder `--record`."""
     if arguments.check:
         from training.checking import check_run
 
-        return check_run(True, config, place, monitor)
+        return check_run(True, config, process, monitor)
     from training.engine.pipeline import PipelineTrainer
     from training.options import train_language_model
 
@@ -81,7 +81,7 @@ def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMo
         from training.proof.recorder import make_recorder
 
         kind = make_recorder(arguments.record)
-    return train_language_model(config, place, monitor, kind)
+    return train_language_model(config, process, monitor, kind)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING  # noqa: E402
 from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
 from training.config.yaml_file import load_config  # noqa: E402
-from training.distributed.processes import Place  # noqa: E402
+from training.distributed.processes import ProcessInfo  # noqa: E402
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -31,28 +31,28 @@ def main() -> None:
     arguments = parse_arguments("Fine-tune a model with ZeRO.", in_stages=False)
     run_entry_point(
         arguments,
-        lambda place: load_spread_config(arguments.config, arguments.overrides, place),
+        lambda process: load_spread_config(arguments.config, arguments.overrides, process),
         partial(run, arguments),
     )
 
 
-def run(arguments: Namespace, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
+def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
     """Do the whole job of one rank."""
     if arguments.check:
         from training.checking import check_run
 
-        return check_run(False, config, place, monitor)
+        return check_run(False, config, process, monitor)
     from training.engine.zero import ZeroTrainer
     from training.options import train_language_model
 
-    return train_language_model(config, place, monitor, ZeroTrainer)
+    return train_language_model(config, process, monitor, ZeroTrainer)
 
 
-def load_spread_config(path: str, overrides: list[str], place: Place | None) -> TrainConfig:
+def load_spread_config(path: str, overrides: list[str], process: ProcessInfo | None) -> TrainConfig:
     """Load the config; without model_topo every process that was started, or every GPU, is a replica."""
     config = load_config(path, overrides)
     if "model_topo" not in config.model_fields_set:
-        processes = place.world_size if place else gpus()
+        processes = process.world_size if process else gpus()
         config = load_config(path, [*overrides, f"model_topo.process_topology.dims=[1, {processes}]"])
     config.check_entry_point(in_stages=False)
     return config

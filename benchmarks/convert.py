@@ -18,10 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.parts import Figures, run_parts, table_of
-from benchmarks.ranks import ROOT, run_ranks, tell
+from benchmarks.report import Report, run_parts, table_of
+from benchmarks.workers import ROOT, run_workers, tell
 
 SHARD_BYTES = SPARE_BYTES = 5 * 10**9  # of the disk, SPARE_BYTES are left alone
 LLAMA_7B = {
@@ -38,29 +36,25 @@ MIXTRAL |= {"num_key_value_heads": 8, "num_local_experts": 8}
 SHAPES: dict[str, dict[str, Any]] = {"llama": LLAMA_7B, "mixtral": MIXTRAL}
 
 
-def measure(name: str, folder: Path) -> Figures:
+def measure(name: str, folder: Path) -> Report:
     """Make a checkpoint and take it there and back."""
     # In a process of its own: the system counts a parent's largest memory as its children's.
-    blocks, layer = run_ranks(None, "benchmarks.convert", folder, "make", config=SHAPES[name])
+    blocks, layer = run_workers(None, "benchmarks.convert", folder, "make", config=SHAPES[name])
     source, layers = folder / "huggingface", folder / "layers"
-    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    gigabytes = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e9
     commands = {"cp -r": run(["cp", "-r", str(source), str(folder / "copy")], source)}
     shutil.rmtree(folder / "copy")
     for command, read, written in (("hg_to_pp", source, layers), ("pp_to_hg", layers, folder / "back")):
         words = [sys.executable, "convert_model.py", command, "--input-path", str(read), "--save-path", str(written)]
         commands[command] = run(words, read)
-    return {name: {"gb": size / 1e9, "blocks": blocks, "largest_block_gb": layer / 1e9, "commands": commands}}
-
-
-def table(name: str, figures: Figures) -> Table:
-    found = figures[name]
-    gigabytes, commands = found["gb"], found["commands"]
-    title = f"{name}: {found['blocks']} blocks, {gigabytes:.1f} GB, largest block {found['largest_block_gb']:.2f} GB"
+    title = f"{name}: {blocks} blocks, {gigabytes:.1f} GB, largest block {layer / 1e9:.2f} GB"
     rows = (
         (command, f"{gigabytes / seconds:.2f}", f"{commands['cp -r'][0] / seconds:.2f}", f"{peak / 1e9:.2f}")
         for command, (seconds, peak) in commands.items()
     )
-    return table_of(title, ("command", "GB/s", "of cp's speed", "peak memory, GB"), rows)
+    table = table_of(title, ("command", "GB/s", "of cp's speed", "peak memory, GB"), rows)
+    figures = {"gb": gigabytes, "blocks": blocks, "largest_block_gb": layer / 1e9, "commands": commands}
+    return Report({name: figures}, table)
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
@@ -107,19 +101,19 @@ def run(words: list[str], source: Path) -> tuple[float, int]:
     begin = time.monotonic()
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    told = process.stderr.read()
+    printed = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     os.sync()
     seconds = time.monotonic() - begin
     if process.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{told}")
+        sys.exit(f"{' '.join(words)} failed:\n{printed}")
     return seconds, usage.ru_maxrss * 1024
 
 
 if __name__ == "__main__":
     run_parts(
         "Memory and speed of both converters against cp.",
-        {name: (partial(measure, name), partial(table, name)) for name in SHAPES},
+        {name: partial(measure, name) for name in SHAPES},
         {"make": make_checkpoint},
     )

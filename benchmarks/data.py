@@ -20,21 +20,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.parts import Figures, against_targets, run_parts
-from benchmarks.ranks import RESULT, ROOT, command, run_ranks, tell
+from benchmarks.report import Report, against_targets, run_parts
 from benchmarks.tokenizing import RECORDS, make_tokenizer, pairs, peak_of
+from benchmarks.workers import RESULT, ROOT, command, run_workers, tell
 
 LARGE, SMALLER = 10**9, 2 * 10**8  # bytes
 LIMIT, REPETITIONS = 2048, 5
 BATCH = 128  # samples
 TOGETHER = 1000  # texts for the bare tokenizer at a time
-TOKENIZING = {"tokenize_vs_bare": "at least 0.8", "peak_rss_gb": "at most 1", "second_start_s": "at most 3"}
-PACKING = {"packing_efficiency": "at least 0.98", "packing_efficiency_batch": "at least 0.93"}
 
 
-def tokenizing(folder: Path) -> Figures:
+def tokenizing(folder: Path) -> Report:
     make_tokenizer(folder / "tokenizer")
     smaller, large = folder / "smaller.jsonl", folder / "large.jsonl"
     write_records(smaller, SMALLER)
@@ -49,22 +45,18 @@ def tokenizing(folder: Path) -> Figures:
     peak = peak_of(subprocess.Popen([*command(None, "benchmarks.data"), *given], cwd=ROOT))
     first = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     second = _run(folder, "load", large)
-    return {
-        "tokenize_vs_bare": median(shares),
-        "peak_rss_gb": peak / 1e9,
-        "second_start_s": second["seconds"],
-        "tokenizing": first | {"records_per_s": median(speeds)},
-    }
+    title = f"tokenizing 1 GB, {first['tokens']:,} tokens, in {first['seconds']:.0f} s"
+    figures, table = against_targets(
+        title,
+        tokenize_vs_bare=(median(shares), "at least 0.8"),
+        peak_rss_gb=(peak / 1e9, "at most 1"),
+        second_start_s=(second["seconds"], "at most 3"),
+    )
+    return Report(figures | {"tokenizing": first | {"records_per_s": median(speeds)}}, table)
 
 
-def tokenizing_table(figures: Figures) -> Table:
-    about = figures["tokenizing"]
-    title = f"tokenizing 1 GB, {about['tokens']:,} tokens, in {about['seconds']:.0f} s"
-    return against_targets(title, figures, TOKENIZING)
-
-
-def _run(folder: Path, work: str, data: Path) -> Figures:
-    found: Figures = run_ranks(None, "benchmarks.data", folder, work, data=str(data))
+def _run(folder: Path, work: str, data: Path) -> dict[str, Any]:
+    found: dict[str, Any] = run_workers(None, "benchmarks.data", folder, work, data=str(data))
     return found
 
 
@@ -113,7 +105,7 @@ def bare(folder: Path, data: str) -> None:
     tell(folder, {"records_per_s": len(texts) / (time.perf_counter() - begin)})
 
 
-def packing(folder: Path) -> Figures:
+def packing(folder: Path) -> Report:
     from data.chat.prompts import Prompts
     from data.loader import Loader
     from data.tokenized.dataset import load_dataset
@@ -124,16 +116,16 @@ def packing(folder: Path) -> Figures:
     epoch = Loader(samples, BATCH, 1, 1, seed=0, packing="dataset", row_length=LIMIT)
     batches = Loader(samples, BATCH, 1, 1, seed=0, packing="batch", row_length=LIMIT)
     efficiency = int(samples.lengths.sum()) / (epoch.rows_per_epoch * LIMIT)
-    return {"packing_efficiency": efficiency, "packing_efficiency_batch": batches.efficiency()}
-
-
-def packing_table(figures: Figures) -> Table:
-    return against_targets("packing", figures, PACKING)
+    return against_targets(
+        "packing",
+        packing_efficiency=(efficiency, "at least 0.98"),
+        packing_efficiency_batch=(batches.efficiency(), "at least 0.93"),
+    )
 
 
 if __name__ == "__main__":
     run_parts(
         "Tokenizing and packing: speed, memory, padding.",
-        {"tokenizing": (tokenizing, tokenizing_table), "packing": (packing, packing_table)},
+        {"tokenizing": tokenizing, "packing": packing},
         {"load": load, "bare": bare},
     )

@@ -18,12 +18,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.parts import Figures, against_targets, run_parts
-from benchmarks.ranks import ROOT
+from benchmarks.report import Report, against_targets, run_parts
 from benchmarks.tokenizing import make_tokenizer
+from benchmarks.workers import ROOT
 from models import load_model
 from models.generation import Request, generate, generate_many
 
@@ -38,16 +37,9 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 PROMPT, NEW, AT_ONCE, ROUNDS = 256, 64, 8, 5  # tokens, tokens, prompts, pairs
-TARGETS = {
-    "single_vs_transformers": "at least 1.0",
-    "first_token_vs_transformers": "at least 1.0",
-    "batched_vs_single": "at least 3",
-    "demo_first_token_s": "under 6",
-    "tokens_per_s": "",
-}
 
 
-def measure(folder: Path) -> Figures:
+def measure(folder: Path) -> Report:
     """Measure all; the folder takes 300 MB."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LlamaConfig(**SMOLLM2)).bfloat16().save_pretrained(folder)
@@ -76,17 +68,14 @@ def measure(folder: Path) -> Figures:
         for _ in range(ROUNDS + 1)
     ][1:]  # the first one warms up
     batches = [(seconds(one_by_one), seconds(at_once)) for _ in range(ROUNDS)]
-    return {
-        "single_vs_transformers": median((b - a) / (d - c) for a, b, c, d in rounds),
-        "first_token_vs_transformers": median(a / c for a, _, c, _ in rounds),
-        "batched_vs_single": median(alone / together for alone, together in batches),
-        "demo_first_token_s": median(demo_first_token(folder) for _ in range(ROUNDS)),
-        "tokens_per_s": median((NEW - 1) / (d - c) for _, _, c, d in rounds),
-    }
-
-
-def table(figures: Figures) -> Table:
-    return against_targets("answers against transformers", figures, TARGETS)
+    return against_targets(
+        "answers against transformers",
+        single_vs_transformers=(median((b - a) / (d - c) for a, b, c, d in rounds), "at least 1.0"),
+        first_token_vs_transformers=(median(a / c for a, _, c, _ in rounds), "at least 1.0"),
+        batched_vs_single=(median(alone / together for alone, together in batches), "at least 3"),
+        demo_first_token_s=(median(demo_first_token(folder) for _ in range(ROUNDS)), "under 6"),
+        tokens_per_s=(median((NEW - 1) / (d - c) for _, _, c, d in rounds), ""),
+    )
 
 
 def prompts() -> list[list[int]]:
@@ -113,4 +102,4 @@ def demo_first_token(folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    run_parts("Answers per second.", {"generation": (measure, table)})
+    run_parts("Answers per second.", {"generation": measure})

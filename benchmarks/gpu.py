@@ -14,16 +14,15 @@ well.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu_models import Measurement
-from benchmarks.ranks import command
 from benchmarks.unattended import Job, Row, parser, prepare, run_all
+from benchmarks.workers import command
 
 FULL = 2.0  # times the estimate for a model of so many more layers
 TESTS = ("tests/models/attention/test_kernels.py", "tests/models/test_lean_loss.py",
@@ -43,6 +42,7 @@ class Way:
         measurement: a name of `benchmarks.gpu_checks.CHECKS` for a check.
         gpu: whether it has no form for a CPU.
         reference: the way whose losses it must have.
+        launched: whether the launcher starts it.
     """
 
     name: str
@@ -51,18 +51,38 @@ class Way:
     needs: tuple[str, ...] = ()
     gpu: bool = False
     reference: str = ""
+    launched: bool = False
 
-    def job(self, full: bool, cpu: bool, environment: dict[str, str]) -> Job:
-        measurement, minutes = self.measurement, self.minutes
+    def job(self, gpus: int | None, full: bool = False) -> Job:
+        """Make its job.
+
+        Args:
+            gpus: of this machine; None for processes on its CPU, without the GPUs that there may be.
+            full: with as many layers as fit.
+        """
+        measurement, minutes, processes = self.measurement, self.minutes, 1
+        visible = "" if gpus is None else os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if isinstance(measurement, str):
             line = [*command(None, "benchmarks.gpu_checks"), measurement]
         else:
             if full and measurement.layers == Measurement.layers:
                 measurement, minutes = replace(measurement, layers=None), FULL * minutes
-            line = [*command(None, "benchmarks.gpu_worker"), "--measurement", json.dumps(asdict(measurement))]
+            processes = math.prod(measurement.dims)
+            line = command(processes if self.launched else None, "benchmarks.gpu_worker", visible)
+            line += ["--measurement", json.dumps(asdict(measurement))]
             line += ["--reference", self.reference] if self.reference else []
-        obstacle = "needs CUDA" if cpu and self.gpu else ""
+        obstacle = "needs CUDA" if gpus is None and self.gpu else ""
+        if gpus is not None and processes > gpus:
+            obstacle = f"it takes {processes} GPUs, and there are {gpus}"
+        environment = _environment(gpus) if gpus is None or not self.launched else {}  # the launcher chooses GPUs
         return Job(self.name, minutes, line, self.needs, obstacle, environment=environment)
+
+
+def _environment(gpus: int | None) -> dict[str, str]:
+    """Make the variables by which a process without the launcher takes one GPU: the Trainer takes all that it sees."""
+    if gpus is None:
+        return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
 
 
 COMPILED = {"compile": True}
@@ -122,50 +142,42 @@ KERNELS = "kernels"  # the tests of the kernels, before anything is measured wit
 
 
 def words(row: Row) -> str:
-    """A row's figures in a line."""
+    """Show a row's figures in a line."""
     if "said" in row:
         return str(row["said"])
-    mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
-    told = f"{row['layers']} layers, {row['tokens_per_s']:,.0f} tokens/s{mfu}, {row['step_s']:.3f} s a step"
-    told += f"; {row['attention']}" if "attention" in row else ""
-    told += f"; memory: {memory(row)}"
-    if "difference" in row:
-        told += f"; losses: within {row['difference']:.1e} of one process"
-    told += f"; losses: compared {row['compared']}" if "compared" in row else ""
+    figures = [f"{row['layers']} layers, {row['tokens_per_s']:,.0f} tokens/s, {row['step_s']:.3f} s a step"]
+    figures += [f"MFU {row['mfu']:.1%}"] if row["mfu"] is not None else []
+    figures += [row["attention"]] if "attention" in row else []
+    memory = f"{row['measured_bytes'] / 1e9:.2f} GB measured"
+    if planned := row.get("planned_bytes"):
+        memory = f"{planned / 1e9:.2f} GB planned, {memory} ({planned / row['measured_bytes'] - 1:+.1%})"
+    figures.append(f"memory: {memory}")
+    figures += [f"losses: within {row['difference']:.1e} of one process"] if "difference" in row else []
+    figures += [f"losses: compared {row['compared']}"] if "compared" in row else []
     if "profile" in row:
-        told += "; " + ", ".join(f"{name} {share:.1%}" for name, share in row["profile"]["classes"].items())
-    return told
-
-
-def memory(row: dict[str, Any]) -> str:
-    """Planned and measured."""
-    measured = f"{row['measured_bytes'] / 1e9:.2f} GB measured"
-    if "planned_bytes" not in row:
-        return measured
-    error = row["planned_bytes"] / row["measured_bytes"] - 1
-    return f"{row['planned_bytes'] / 1e9:.2f} GB planned, {measured} ({error:+.1%})"
+        figures.append(", ".join(f"{name} {share:.1%}" for name, share in row["profile"]["classes"].items()))
+    return "; ".join(figures)
 
 
 def jobs(full: bool, cpu: bool) -> list[Job]:
-    """All of them, in order of value.
+    """Make all jobs, in order of value.
 
     Args:
-        full: as many layers as fit.
+        full: with as many layers as fit.
         cpu: without the GPU that there may be.
     """
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # the Trainer would take all that it sees
-    environment = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if cpu else {"CUDA_VISIBLE_DEVICES": first}
+    gpus = None if cpu else 1
     # Without the project's own options: they want the plugins of requirements-dev.txt.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *TESTS]
-    tests = Job(KERNELS, 1.0, pytest, ("pytest", "hypothesis"), tells=False, environment=environment)
+    tests = Job(KERNELS, 1.0, pytest, ("pytest", "hypothesis"), tells=False, environment=_environment(gpus))
     ahead: tuple[Way, ...] = FULL_WAYS if full else ()
     names = {way.name for way in ahead}
     ways = [*ahead, *(way for way in WAYS if way.name not in names)]
-    return [*([] if full else [tests]), *(way.job(full, cpu, environment) for way in ways)]
+    return [*([] if full else [tests]), *(way.job(gpus, full) for way in ways)]
 
 
 def missed(row: Row, rows: Sequence[Row]) -> str:
-    """The goals that a row misses, in words."""
+    """Name the goals that a row misses."""
     speeds = {each["way"]: each["tokens_per_s"] for each in (*rows, row) if "tokens_per_s" in each}
     mfu, goal, planned = row.get("mfu"), MFU.get(row["way"]), row.get("planned_bytes")
     found = [f"MFU below {goal:.0%}"] if mfu and goal and mfu < goal else []
@@ -178,26 +190,6 @@ def missed(row: Row, rows: Sequence[Row]) -> str:
     return ", ".join(found)
 
 
-def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw tokens per second of each way, and what kinds of kernels take of a step."""
-    from matplotlib.figure import Figure
-
-    speeds = {row["way"]: row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
-    steps = {row["way"]: row["profile"]["classes"] for row in rows if "profile" in row}
-    picture = Figure((9, 1.5 + 0.3 * len(speeds)), layout="constrained")
-    speed, share = picture.subplots(1, 2)
-    speed.barh(list(speeds), list(speeds.values()))
-    speed.invert_yaxis()
-    speed.set_title("tokens/s")
-    for way, classes in steps.items():
-        share.bar(list(classes), [100 * part for part in classes.values()], alpha=0.6, label=way)
-    share.set_title("% of a step, by kind of kernel")
-    share.tick_params(axis="x", rotation=30)
-    if steps:
-        share.legend()
-    picture.savefig(file, dpi=110)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(
         "benchmarks.gpu",
@@ -208,8 +200,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = made.parse_args(arguments)
     prepare(chosen, gpus=1)
     rows = run_all(jobs(chosen.full, chosen.device == "cpu"), chosen, words, missed)
-    if any("tokens_per_s" in row for row in rows):
-        draw(rows, chosen.out / "speeds.png")
     sys.exit(any("reason" in row for row in rows))
 
 

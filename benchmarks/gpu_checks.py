@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_models import MODELS, Measurement, write_model
-from benchmarks.ranks import RESULT, ROOT, environment, tell
+from benchmarks.workers import RESULT, ROOT, environment, tell
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Figures = dict[str, Any]
@@ -33,7 +33,7 @@ STEPS, KILLED_AFTER = 6, 3
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """The norm of a difference, relative to what was wanted."""
+    """Return the norm of a difference, relative to what was wanted."""
     found, wanted = found.detach().double(), wanted.detach().double()
     return float((found - wanted).norm() / wanted.norm())
 
@@ -74,7 +74,7 @@ def attention(folder: Path) -> Figures:
 
 
 def kernel_error(kernel: str, dtype: torch.dtype, window: int | None) -> float:
-    """The largest relative error of a kernel's output and three gradients."""
+    """Return the largest relative error of a kernel's output and three gradients."""
     from models.attention import flex
     from models.attention.packed import ALL_ATTENTION_FUNCTIONS, Documents
 
@@ -102,15 +102,16 @@ def kernel_error(kernel: str, dtype: torch.dtype, window: int | None) -> float:
 
 
 def plain_attention(inputs: Sequence[Tensor], positions: Tensor, window: int | None) -> Tensor:
-    """Attention by its definition: queries, keys and values [B, heads, S, D] to [B, S, heads, D]."""
-    query, *others = inputs
-    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in others)
+    """Compute torch's attention under a mask: queries, keys and values [B, heads, S, D] to [B, S, heads, D]."""
     document = torch.nn.functional.pad((positions.diff(dim=1) != 1).cumsum(dim=1), (1, 0))
     place = torch.arange(positions.shape[1], device=DEVICE)
     back = place[:, None] - place
     seen = (document[:, :, None] == document[:, None]) & (back >= 0) & (back < (window or len(place)))
-    scores = (query @ key.transpose(2, 3) * 0.125).masked_fill(~seen[:, None], -torch.inf)
-    return (scores.softmax(dim=-1) @ value).transpose(1, 2)
+    query, key, value = inputs
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen[:, None], scale=0.125, enable_gqa=True
+    )
+    return output.transpose(1, 2)
 
 
 # ---- whole models against transformers
@@ -141,7 +142,7 @@ def parity(folder: Path) -> Figures:
 
 
 def both_in(folder: Path, name: str, shape: dict[str, Any], dtype: torch.dtype) -> tuple[float, Tensor, Tensor]:
-    """The relative difference of the losses; our gradients and transformers', each as one vector [weights]."""
+    """Return the relative difference of the losses; our gradients and transformers', each as one vector [weights]."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from models import load_model
@@ -242,13 +243,13 @@ def start_run(script: str, config: Path) -> subprocess.Popen[bytes]:
 
 
 def losses_of(run: Path) -> list[float]:
-    """The training loss of each step."""
+    """Return the training loss of each step."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
 
 
 def weights_of(run: Path) -> list[Tensor]:
-    """The weights of a run's last checkpoint."""
+    """Return the weights of a run's last checkpoint."""
     layers = sorted((run / f"step-{STEPS:06}").glob("layer_*"))
     states = [torch.load(layer, map_location="cpu", weights_only=True) for layer in layers]
     return [weight for state in states for _, weight in sorted(state.items())]
@@ -312,7 +313,7 @@ def stages(folder: Path) -> Figures:
 
 
 def losses_in_stages(folder: Path, name: str, dims: tuple[int, int], keys: dict[str, Any]) -> list[float]:
-    """The losses of a run; none where it fails. What it prints goes to this check's own output."""
+    """Return the losses of a run; none where it fails. What it prints goes to this check's own output."""
     place = folder / name.replace(" ", "-")
     place.mkdir()
     way = Measurement("tiny", None if dims[0] < 3 else 6, attention="sdpa", dims=dims, keys=keys, exact=True)

@@ -1,7 +1,7 @@
-"""What the GPU benchmarks train: models of two sizes, rows of chance, and as many layers as the memory takes.
+"""What the GPU benchmarks train: models of two sizes, random rows, and as many layers as fit.
 
-The planner decides: the layers that are asked for, or as many fewer as it takes until what it plans, and a tenth of the
-memory on top, fit into what is free. On a CPU everything is tiny, in fp32, and nothing limits it.
+The planner decides: the layers asked for, or fewer, until its plan and a tenth of the memory on top fit into what is
+free. On a CPU everything is tiny, in fp32, and nothing limits it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:  # the command knows what to measure before its packages are installed
     from data.sample_set import InMemory
@@ -56,14 +56,14 @@ class Measurement:
         layers: of the model, at most; all where absent.
         engine: Pipetune's, or transformers' Trainer, plain or with Liger's kernels.
         rows: one sample each, or packed with many.
-        attention: one of `benchmarks.gpu_worker.KERNELS`, or `auto`; what `use_flash_attn: true` takes where absent.
+        attention: one of `benchmarks.gpu_worker.KERNELS`, or `auto`; that of `use_flash_attn: true` where absent.
         micro_batch: rows.
         dims: stages and replicas.
-        fused: whether Liger's kernels stand in for norms, SwiGLU and rotary angles in Pipetune's blocks.
+        fused: whether Liger's kernels replace norms, SwiGLU and rotary angles in Pipetune's blocks.
         keys: more of a run's config.
-        profile: whether one more step is taken apart by kinds of kernels.
+        profile: whether one more step is profiled by kinds of kernels.
         exact: fp32, a few layers and the usual attention, so that losses can be compared with those of other ways.
-        length: tokens of a full row on a GPU, of which a step has 32,768 in all.
+        length: tokens of a full row on a GPU; a step has 32,768 in all.
     """
 
     model: Literal["7b", "1b", "tiny"] = "7b"
@@ -80,14 +80,8 @@ class Measurement:
     length: int = 4096
 
 
-@dataclass(frozen=True)
-class Size:
-    """Of a step.
-
-    Attributes:
-        length: tokens in a row.
-        rows: of full length; packed ones have about as many tokens.
-    """
+class Size(NamedTuple):
+    """The size of a step: rows of full length; packed ones have about as many tokens."""
 
     length: int
     rows: int
@@ -97,44 +91,38 @@ WHOLE, TINY = Size(length=4096, rows=8), Size(length=64, rows=8)
 
 
 def write_model(folder: Path, shape: dict[str, Any], layers: int, length: int) -> None:
-    """The folder of a model that trains from random weights: config.json alone."""
+    """Write the folder of a model that trains from random weights: config.json alone."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = COMMON | shape | {"num_hidden_layers": layers, "max_position_embeddings": length}
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
-def packed_samples(words: int, tokens: int, longest: int) -> InMemory:
-    """Samples of chance, a sixteenth to a half of a row long, with so many tokens; the same on every rank."""
+def samples_of(measurement: Measurement, words: int, size: Size) -> InMemory:
+    """Make a step's random samples, the same on every rank; packed ones are a sixteenth to a half of a row long."""
     import numpy
 
+    from benchmarks.steps import random_rows
     from data.sample_set import InMemory
 
+    if measurement.rows == "full":
+        return random_rows(words, size.rows, size.length)
     chance = numpy.random.Generator(numpy.random.PCG64(0))
-    rows = []
+    rows, tokens = [], size.rows * size.length
     while tokens > 1:
-        length = min(tokens, int(chance.integers(longest // 16, longest // 2 + 1)))
+        length = min(tokens, int(chance.integers(size.length // 16, size.length // 2 + 1)))
         rows.append(chance.integers(0, words, length).tolist())
         tokens -= length
     return InMemory([{"input_ids": row, "labels": row} for row in rows])
 
 
-def samples_of(measurement: Measurement, words: int, size: Size) -> InMemory:
-    """Those of a step."""
-    from benchmarks.steps import random_rows
-
-    if measurement.rows == "packed":
-        return packed_samples(words, size.rows * size.length, size.length)
-    return random_rows(words, size.rows, size.length)
-
-
 def config_of(measurement: Measurement, model: Path, samples: int, size: Size, half: bool) -> TrainConfig:
-    """The run's config.
+    """Make the run's config.
 
     Args:
         samples: in a step.
-        half: bf16 and the fastest attention; else fp32.
+        half: whether in bf16, with the fastest attention; else fp32.
     """
-    from benchmarks.steps import run_config
+    from benchmarks.steps import run_config, topology
 
     keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": measurement.micro_batch,
@@ -143,34 +131,32 @@ def config_of(measurement: Measurement, model: Path, samples: int, size: Size, h
         "use_flash_attn": half,
         "compile": False,
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3 if measurement.exact else 1.0e-4}},
-        "model_topo": {"process_topology": {"dims": list(measurement.dims)}},
     }
-    return run_config(model, measurement.dims[0], samples, size.length, **keys | measurement.keys)
+    return run_config(model, samples, size.length, **topology(*measurement.dims) | keys | measurement.keys)
 
 
 def planned_peak(config: TrainConfig, samples: InMemory, device: Device) -> int:
-    """Bytes that the planner expects the fullest rank to need."""
+    """Plan the bytes that the fullest rank needs."""
     from models.api import read_spec
     from training.data_setup import build_loader
     from training.plan.inputs import Basis, Workload
     from training.plan.plan import Plan
 
-    spec = read_spec(Path(config.model_path))
     work = Workload.measured(build_loader(samples, config), config)
-    return Plan.make(Basis(config, spec, work, device)).peak
+    return Plan.make(Basis(config, read_spec(Path(config.model_path)), work, device)).peak
 
 
 def fit(
     measurement: Measurement, folder: Path, samples: InMemory, size: Size, device: Device, free: int | None, half: bool
 ) -> tuple[TrainConfig, int]:
-    """The config of a run with as many layers as fit, and the bytes that are planned for it.
+    """Make the config of a run with as many layers as fit, and plan its bytes.
 
     Args:
         folder: the model is written there.
         free: bytes of the device; None where nothing is known to limit them.
 
     Raises:
-        SystemExit: not even the fewest layers fit.
+        SystemExit: not even one layer fits.
     """
     shape = MODELS[measurement.model]
     most = min(measurement.layers or shape["num_hidden_layers"], shape["num_hidden_layers"])
@@ -181,8 +167,7 @@ def fit(
         write_model(folder, shape, layers, size.length)
         return planned_peak(config, samples, device)
 
-    choices = range(1, most + 1)
-    layers = most if limit is None else bisect_right(choices, limit, key=peak)
+    layers = most if limit is None else bisect_right(range(1, most + 1), limit, key=peak)
     if not layers:
         raise SystemExit(f"error: {measurement.model}: not one layer fits into {limit:,} bytes")
     return config, peak(layers)

@@ -1,4 +1,4 @@
-"""One measurement on a GPU, in processes of its own: train some steps and tell what they took.
+"""One measurement on a GPU, in processes of its own: train some steps and leave their figures.
 
 `benchmarks.gpu` starts it alone, `benchmarks.gpus` through the real launcher. The first steps do not count: kernels are
 chosen, compiled and loaded in them. Random weights are made on the GPU, which takes seconds instead of a minute.
@@ -23,8 +23,8 @@ import transformers
 from benchmarks import shared_gpu
 from benchmarks.gpu_models import MODELS, TINY, WHOLE, Measurement, Size, config_of, fit, samples_of
 from benchmarks.kernel_classes import shares, spans_of
-from benchmarks.ranks import RESULT, tell
-from benchmarks.steps import Straight, joined, train
+from benchmarks.steps import joined, train, train_by_transformers
+from benchmarks.workers import RESULT, tell
 from models.api import read_spec
 from models.attention.flex import FLEX
 from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH, choose_attention
@@ -53,30 +53,30 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2  # relative, of losses in fp32 and bf16 t
 ON_GPU = torch.cuda.is_available()
 
 
-class Seen(Straight):
-    """The steps one after the other, each told as it ends.
+class Counted:
+    """A `Pace` of steps one after the other, each printed as it ends; the last ones count.
 
-    Where that is asked for, one more is taken apart by kinds of kernels, after one in which the profiler warms up.
+    If a profile is wanted, two more follow: the profiler warms up in one and sorts the other's time by kernels.
     """
 
     def __init__(self, profile: bool) -> None:
-        super().__init__(WARM + STEPS + (2 if profile else 0))
+        self._steps = WARM + STEPS + (2 if profile else 0)
+        self.speeds: list[float] = []
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.profile: dict[str, Any] | None = None
         self._profiler: Any = None
 
     def wait(self) -> bool:
-        goes_on = super().wait()
-        if goes_on and len(self.speeds) >= WARM + STEPS:
+        if WARM + STEPS <= len(self.speeds) < self._steps:
             from torch.profiler import ProfilerActivity, profile
 
             self._profiler = profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU])
             self._profiler.__enter__()
-        return goes_on
+        return len(self.speeds) < self._steps
 
     def done(self, seconds: float, tokens: int, **more: Any) -> None:
-        super().done(seconds, tokens, **more)
+        self.speeds.append(tokens / seconds)
         self.seconds.append(seconds)
         self.losses += [more["loss"]] if "loss" in more else []
         print(f"step {len(self.speeds)}: {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s", flush=True)
@@ -85,14 +85,19 @@ class Seen(Straight):
             self.profile = shares(spans_of(self._profiler, ON_GPU), seconds)
             self._profiler = None
 
-    def figures(self) -> dict[str, Any]:
-        """Of the steps that count."""
+    def figures(self, config: TrainConfig, spec: ModelSpec, batch: GlobalBatch) -> dict[str, Any]:
+        """Return those of the steps that count."""
         counted = slice(WARM, WARM + STEPS)
+        seconds = median(self.seconds[counted])
+        utilization = Utilization(spec, training_dtype(config), config.model_topo.processes)
         return {
+            "layers": spec.n_blocks,
             "tokens_per_s": median(self.speeds[counted]),
-            "step_s": median(self.seconds[counted]),
+            "mfu": utilization(batch.lengths, batch.supervised, seconds),
+            "step_s": seconds,
             "steps_s": self.seconds,
             "losses": self.losses,
+            "reserved_bytes": torch.cuda.max_memory_reserved() if ON_GPU else None,
             **({"profile": self.profile} if self.profile else {}),
         }
 
@@ -108,9 +113,9 @@ class OnDevice(SeededStates):
 def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) -> dict[str, Any]:
     """Train with Pipetune's engine; this process is one of those of the run."""
     model = folder / f"model-{os.environ['RANK']}"
-    samples = samples_of(measurement, words(measurement), size)
+    samples = samples_of(measurement, MODELS[measurement.model]["vocab_size"], size)
     config = config_of(measurement, model, len(samples.samples), size, half)
-    pace = Seen(measurement.profile)
+    pace = Counted(measurement.profile)
     with ExitStack() as stack:
         if ON_GPU and not measurement.exact:
             stack.enter_context(patch("training.engine.trainer.SeededStates", OnDevice))
@@ -121,71 +126,45 @@ def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) 
         free = min(gather(torch.cuda.mem_get_info()[0])) if ON_GPU else None
         config, planned = fit(measurement, model, samples, size, this_device(), free, half)
         set_numerics(config)
-        spec = read_spec(model)
-        usual = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
-        loader = build_loader(samples, config)
+        spec, loader = read_spec(model), build_loader(samples, config)
         if measurement.attention == AUTO:
             kernels = choose_kernels(config.model_copy(update={"use_flash_attn": "auto"}), spec, loader)
             attention = kernels.attention
             print(*kernels.report, sep="\n", flush=True)
         else:
-            attention = KERNELS[measurement.attention] if measurement.attention else usual.implementation
+            usual = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
+            attention = KERNELS.get(measurement.attention, usual.implementation)
             spec.set_attention(attention)
         if measurement.fused:  # from here on: the planner runs blocks on tensors without numbers, which Liger cannot
             from liger_kernel.transformers import apply_liger_kernel_to_llama
 
             apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)  # the loss is Pipetune's own
-        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
-        train(trainer, loader, pace)
-        figures = pace.figures()
-        return {
-            "layers": spec.n_blocks,
+        train(PipelineTrainer.build(config, spec, model, divide(config, spec)), loader, pace)
+        return pace.figures(config, spec, loader.batch(0)) | {
             "attention": attention,
-            "mfu": mfu(config, spec, loader.batch(0), figures["step_s"]),
             "planned_bytes": planned,
             "measured_bytes": max(gather(peak_memory() - before)),
-            "reserved_bytes": torch.cuda.max_memory_reserved() if ON_GPU else None,
             "expandable": all(each["is_expandable"] for each in torch.cuda.memory_snapshot()) if ON_GPU else None,
-            **figures,
         }
 
 
 def by_the_trainer(measurement: Measurement, folder: Path, size: Size, half: bool) -> dict[str, Any]:
     """Train the same with transformers' Trainer: as many layers as Pipetune would train."""
     from benchmarks.tokenizing import make_tokenizer
-    from benchmarks.trainers import by_transformers
 
     model = folder / "model"
-    samples = samples_of(measurement, words(measurement), size)
+    samples = samples_of(measurement, MODELS[measurement.model]["vocab_size"], size)
     free = torch.cuda.mem_get_info()[0] if ON_GPU else None
     config, _ = fit(measurement, model, samples, size, this_device(), free, half)
     make_tokenizer(model)
-    pace = Seen(profile=False)
-    by_transformers(config, samples, pace, measurement.micro_batch, liger=measurement.engine == "liger")
-    spec = read_spec(model)
-    figures = pace.figures()
-    return {
-        "layers": spec.n_blocks,
-        "mfu": mfu(config, spec, build_loader(samples, config).batch(0), figures["step_s"]),
-        "measured_bytes": peak_memory(),
-        "reserved_bytes": torch.cuda.max_memory_reserved() if ON_GPU else None,
-        **figures,
-    }
-
-
-def words(measurement: Measurement) -> int:
-    """Of the model's vocabulary."""
-    return int(MODELS[measurement.model]["vocab_size"])
-
-
-def mfu(config: TrainConfig, spec: ModelSpec, batch: GlobalBatch, seconds: float) -> float | None:
-    """What the model needs, not what is recomputed, of what the devices could do."""
-    utilization = Utilization(spec, training_dtype(config), config.model_topo.processes)
-    return utilization(batch.lengths, batch.supervised, seconds)
+    pace, liger = Counted(profile=False), measurement.engine == "liger"
+    train_by_transformers(config, samples, pace, measurement.micro_batch, liger)
+    batch = build_loader(samples, config).batch(0)
+    return pace.figures(config, read_spec(model), batch) | {"measured_bytes": peak_memory()}
 
 
 def tolerance_of(measurement: Measurement) -> float:
-    """How far, relatively, this way's losses may be from another's: not at all where sums keep their order."""
+    """Say how far, relatively, this way's losses may be from another's: not at all where sums keep their order."""
     if measurement.keys.get("deterministic"):
         return 0.0
     half = measurement.keys.get("bf16", {}).get("enabled", ON_GPU and not measurement.exact)
@@ -193,7 +172,7 @@ def tolerance_of(measurement: Measurement) -> float:
 
 
 def against(losses: list[float], reference: Path, tolerance: float = TOLERANCE) -> dict[str, Any]:
-    """Compare losses with those of another way: the largest relative difference.
+    """Compare losses with those of another way; return the largest relative difference.
 
     Raises:
         SystemExit: it is larger than rounding explains.
@@ -210,17 +189,14 @@ def against(losses: list[float], reference: Path, tolerance: float = TOLERANCE) 
 def work(measurement: Measurement, folder: Path, reference: Path | None) -> None:
     """Measure and leave the figures."""
     half = ON_GPU and not measurement.exact
-    tokens = WHOLE.length * WHOLE.rows
-    size = Size(measurement.length, tokens // measurement.length) if half else TINY
+    size = Size(measurement.length, WHOLE.length * WHOLE.rows // measurement.length) if half else TINY
     if not half:
         measurement = replace(measurement, model="tiny")
-    if measurement.engine == "pipetune":
-        if "RANK" not in os.environ:  # no launcher, which would be one more thing to go wrong
-            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-            os.environ |= alone | {"MASTER_PORT": str(free_port())}
-        found = by_pipetune(measurement, folder, size, half)
-    else:
-        found = by_the_trainer(measurement, folder, size, half)
+    if measurement.engine == "pipetune" and "RANK" not in os.environ:  # no launcher, one more thing to go wrong
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= alone | {"MASTER_PORT": str(free_port())}
+    train_it = by_pipetune if measurement.engine == "pipetune" else by_the_trainer
+    found = train_it(measurement, folder, size, half)
     compared = against(found["losses"], reference, tolerance_of(measurement)) if reference else {}
     about = {
         "device": torch.cuda.get_device_name() if ON_GPU else "CPU",

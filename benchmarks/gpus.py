@@ -9,63 +9,48 @@ as in `benchmarks.gpu`.
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from benchmarks.gpu import Way, words
 from benchmarks.gpu_models import Measurement
-from benchmarks.ranks import command
 from benchmarks.unattended import Job, parser, prepare, run_all
 
 REFERENCE = "exact-one"
 V_SCHEDULE: dict[str, Any] = {"schedule": "dualpipev"}
 
 
-def exact(*dims: int, **keys: Any) -> Measurement:
-    """A tiny run on stages and replicas whose losses are compared."""
-    return Measurement("tiny", None, attention="sdpa", dims=(dims[0], dims[1]), keys=keys, exact=True)
+def exact(name: str, *dims: int, reference: str = REFERENCE, **keys: Any) -> Way:
+    """Make a tiny run on stages and replicas whose losses are compared."""
+    measurement = Measurement("tiny", None, attention="sdpa", dims=(dims[0], dims[1]), keys=keys, exact=True)
+    return Way(name, 0.7, measurement, reference=reference, launched=True)
+
+
+def fast(name: str, minutes: float, layers: int, *dims: int, **keys: Any) -> Way:
+    """Make a run whose speed counts."""
+    return Way(name, minutes, Measurement(layers=layers, dims=(dims[0], dims[1]), keys=keys), launched=True)
 
 
 WAYS = (
-    Way(REFERENCE, 0.7, exact(1, 1)),
-    Way("exact-pipeline", 0.7, exact(2, 1), reference=REFERENCE),
-    Way("exact-dualpipev", 0.7, exact(2, 1, **V_SCHEDULE), reference=REFERENCE),
-    Way("exact-replicas", 0.7, exact(1, 2), reference=REFERENCE),
-    Way("exact-2x2", 0.7, exact(2, 2), reference=REFERENCE),
-    Way("exact-four-stages", 0.7, exact(4, 1), reference=REFERENCE),
-    Way("pipeline", 1.0, Measurement(layers=16, dims=(2, 1))),
-    Way("dualpipev", 1.0, Measurement(layers=16, dims=(2, 1), keys=V_SCHEDULE)),
-    Way("replicas", 1.0, Measurement(dims=(1, 2))),
-    Way("pipeline-compiled", 1.8, Measurement(layers=16, dims=(2, 1), keys={"compile": True})),
-    Way("2x2", 1.2, Measurement(layers=16, dims=(2, 2))),
-    Way("four-stages", 1.2, Measurement(layers=32, dims=(4, 1))),
+    exact(REFERENCE, 1, 1, reference=""),
+    exact("exact-pipeline", 2, 1),
+    exact("exact-dualpipev", 2, 1, **V_SCHEDULE),
+    exact("exact-replicas", 1, 2),
+    exact("exact-2x2", 2, 2),
+    exact("exact-four-stages", 4, 1),
+    fast("pipeline", 1.0, 16, 2, 1),
+    fast("dualpipev", 1.0, 16, 2, 1, **V_SCHEDULE),
+    fast("replicas", 1.0, 8, 1, 2),
+    fast("pipeline-compiled", 1.8, 16, 2, 1, compile=True),
+    fast("2x2", 1.2, 16, 2, 2),
+    fast("four-stages", 1.2, 32, 4, 1),
 )
 
 
 def jobs(gpus: int | None) -> list[Job]:
-    """All of them.
-
-    Args:
-        gpus: of this machine; None for processes on its CPU.
-    """
-    environment = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if gpus is None else {}
-    visible = "" if gpus is None else os.environ.get("CUDA_VISIBLE_DEVICES", "")  # which the launcher would ignore
-    made = []
-    for way in WAYS:
-        assert isinstance(way.measurement, Measurement)
-        processes = math.prod(way.measurement.dims)
-        line = [*command(processes, "benchmarks.gpu_worker", visible)]
-        line += ["--measurement", json.dumps(asdict(way.measurement))]
-        line += ["--reference", way.reference] if way.reference else []
-        few = gpus is not None and processes > gpus
-        obstacle = f"it takes {processes} GPUs, and there are {gpus}" if few else ""
-        made.append(Job(way.name, way.minutes, line, obstacle=obstacle, environment=environment))
-    return made
+    """Make all jobs; see `Way.job`."""
+    return [way.job(gpus) for way in WAYS]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,12 +34,12 @@ class Span(NamedTuple):
 
 
 def kind(name: str) -> str:
-    """The class of a kernel."""
+    """Return the class of a kernel."""
     return next((each for each, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), REST)
 
 
 def shares(spans: Iterable[Span], seconds: float) -> dict[str, Any]:
-    """The share of each class and of idleness in a step, and the kernels that take most.
+    """Return the share of each class and of idleness in a step, and the kernels that take most.
 
     Args:
         seconds: of the step.
@@ -69,7 +69,7 @@ def _largest_first(times: Mapping[str, float], whole: float) -> dict[str, float]
 
 
 def spans_of(profiler: Any, on_gpu: bool) -> list[Span]:
-    """What a finished profiler saw on the device."""
+    """Return what a finished profiler saw on the device."""
     from torch.autograd import DeviceType
 
     if on_gpu:

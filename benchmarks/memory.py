@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from rich.table import Table
-
-from benchmarks.parts import Figures, against_targets, run_parts, table_of
-from benchmarks.ranks import ROOT, run_ranks, tell
+from benchmarks.report import Report, against_targets, run_parts, table_of
 from benchmarks.tokenizing import peak_of
+from benchmarks.workers import ROOT, run_workers, tell
 
 LENGTH, MICRO_BATCHES, STEPS = 1024, 4, 2
 MMAP_THRESHOLD, ONE_MB = -3, 2**20  # of malloc.h
@@ -50,36 +48,32 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, AdamW, recomputed": BF16 | RECOMPUTED,
     "bf16, Lion, recomputed": BF16 | RECOMPUTED | LION,
 }
-QUICKSTART_TARGETS = {"quickstart_gb": "at most 6", "quickstart_minutes": "", "quickstart_disk_gb": ""}
 
 
-def planner(folder: Path) -> Figures:
+def planner(folder: Path) -> Report:
     """Measure every case."""
     import torch
 
     stages = 1 if torch.cuda.is_available() else 2
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     asked = {name: keys for name, keys in CASES.items() if stages > 1 or "schedule" not in keys}
-    cases = {name: run_ranks(stages, "benchmarks.memory", folder, "plan", keys=keys) for name, keys in asked.items()}
-    errors = [abs(plan / peak - 1) for case in cases.values() for plan, peak in case]
-    return {"planner_error": max(errors), "planner_cases": cases}
-
-
-def planner_table(figures: Figures) -> Table:
-    """Show every rank of every case."""
-    title = f"peak memory of {MICRO_BATCHES} micro-batches; planner_error {figures['planner_error']:.3f}"
+    cases = {name: run_workers(stages, "benchmarks.memory", folder, "plan", keys=keys) for name, keys in asked.items()}
+    error = max(abs(plan / peak - 1) for case in cases.values() for plan, peak in case)
+    title = f"peak memory of {MICRO_BATCHES} micro-batches; planner_error {error:.3f}"
     rows = (
         (name, str(rank), f"{plan / 1e9:.2f}", f"{peak / 1e9:.2f}", f"{plan / peak - 1:+.1%}")
-        for name, case in figures["planner_cases"].items()
+        for name, case in cases.items()
         for rank, (plan, peak) in enumerate(case)
     )
-    return table_of(title, ("case", "rank", "planned, GB", "measured, GB", "error"), rows)
+    table = table_of(title, ("case", "rank", "planned, GB", "measured, GB", "error"), rows)
+    return Report({"planner_error": error, "planner_cases": cases}, table)
 
 
 def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     """Plan, build and train on one rank; tell both peaks of every rank."""
-    from benchmarks.steps import joined, rows_loader, run_config
+    from benchmarks.steps import joined, random_rows, run_config, topology
     from models.api import read_spec
+    from training.data_setup import build_loader
     from training.distributed import freed_memory, processes
     from training.engine.pipeline import PipelineTrainer
     from training.metrics.devices import this_device
@@ -88,11 +82,11 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     from training.plan.inputs import Basis, Workload
     from training.plan.plan import Plan
 
-    config = run_config(folder, int(os.environ["WORLD_SIZE"]), MICRO_BATCHES, LENGTH, **keys)
+    config = run_config(folder, MICRO_BATCHES, LENGTH, **keys, **topology(int(os.environ["WORLD_SIZE"]), 1))
     with patch.object(freed_memory, "keep", _give_back_memory), joined(config):
         spec = read_spec(folder)
         plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
-        loader = rows_loader(config, MODEL["vocab_size"])
+        loader = build_loader(random_rows(MODEL["vocab_size"], MICRO_BATCHES, LENGTH), config)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel forgets the peak so far
         before = peak_memory()
         trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
@@ -106,7 +100,7 @@ def _give_back_memory() -> None:
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, ONE_MB)
 
 
-def quickstart(folder: Path) -> Figures:
+def quickstart(folder: Path) -> Report:
     """Run the quickstart; its own lines go to standard error."""
     from quickstart.base_model import make_base
 
@@ -119,19 +113,14 @@ def quickstart(folder: Path) -> Figures:
         sys.exit("the quickstart failed")
     left = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and "download" not in path.parts)
     minutes = (time.monotonic() - begin) / 60
-    return {"quickstart_gb": peak / 1e9, "quickstart_minutes": minutes, "quickstart_disk_gb": left / 1e9}
-
-
-def quickstart_table(figures: Figures) -> Table:
-    return against_targets("the quickstart", figures, QUICKSTART_TARGETS)
+    return against_targets(
+        "the quickstart",
+        quickstart_gb=(peak / 1e9, "at most 6"),
+        quickstart_minutes=(minutes, ""),
+        quickstart_disk_gb=(left / 1e9, ""),
+    )
 
 
 if __name__ == "__main__":
-    run_parts(
-        "Memory: peaks, predicted and measured.",
-        {
-            "planner": (planner, planner_table),
-            "quickstart": (quickstart, quickstart_table),
-        },
-        {"plan": plan_and_train},
-    )
+    parts = {"planner": planner, "quickstart": quickstart}
+    run_parts("Memory: peaks, predicted and measured.", parts, {"plan": plan_and_train})

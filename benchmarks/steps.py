@@ -1,4 +1,4 @@
-"""Make rows of random words, and train on them in timed steps."""
+"""Train in timed steps, by Pipetune or by transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import SequentialSampler
 
 from data.loader import Loader
-from data.sample_set import InMemory
+from data.sample_set import InMemory, SampleSet
 from training.config.keys import TrainConfig
+from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
+
+MOST_STEPS = 12  # of transformers' Trainer
+Figures = Callable[[], dict[str, Any]]
 
 
 class Pace(Protocol):
@@ -28,43 +33,20 @@ class Pace(Protocol):
         """Take a step's seconds and its tokens that are not padding."""
 
 
-class Straight:
-    """The steps one after the other.
-
-    Attributes:
-        speeds: tokens per second of the steps so far.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._left = steps
-        self.speeds: list[float] = []
-
-    def wait(self) -> bool:
-        return len(self.speeds) < self._left
-
-    def done(self, seconds: float, tokens: int, **more: Any) -> None:
-        self.speeds.append(tokens / seconds)
-
-
-def run_config(folder: Path, stages: int, rows: int, length: int, **keys: Any) -> TrainConfig:
-    """Make the config of a pipeline that trains on `rows` rows a step.
+def run_config(folder: Path, rows: int, length: int, **keys: Any) -> TrainConfig:
+    """Make the config of a run that trains the model of a folder from scratch, on `rows` rows a step.
 
     Args:
-        keys: more of a config's keys; `parts` is that of `model_topo`.
+        keys: more of a config's keys.
     """
-    topology = {"process_topology": {"dims": [stages, 1]}, "parts": keys.pop("parts", None)}
-    return TrainConfig.model_validate(
-        {
-            "model_path": str(folder),
-            "data_path": "",
-            "save_path": str(folder),
-            "from_scratch": True,
-            "max_seq_len": length,
-            "train_batch_size": rows,
-            "model_topo": topology,
-        }
-        | keys
-    )
+    shape = {"max_seq_len": length, "train_batch_size": rows}
+    paths = {"model_path": str(folder), "save_path": str(folder), "data_path": ""}
+    return TrainConfig.model_validate(paths | shape | {"from_scratch": True} | keys)
+
+
+def topology(*dims: int, **more: Any) -> dict[str, Any]:
+    """Make the `model_topo` key of N stages and M replicas, and whatever is below that key besides."""
+    return {"model_topo": {"process_topology": {"dims": list(dims)}} | more}
 
 
 def random_rows(words: int, rows: int, length: int) -> InMemory:
@@ -74,23 +56,17 @@ def random_rows(words: int, rows: int, length: int) -> InMemory:
     return InMemory([{"input_ids": row, "labels": row} for row in ids])
 
 
-def rows_loader(config: TrainConfig, words: int) -> Loader:
-    """Make steps of the same full rows, one a micro-batch."""
-    rows = config.train_batch_size
-    return Loader(random_rows(words, rows, config.max_seq_len), rows, 1, config.model_topo.row_replicas, seed=0)
-
-
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[processes.Place]:
+def joined(config: TrainConfig) -> Iterator[processes.ProcessInfo]:
     """Join the other processes of the run."""
-    place = processes.Place.from_environment()
-    assert place is not None
-    processes.start(place, config.model_topo)
-    yield place
+    process = processes.ProcessInfo.from_environment()
+    assert process is not None
+    processes.start(process, config.model_topo)
+    yield process
     processes.stop()
 
 
-def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Callable[[], dict[str, Any]] = dict) -> None:
+def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Figures = dict) -> None:
     """Make steps at a pace.
 
     Args:
@@ -110,3 +86,82 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def train_by_transformers(
+    config: TrainConfig,
+    samples: SampleSet,
+    pace: Pace,
+    micro_batch: int,
+    liger: bool = False,
+    figures: Figures = dict,
+) -> None:
+    """Train as the documentation of transformers' Trainer has it.
+
+    Args:
+        micro_batch: samples in a micro-batch, padded to the longest by transformers' own collator.
+        liger: patch the model with Liger's kernels.
+        figures: more figures of the last step.
+    """
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainingArguments,
+    )
+
+    class InOrder(Trainer):
+        """Takes the samples as they come."""
+
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    class Clock(TrainerCallback):
+        """Times each step, the making of its batch included."""
+
+        def on_train_begin(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
+            control.should_training_stop = not pace.wait()
+            self.begin = now()
+
+        def on_step_end(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
+            pace.done(now() - self.begin, loader.batch(state.global_step - 1).tokens, **figures())
+            self.on_train_begin(arguments, state, control)
+
+    loader = build_loader(samples, config)
+    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+    tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_path))
+    if config.use_grad_ckpt:
+        model.config.use_cache = False
+    arguments = TrainingArguments(
+        output_dir=config.save_path,
+        max_steps=MOST_STEPS,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=config.train_batch_size // micro_batch,
+        gradient_checkpointing=config.use_grad_ckpt is True,
+        bf16=config.bf16.enabled,
+        use_cpu=not torch.cuda.is_available(),
+        use_liger_kernel=liger,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    collator = DataCollatorForSeq2Seq(tokenizer)
+    InOrder(model, arguments, collator, train_dataset=_shuffled_rows(loader), callbacks=[Clock()]).train()
+
+
+def _shuffled_rows(loader: Loader) -> list[dict[str, list[int]]]:
+    """Shuffle the samples of each step; a Loader sorts them by length."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for step in range(MOST_STEPS):
+        numbers = loader.batch(step).samples
+        for place in torch.randperm(len(numbers), generator=generator).tolist():
+            sample = loader.data.samples[numbers[place]]
+            rows.append({key: torch.as_tensor(sample[key]).tolist() for key in ("input_ids", "labels")})
+    return rows

@@ -1,6 +1,6 @@
 """Measure a pipeline's speed on a CPU; forty minutes on two idle cores.
 
-Each part trains one model in several ways, one step of each in turn (`benchmarks.turns`), on full rows of random
+Each part trains one model in several ways, one step of each in turn (`benchmarks.workers`), on full rows of random
 words; figures are medians of the steps, ratios medians of the rounds' ratios to the first way.
 
 - `ideal`, `large_head`: two stages of one thread against one process of one thread. With m micro-batches and p stages,
@@ -11,25 +11,30 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `replicas`: gradients summed during the last backward pass against DeepSpeed's sums after it; the least bytes
   of the loopback interface, which others may use.
 - `wide`: two processes that share each row (`sequence: 2`) or each layer (a `model` axis) of 8,192 tokens.
-- `peers`: against ZeRO-3 and transformers' Trainer (`benchmarks.peers`).
+- `zero3`, `packed`, `full`: two stages of one thread against ZeRO-3 in two processes, and against transformers' Trainer
+  in one process with both cores. `packed` trains on maths problems and tool dialogues (`benchmarks.tokenizing`), which
+  the Trainer gets in micro-batches of 4 that transformers' own collator pads; in `full` blocks are compiled.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+import os
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.table import Table
+from benchmarks.report import Report, run_parts, table_of
+from benchmarks.tokenizing import RECORDS, make_tokenizer
+from benchmarks.workers import Turn, Turns
 
-from benchmarks import peers
-from benchmarks.parts import Figures, Part, run_parts, table_of
-from benchmarks.turns import Turn, Turns
+if TYPE_CHECKING:  # the process that compares needs no torch
+    from data.sample_set import SampleSet
+    from training.config.keys import TrainConfig
 
-MODEL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -40,22 +45,42 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }
-WIDER = MODEL | {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8}
-LAYERS = peers.MODEL["num_hidden_layers"] + 2
+WIDER = SMALL | {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8}
+LARGE_HEAD = SMALL | {  # the width and vocabulary of SmolLM2-135M
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+TRAINER_BATCH = 4  # samples in a micro-batch of the Trainer; 8 take more memory than there is
 PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # so that all ways fit into memory at once
+DUALPIPEV: dict[str, Any] = {"schedule": "dualpipev"}
+ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "stage3_prefetch_bucket_size": 50_000_000}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 ONE = "one process, one thread"
 COPIES = "one of two copies", "the other copy"
-TENSOR = {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: keys of the config, and threads of each process."""
+    """One way to train.
 
-    keys: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        keys: of the config.
+        topology: keys of its `model_topo`.
+        threads: of each process.
+        beside: whether its steps run at the same time as those of the way before.
+    """
+
+    keys: dict[str, Any]
     dims: tuple[int, ...] = (1, 1)
+    topology: dict[str, Any] | None = None
     threads: int = 1
-    beside: bool = False  # at the same time as the way before
+    beside: bool = False
+    engine: Literal["pipeline", "zero", "trainer"] = "pipeline"
 
 
 @dataclass(frozen=True)
@@ -64,6 +89,7 @@ class Case:
 
     Attributes:
         ideal: how many times as fast as the first way the others could be.
+        records: whether the rows are records instead of random words.
     """
 
     model: dict[str, Any]
@@ -72,6 +98,7 @@ class Case:
     rounds: int
     ways: dict[str, Way]
     ideal: float = 1.0
+    records: bool = False
 
 
 def against_one(rows: int, length: int, model: dict[str, Any]) -> Case:
@@ -79,7 +106,7 @@ def against_one(rows: int, length: int, model: dict[str, Any]) -> Case:
     ways = {
         ONE: Way(PLAIN),
         "1f1b": Way(PLAIN, (2, 1)),
-        "dualpipev": Way(PLAIN | {"schedule": "dualpipev"}, (2, 1)),
+        "dualpipev": Way(PLAIN | DUALPIPEV, (2, 1)),
         COPIES[0]: Way(PLAIN),
         COPIES[1]: Way(PLAIN, beside=True),
         "one process, two threads": Way(PLAIN, threads=2),
@@ -87,96 +114,61 @@ def against_one(rows: int, length: int, model: dict[str, Any]) -> Case:
     return Case(model, rows, length, 5, ways, ideal=2 * rows / (rows + 1))
 
 
-DIVISION = Case(peers.MODEL, 8, 256, 5, {})
+def against_peer(
+    rows: int, length: int, name: str, peer: Way, keys: dict[str, Any] | None = None, records: bool = False
+) -> Case:
+    """Compare two stages with another way to train."""
+    keys = keys or {}
+    ways = {"1f1b": Way(keys, (2, 1)), "dualpipev": Way(keys | DUALPIPEV, (2, 1))}
+    return Case(LARGE_HEAD, rows, length, 3, {name: replace(peer, keys=peer.keys | keys)} | ways, records=records)
+
+
+TRAINER = Way({}, engine="trainer", threads=os.cpu_count() or 1)
+SCHEDULES = {
+    "1f1b": Way({}, (2, 1), {"parts": [7, 7]}),
+    "dualpipev": Way(DUALPIPEV, (2, 1), {"parts": [4, 3, 3, 4]}),
+}
+SUMS = {  # who names `reduce_scatter`, DeepSpeed's default, leaves the sums to DeepSpeed
+    "afterwards": Way({"zero_optimization": {"stage": 1, "reduce_scatter": True}}, (1, 2)),
+    "while computing": Way({"zero_optimization": {"stage": 1}}, (1, 2)),
+}
+SHARED = {
+    ONE: Way(PLAIN),
+    "two share each row": Way(PLAIN, (1, 2), {"sequence": 2}),
+    "two share each layer": Way(
+        PLAIN, (1, 1, 2), {"process_topology": {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}}
+    ),
+    COPIES[0]: Way(PLAIN),
+    COPIES[1]: Way(PLAIN, beside=True),
+}
 CASES = {
-    "ideal": against_one(16, 512, MODEL),
-    "large_head": against_one(16, 256, peers.MODEL),
-    "division": DIVISION,
-    "schedules": Case(
-        WIDER,
-        4,
-        256,
-        9,
-        {
-            "1f1b": Way({"parts": [7, 7]}, (2, 1)),
-            "dualpipev": Way({"schedule": "dualpipev", "parts": [4, 3, 3, 4]}, (2, 1)),
-        },
-    ),
-    "replicas": Case(  # who names `reduce_scatter`, DeepSpeed's default, leaves the sums to DeepSpeed
-        MODEL,
-        4,
-        128,
-        7,
-        {
-            "afterwards": Way({"zero_optimization": {"stage": 1, "reduce_scatter": True}}, (1, 2)),
-            "while computing": Way({"zero_optimization": {"stage": 1}}, (1, 2)),
-        },
-    ),
-    "wide": Case(
-        MODEL | {"num_hidden_layers": 4},
-        1,
-        8192,
-        5,
-        {
-            ONE: Way(PLAIN),
-            "two share each row": Way(PLAIN | {"sequence": 2}, (1, 2)),
-            "two share each layer": Way(PLAIN | {"process_topology": TENSOR}, (1, 1, 2)),
-            COPIES[0]: Way(PLAIN),
-            COPIES[1]: Way(PLAIN, beside=True),
-        },
-        ideal=2,
-    ),
+    "ideal": against_one(16, 512, SMALL),
+    "large_head": against_one(16, 256, LARGE_HEAD),
+    "division": Case(LARGE_HEAD, 8, 256, 5, {}),  # see `with_divisions`
+    "schedules": Case(WIDER, 4, 256, 9, SCHEDULES),
+    "replicas": Case(SMALL, 4, 128, 7, SUMS),
+    "wide": Case(SMALL | {"num_hidden_layers": 4}, 1, 8192, 5, SHARED, ideal=2),
+    "zero3": against_peer(32, 256, "ZeRO-3", Way({"zero_optimization": ZERO}, (1, 2), engine="zero")),
+    "packed": against_peer(64, 1024, "Trainer", TRAINER, BF16, records=True),
+    "full": against_peer(32, 512, "Trainer", TRAINER, BF16 | {"train_micro_batch_size_per_gpu": 2, "compile": True}),
 }
 
 
-def measure(name: str, folder: Path) -> Figures:
+def measure(name: str, folder: Path) -> Report:
     """Measure every way of a case."""
     case = CASES[name]
+    if any(way.engine == "trainer" for way in case.ways.values()):
+        make_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(case.model), encoding="utf-8")
-    if case is DIVISION:
+    if not case.ways:
         case = with_divisions(case, folder)
     with Turns(folder) as turns:
         for way, asked in case.ways.items():
-            given = {"case": name, "dims": asked.dims, "threads": asked.threads, "keys": asked.keys}
-            turns.add(way, math.prod(asked.dims), "benchmarks.throughput", "train", asked.beside, **given)
+            processes = None if asked.engine == "trainer" else math.prod(asked.dims)  # which takes ranks for its own
+            turns.add(way, processes, "benchmarks.throughput", "train", asked.beside, case=name, chosen=vars(asked))
         turns.rounds(case.rounds)
-        first = next(iter(case.ways))
-        return {
-            name: {
-                way: {
-                    "startup_s": turns.ways[way].startup,
-                    "step_s": turns.median(way, "seconds"),
-                    "tokens_per_s": turns.speed(way),
-                    "ratio": (ratio := turns.ratio(way, first)),
-                    "of_ideal": ratio / (case.ideal / 2 if way in COPIES else case.ideal),
-                    "peak_mb": turns.median(way, "peak") / 1e6,
-                    "sent_mb": min(step["sent"] for step in turns.ways[way].steps[1:]) / 1e6,
-                }
-                for way in case.ways
-            }
-        }
-
-
-def with_divisions(case: Case, folder: Path) -> Case:
-    """Add `parts: auto` and the divisions by hand around it."""
-    from benchmarks.steps import run_config
-    from models.api import read_spec
-    from training.metrics.devices import this_device
-    from training.plan.inputs import Basis, Workload
-    from training.plan.plan import best_parts
-
-    config = run_config(folder, 2, case.rows, case.length, **PLAIN)
-    spec = read_spec(folder)
-    auto = best_parts(Basis(config, spec, Workload.assumed(config), this_device()))
-    tried = dict.fromkeys((auto[0], auto[0] - 1, auto[0] + 1, LAYERS // 2))
-    ways = {f"[{each}, {LAYERS - each}]": Way(PLAIN | {"parts": [each, LAYERS - each]}, (2, 1)) for each in tried}
-    return replace(case, ways=ways)
-
-
-def table(name: str, figures: Figures) -> Table:
-    """Show every way beside the first."""
-    case = CASES[name]
-    title = f"{name}: a step of {case.rows} rows of {case.length:,} tokens, fp32"
+        figures = {way: figures_of(turns, way, case) for way in case.ways}
+    title = f"{name}: a step of {case.rows} rows of {case.length:,} tokens"
     columns = ("way", "start, s", "step, s", "tokens/s", "of the first", "of the ideal", "peak, MB", "sent, MB")
     rows = (
         (
@@ -189,42 +181,90 @@ def table(name: str, figures: Figures) -> Table:
             f"{row['peak_mb']:,.0f}",
             f"{row['sent_mb']:.0f}",
         )
-        for way, row in figures[name].items()
+        for way, row in figures.items()
     )
-    return table_of(title, columns, rows)
+    return Report({name: figures}, table_of(title, columns, rows))
 
 
-def train_way(folder: Path, case: str, dims: list[int], threads: int, keys: dict[str, Any]) -> None:
-    """Train on one rank."""
+def with_divisions(case: Case, folder: Path) -> Case:
+    """Add `parts: auto` and the divisions by hand around it."""
+    from benchmarks.steps import run_config, topology
+    from models.api import read_spec
+    from training.metrics.devices import this_device
+    from training.plan.inputs import Basis, Workload
+    from training.plan.plan import best_parts
+
+    config = run_config(folder, case.rows, case.length, **PLAIN, **topology(2, 1))
+    auto = best_parts(Basis(config, read_spec(folder), Workload.assumed(config), this_device()))
+    layers = sum(auto)
+    tried = dict.fromkeys((auto[0], auto[0] - 1, auto[0] + 1, layers // 2))
+    ways = {f"[{each}, {layers - each}]": Way(PLAIN, (2, 1), {"parts": [each, layers - each]}) for each in tried}
+    return replace(case, ways=ways)
+
+
+def figures_of(turns: Turns, way: str, case: Case) -> dict[str, float]:
+    """Collect the figures of a way; its ratio is to the first way."""
+    ratio = turns.ratio(way, next(iter(case.ways)))
+    return {
+        "startup_s": turns.ways[way].startup,
+        "step_s": turns.median(way, "seconds"),
+        "tokens_per_s": turns.speed(way),
+        "ratio": ratio,
+        "of_ideal": ratio / (case.ideal / 2 if way in COPIES else case.ideal),
+        "peak_mb": turns.median(way, "peak") / 1e6,
+        "sent_mb": min(step["sent"] for step in turns.ways[way].steps[1:]) / 1e6,
+    }
+
+
+def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
+    """Train in one process of a way."""
     import psutil
     import torch
 
-    from benchmarks.steps import joined, rows_loader, run_config, train
+    from benchmarks.steps import joined, run_config, topology, train, train_by_transformers
     from models.api import read_spec
+    from training.data_setup import build_loader
+    from training.distributed.processes import gather
     from training.engine.pipeline import PipelineTrainer
-    from training.metrics.peak_memory import peak_memory, peak_memory_by_stage
+    from training.engine.zero import ZeroTrainer
+    from training.metrics.peak_memory import peak_memory
     from training.plan.auto import divide
 
-    asked, model = CASES[case], folder.parent
-    topology = {"process_topology": {"dims": dims}}
-    topology |= {key: keys.pop(key) for key in ("parts", "sequence", "process_topology") if key in keys}
-    config = run_config(model, dims[0], asked.rows, asked.length, **keys | {"model_topo": topology})
+    asked, model, way = CASES[case], folder.parent, Way(**chosen)
+    torch.set_num_threads(way.threads)
+    paths = {"data_path": RECORDS, "cache_dir": str(model / "cache"), "save_path": str(folder / "run")}
+    keys = topology(*way.dims, **way.topology or {}) | paths | {"template_fallback": "rewrite"} | way.keys
+    config = run_config(model, asked.rows, asked.length, **keys)
+    before, sent = peak_memory(), 0
+
+    def figures() -> dict[str, int]:
+        nonlocal sent
+        last, sent = sent, psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+        peak = peak_memory() - before
+        return {"sent": sent - last, "peak": peak if way.engine == "trainer" else max(gather(peak))}
+
+    if way.engine == "trainer":
+        train_by_transformers(config, samples_of(asked, config), Turn(folder), TRAINER_BATCH, figures=figures)
+        return
+    engine = ZeroTrainer if way.engine == "zero" else PipelineTrainer
     with joined(config):
-        torch.set_num_threads(threads)
-        loader, before = rows_loader(config, asked.model["vocab_size"]), peak_memory()
-        spec = read_spec(model)
-        trainer = PipelineTrainer.build(config, spec, model, divide(config, spec))
-        sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
-
-        def figures() -> dict[str, int]:
-            nonlocal sent
-            last, sent = sent, psutil.net_io_counters(pernic=True)["lo"].bytes_sent
-            return {"sent": sent - last, "peak": max(peak_memory_by_stage(trainer.stage, dims[0])) - before}
-
+        loader, spec = build_loader(samples_of(asked, config), config), read_spec(model)
+        before = peak_memory()
+        trainer = engine.build(config, spec, model, divide(config, spec, engine.in_stages))
         train(trainer, loader, Turn(folder), figures)
 
 
+def samples_of(case: Case, config: TrainConfig) -> SampleSet:
+    """Read the records, or make full rows."""
+    from rich.console import Console
+
+    from benchmarks.steps import random_rows
+    from training.data_setup import RecordReader
+
+    if case.records:
+        return RecordReader(config, Path(config.model_path), Console(quiet=True)).read("data", config.data_path)
+    return random_rows(case.model["vocab_size"], config.train_batch_size, config.max_seq_len)
+
+
 if __name__ == "__main__":
-    parts: dict[str, Part] = {name: (partial(measure, name), partial(table, name)) for name in CASES}
-    parts |= {"peers": (peers.measure, peers.table)}
-    run_parts("Speed of a pipeline on a CPU.", parts, {"train": train_way})
+    run_parts("Speed of a pipeline on a CPU.", {name: partial(measure, name) for name in CASES}, {"train": train_way})

@@ -6,9 +6,12 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.ranks import ROOT
+import psutil
+
+from benchmarks.workers import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
 SAMPLES = ROOT / "data" / "samples" / "faq.json"
@@ -58,24 +61,12 @@ def peak_of(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> int:
 
     Proportional set sizes: a page that several processes share counts once.
     """
-    peak = 0
+    peak, first = 0, psutil.Process(process.pid)
     while process.poll() is None:
-        peak = max(peak, sum(map(_proportional_set_size, _family(process.pid))))
+        sizes = []
+        for each in (first, *first.children(recursive=True)):
+            with suppress(psutil.Error):  # it has gone
+                sizes.append(each.memory_full_info().pss)
+        peak = max(peak, sum(sizes))
         time.sleep(PAUSE)
     return peak
-
-
-def _family(process: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{process}/task/{process}/children").read_text()
-    except OSError:
-        return []
-    return [process, *(each for child in children.split() for each in _family(int(child)))]
-
-
-def _proportional_set_size(process: int) -> int:
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has gone
-        return 0
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

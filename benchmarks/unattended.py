@@ -1,8 +1,8 @@
 """Jobs one after the other on a machine that nobody watches, each in processes of its own.
 
-A job is a command that leaves its figures with `benchmarks.ranks.tell`, or only prints. It gets a time limit, is killed
-with all that it started, and whatever becomes of it is one row: its figures, or why there are none and the end of what
-it printed; the others go on. `--out` has everything, written as it comes, so that nothing is lost when the machine
+A job is a command that leaves its figures with `benchmarks.workers.tell`, or only prints. It gets a time limit and is
+killed with all that it started. Whatever becomes of it is one row: its figures, or why there are none and the end of
+what it printed; the others go on. `--out` has everything, written as it comes, so that nothing is lost when the machine
 goes: rows.jsonl, log.txt with all that jobs print, and table.txt, which is also printed last. A job whose estimate does
 not fit into the minutes that are left is left out, and shorter ones behind it still get their turn. Before `--wheels`
 is installed nothing is needed but the standard library and packaging, which transformers brings.
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks import wheels
-from benchmarks.ranks import RESULT, ROOT, environment
+from benchmarks.workers import RESULT, ROOT, environment
 
 ROWS, LOG, TABLE = "rows.jsonl", "log.txt", "table.txt"
 WIDTH = 110  # of a line of the table
@@ -62,7 +62,7 @@ class Job:
 
 
 def parser(prog: str, description: str, names: Iterable[str]) -> argparse.ArgumentParser:
-    """The command line that all benchmarks of this kind have."""
+    """Make the command line that all benchmarks of this kind have."""
     made = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
     made.add_argument("--wheels", type=Path, metavar="FOLDER", help="install what is missing from this folder first")
     made.add_argument("--minutes", type=float, default=9.0, help="start nothing that would take longer (%(default)g)")
@@ -74,10 +74,13 @@ def parser(prog: str, description: str, names: Iterable[str]) -> argparse.Argume
 
 
 def prepare(arguments: argparse.Namespace, gpus: int) -> int | None:
-    """Install the wheels, report what differs from requirements.txt, import everything; the GPUs, None for a CPU.
+    """Install the wheels, report what differs from requirements.txt, import everything, and count GPUs.
 
     Args:
         gpus: that the benchmark needs.
+
+    Returns:
+        The number of GPUs; None for a CPU.
 
     Raises:
         SystemExit: there are fewer, or a package cannot be installed or imported.
@@ -106,11 +109,11 @@ def run_all(
     words: Callable[[Row], str],
     missed: Callable[[Row, Sequence[Row]], str] = lambda row, rows: "",
 ) -> list[Row]:
-    """Run jobs in their order; their rows.
+    """Run jobs in their order; return their rows.
 
     Args:
-        words: figures for people, in a line.
-        missed: the goals that a row misses, beside those before it; nothing where it misses none.
+        words: shows figures in a line.
+        missed: names the goals that a row misses, beside those before it.
     """
     end = arguments.began + 60 * arguments.minutes
     chosen = [job for job in jobs if not arguments.only or job.name in arguments.only]
@@ -119,6 +122,7 @@ def run_all(
     )
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
+    table: list[str] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, open(arguments.out / LOG, "ab+") as log:
         for job in chosen:
             left = end - time.monotonic()
@@ -130,21 +134,19 @@ def run_all(
             rows.append(row | ({"missed": goals} if "reason" not in row and (goals := missed(row, rows)) else {}))
             with open(arguments.out / ROWS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-            say(*_lines(rows[-1], words))
-            (arguments.out / TABLE).write_text("\n".join(table(rows, words)) + "\n", encoding="utf-8")
-    say("", *table(rows, words), f"results: {arguments.out.resolve()}")
+            say(line_of(rows[-1], words), *(f"    | {line}" for line in rows[-1].get("tail", ())))
+            table = [line_of(row, words)[:WIDTH] for row in rows]
+            (arguments.out / TABLE).write_text("\n".join(table) + "\n", encoding="utf-8")
+    say("", *table, f"results: {arguments.out.resolve()}")
     return rows
 
 
-def table(rows: Sequence[Row], words: Callable[[Row], str]) -> list[str]:
-    """The rows in a line each: what became of them, seconds, figures or reasons."""
-    lines = []
-    for row in rows:
-        fates = {"left_out": "left out", "reason": "FAILED", "missed": "missed"}
-        fate = next((fates[key] for key in fates if key in row), "ok")
-        text = row.get("left_out") or row.get("reason") or "; ".join(filter(None, (row.get("missed"), words(row))))
-        lines.append(f"{row['way']:<18} {fate:<9} {row.get('seconds', 0):4.0f} s  {text}"[:WIDTH])
-    return lines
+def line_of(row: Row, words: Callable[[Row], str]) -> str:
+    """Show a row in a line: what became of it, seconds, figures or reasons."""
+    fates = {"left_out": "left out", "reason": "FAILED", "missed": "missed"}
+    fate = next((fates[key] for key in fates if key in row), "ok")
+    text = row.get("left_out") or row.get("reason") or "; ".join(filter(None, (row.get("missed"), words(row))))
+    return f"{row['way']:<18} {fate:<9} {row.get('seconds', 0):4.0f} s  {text}"
 
 
 def say(*lines: str) -> None:
@@ -154,7 +156,7 @@ def say(*lines: str) -> None:
 
 
 def _obstacle(job: Job, left: float) -> str | None:
-    """Why a job is not started."""
+    """Say why a job is not started."""
     if job.obstacle:
         return job.obstacle
     missing = [module for module in job.needs if not find_spec(module)]
@@ -166,11 +168,11 @@ def _obstacle(job: Job, left: float) -> str | None:
 
 
 def _run(job: Job, folder: Path, limit: float, log: IO[bytes]) -> Row:
-    """A job's row.
+    """Run a job; return its row.
 
     Args:
         limit: seconds that it may take.
-        log: takes what it prints, at its end.
+        log: gets what it prints, at its end.
     """
     folder.mkdir()
     log.write(f"\n---- {job.name}\n".encode())
@@ -197,12 +199,12 @@ def _run(job: Job, folder: Path, limit: float, log: IO[bytes]) -> Row:
     seconds = time.monotonic() - begin
     log.seek(printed_from)
     lines = [line[:TAIL_WIDTH] for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    told = folder / RESULT
-    if not reason and job.tells and not told.is_file():
+    figures = folder / RESULT
+    if not reason and job.tells and not figures.is_file():
         reason = "it left no figures"
     row = {"seconds": seconds}
-    if told.is_file():  # also of one that failed when it had measured, as some do at their exit
-        row |= json.loads(told.read_text(encoding="utf-8"))
+    if figures.is_file():  # also of one that failed when it had measured, as some do at their exit
+        row |= json.loads(figures.read_text(encoding="utf-8"))
     if not reason:
         return row if job.tells else row | {"said": lines[-1] if lines else ""}
     errors = [found[0] for line in lines if (found := _ERROR.search(line))]
@@ -212,33 +214,12 @@ def _run(job: Job, folder: Path, limit: float, log: IO[bytes]) -> Row:
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
     """End a job with all that it started, in whatever session."""
-    for child in _below(process.pid):
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+    import psutil  # which `--wheels` may have brought
+
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
     with suppress(ProcessLookupError):  # whoever outlived its parents, in the session that the job began
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _below(process: int) -> list[int]:
-    """All that a process started and what these started, as far as their parents live."""
-    children: dict[int, list[int]] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            parent = int(status.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(status.parent.name))
-    found = [process]
-    for each in found:
-        found += children.get(each, [])
-    return found[1:]
-
-
-def _lines(row: Row, words: Callable[[Row], str]) -> list[str]:
-    name = f"{row['way']:<20}"
-    if "left_out" in row:
-        return [f"{name} left out: {row['left_out']}"]
-    measured = set(row) - {"way", "seconds", "reason", "tail"}
-    lines = [f"{name} {words(row)}  ({row['seconds']:.0f} s)"] if measured else []
-    if "reason" in row:
-        lines += [f"{name} FAILED: {row['reason']}", *(f"    | {line}" for line in row["tail"])]
-    return lines

@@ -17,13 +17,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
 from email import message_from_bytes
 from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.ranks import ROOT, environment
+from benchmarks.workers import ROOT, environment
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -43,7 +42,7 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 24, 17)] + 
 
 
 def required() -> dict[str, Requirement]:
-    """What requirements.txt asks for on this machine, by name."""
+    """Return what requirements.txt asks for on this machine, by name."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -88,7 +87,7 @@ def _download(versions: str, name: str, folder: Path, python: str) -> Path:
     where = ["--python-version", python, "--implementation", "cp", "--only-binary=:all:"]
     where += [word for platform in PLATFORMS for word in ("--platform", platform)]
     with tempfile.TemporaryDirectory() as made:
-        complaint = _pip("download", "--no-deps", "--dest", made, *where, name + versions)
+        _, complaint = _pip("download", "--no-deps", "--dest", made, *where, name + versions)
         if complaint:
             _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", made, name + versions)
         found = [path for path in Path(made).glob("*.whl") if not complaint or path.name.endswith("-none-any.whl")]
@@ -98,7 +97,7 @@ def _download(versions: str, name: str, folder: Path, python: str) -> Path:
 
 
 def _needs(wheel: Path) -> list[str]:
-    """The requirements of a wheel."""
+    """Return the requirements of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
@@ -130,7 +129,7 @@ def check_imports() -> None:
 
 
 def installed() -> dict[str, str]:
-    """The versions of what this python finds, by name."""
+    """List the versions of what this python finds, by name."""
     from packaging.utils import canonicalize_name
 
     found: dict[str, str] = {}
@@ -140,93 +139,61 @@ def installed() -> dict[str, str]:
     return found
 
 
-def chosen(names: Iterable[str], there: Mapping[str, str], wanted: Mapping[str, Requirement]) -> list[str]:
-    """Which of some wheels to install, as `name==version`.
-
-    Args:
-        names: of files; other files than wheels for this python are passed over.
-        there: versions of what is installed.
-        wanted: see `required`.
-    """
-    from packaging.tags import sys_tags
-    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
-    from packaging.version import Version
-
-    supported = set(sys_tags())
-    newest: dict[str, Version] = {}
-    for file in names:
-        try:
-            name, version, _, tags = parse_wheel_filename(file)
-        except InvalidWheelFilename:
-            continue
-        asked = wanted.get(name)
-        if supported.isdisjoint(tags) or (asked and version not in asked.specifier):
-            continue
-        satisfied = name in there and (name in HELD or not asked or asked.specifier.contains(there[name], True))
-        if not satisfied and (name not in newest or newest[name] < version):
-            newest[name] = version
-    return [f"{name}=={version}" for name, version in sorted(newest.items())]
-
-
 def install(folder: Path) -> list[str]:
-    """Install what `chosen` says into the environment of this python; what was done, in lines.
+    """Let pip install what is missing, or there in a version that requirements.txt refuses; return lines for the log.
 
     Raises:
         SystemExit: there is no such folder, or pip cannot install.
     """
+    from packaging.utils import canonicalize_name
+
     if not folder.is_dir():
         sys.exit(f"error: --wheels: {folder} is not there; expected a folder of wheels")
-    there = installed()
-    missing = chosen([path.name for path in folder.iterdir()], there, required())
-    if not missing:
-        return [f"wheels: nothing in {folder} is missing"]
+    there, wanted = installed(), required()
+    names = {canonicalize_name(path.name.partition("-")[0]) for path in folder.glob("*.whl")}
+    packages = [str(wanted.get(name, name)) for name in sorted(names - {name for name in HELD if name in there})]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as held:
         held.writelines(f"{name}=={there[name]}\n" for name in HELD if name in there)
         held.flush()
-        complaint = _install(folder, "--constraint", held.name, *missing)
-    lines = [f"wheels: {', '.join(missing)}"]
-    if complaint:
-        lines.append(f"wheels: installed without what they need, as pip says: {complaint}")
-        complaint = _install(folder, "--no-deps", *missing)
+        words = ["--no-index", "--find-links", str(folder.resolve()), "--constraint", held.name, *packages]
+        done, complaint = _pip("install", *words) if packages else ("", "")
+        lines = [f"wheels: installed without what they need, as pip says: {complaint}"] if complaint else []
+        if complaint:
+            done, complaint = _pip("install", "--no-deps", *words)
     if complaint:
         sys.exit(f"error: --wheels: pip says: {complaint}")
-    return lines
+    return [f"wheels: {done or f'nothing in {folder} is missing'}", *lines]
 
 
 def differences() -> list[str]:
-    """What is not as requirements.txt has it, in lines: nobody should read figures without knowing."""
-    there = installed()
-    absent = [name for name in required() if name not in there]
-    others = {name: each for name, each in required().items() if name in there and name not in absent}
+    """List what is not as requirements.txt has it: nobody should read figures without knowing."""
+    there, wanted = installed(), required()
+    absent = [name for name in wanted if name not in there]
     unlike = [
         f"{name} {there[name]} ({each.specifier})"
-        for name, each in others.items()
-        if not each.specifier.contains(there[name], True)
+        for name, each in wanted.items()
+        if name in there and not each.specifier.contains(there[name], True)
     ]
     lines = [f"not installed: {', '.join(absent)}"] if absent else []
     return lines + ([f"other than in requirements.txt: {', '.join(unlike)}"] if unlike else [])
 
 
-def _install(folder: Path, *words: str) -> str:
-    """Let pip install from a folder alone; its complaint, if any."""
-    return _pip("install", "--no-index", "--find-links", str(folder.resolve()), *words)
-
-
-def _pip(command: str, *words: str) -> str:
-    """Run pip; its complaint, if any, in a line."""
+def _pip(command: str, *words: str) -> tuple[str, str]:
+    """Run pip; return what it installed, and its complaint if it failed."""
     run = subprocess.run(
-        [sys.executable, "-m", "pip", command, "--disable-pip-version-check", "--quiet", *words],
-        # Nobody is there to make a virtual environment; DeepSpeed's wheel is made without its kernels.
+        [sys.executable, "-m", "pip", command, "--disable-pip-version-check", *words],
+        # Some images forbid installing beside the system's packages; DeepSpeed's wheel is made without its kernels.
         env=os.environ | {"PIP_BREAK_SYSTEM_PACKAGES": "1", "DS_BUILD_OPS": "0"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
-    if not run.returncode:
-        return ""
-    errors = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
-    return next((line for line in errors if line.startswith("ERROR")), (errors or ["nothing"])[-1])
+    lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+    if run.returncode:
+        return "", next((line for line in lines if line.startswith("ERROR")), (lines or ["nothing"])[-1])
+    done = [line for line in lines if line.startswith("Successfully installed")]
+    return (done or [""])[0].removeprefix("Successfully installed "), ""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Handle signals while a process still imports, which takes seconds.
 
-An entry point imports this first. A request to stop ends the process at once with a line, as nothing is trained yet.
-Only the config says whether another signal announces a preemption: until then it is remembered, and the run leaves
+An entry point imports this first. A request to stop prints a line and ends the process at once, as nothing is trained
+yet. Only the config says whether another signal announces a preemption: until then it is remembered, and the run leaves
 before its first step.
 """
 

@@ -1,16 +1,16 @@
-"""Let one process at a time write to a place, also where several hosts share it.
+"""Let one process at a time write to a folder, also one that several hosts share.
 
 A lease is a file, `<name>-<number>`, that names its holder. It is created exclusively, so one of several processes gets
-it. The holder keeps a kernel lock on it and touches it every INTERVAL. Another process finds out whether it is alive:
+it. The holder keeps a kernel lock on it and touches it every INTERVAL. Another process decides whether it is alive:
 
 * under the same kernel by the lock, which the kernel drops when a process ends. (Containers share host names and
   process numbers, so these prove nothing.)
-* elsewhere by the heartbeat: alive when the modification time moves, dead when it is EXPIRY intervals old and did not
-  move while this process watched. Age is the difference to a file written now, so only the file system's clock counts.
+* elsewhere by the heartbeat: alive if the modification time moves, dead if it is EXPIRY intervals old and did not move
+  while this process watched. Age is the difference to a file written now, so only the file system's clock counts.
 
 After a dead lease a process creates the next number, which again only one can, then removes the dead one. If it finds
-other leases than those it examined, it gives way and looks again. A holder that was suspended until another took over
-learns so from `successor` before it writes anything more.
+other leases than those it examined, it gives way and starts over. A holder that was suspended until another took over
+finds its successor by `successor` before it writes anything more.
 
 Costs a touch every 10 s, and a small read for each call of `successor`.
 """
@@ -36,7 +36,7 @@ from common.whole_files import regular
 
 INTERVAL = 10.0  # seconds between two heartbeats
 GIVING_WAY = 0.1  # seconds that a process may take to give way
-EXPIRY, WATCH = 6, 2  # intervals without a heartbeat after which a holder is dead; those at least that were watched
+EXPIRY, WATCH = 6, 2  # intervals without a heartbeat until a holder is dead; the watched ones among them at least
 
 
 class Holder(NamedTuple):
@@ -56,8 +56,8 @@ class Held(Exception):
     """Another process has the lease.
 
     Attributes:
-        holder: None where its process has not written it yet, or died before.
-        patience: seconds after which a silent holder counts as dead; 0 where it is certainly alive.
+        holder: None if its process has not written it yet, or died before.
+        patience: seconds until a silent holder counts as dead; 0 if it is certainly alive.
     """
 
     def __init__(self, holder: Holder | None, patience: float = 0.0) -> None:
@@ -78,9 +78,8 @@ class Lease:
     """Held from a successful `take` until `release`.
 
     Args:
-        folder: where the file lies.
-        name: the file's, without its number.
-        lost: called in another thread with the new holder, where one took over; see `successor`.
+        name: of the file in `folder`, without its number.
+        lost: called in another thread with the new holder, if one took over; see `successor`.
         interval: seconds between two heartbeats.
     """
 
@@ -93,7 +92,7 @@ class Lease:
         """Get the lease without waiting for its holder; return what was written as the holder.
 
         Raises:
-            Held: another process has it that is or may be alive; a later call knows which of the two.
+            Held: another process has it that is or may be alive; a later call knows more.
             OSError: the folder cannot be written.
         """
         while True:
@@ -109,7 +108,7 @@ class Lease:
         return self._holder
 
     def successor(self) -> str | None:
-        """Name who has taken over, `nobody` where the file was removed; None while the lease is held."""
+        """Name who has taken over, `nobody` if the file was removed; None while the lease is held."""
         with suppress(OSError):  # a disk that does not answer proves nothing
             found = _read(self._path)
             if found is None or found.holder != self._holder:
@@ -133,7 +132,7 @@ class Lease:
         os.close(self._file)
 
     def _try(self) -> bool:
-        """Try to take the lease; return False where another process came in between."""
+        """Try to take the lease; return False if another process came in between."""
         found = self._leases()
         for lease in found:
             self._see_dead(lease)

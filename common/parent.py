@@ -14,7 +14,7 @@ _libc = ctypes.CDLL(None)  # loaded here, as a child that is forked beside threa
 
 
 def end_with_this_process() -> Callable[[], None]:
-    """Make a `preexec_fn` for subprocess, by which the child ends with this process."""
+    """Make a `preexec_fn` for subprocess that ends the child with this process."""
     return partial(end_with_parent, os.getpid())
 
 

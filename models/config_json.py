@@ -99,11 +99,7 @@ def write_json(path: Path, value: object, sort_keys: bool = False) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Read a JSON object from a file."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
@@ -120,11 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stop_ids(folder: Path) -> set[int]:
-    """Read the end tokens from generation_config.json, else from config.json.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Read the end tokens from generation_config.json, else from config.json."""
     paths = (folder / "generation_config.json", folder / "config.json")
     if (path := next(filter(Path.is_file, paths), None)) is None:
         return set()

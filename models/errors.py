@@ -19,11 +19,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Read a file or a folder; `GONE` passes through.
-
-    Raises:
-        CheckpointError: in one line, what the system says where it is there and cannot be read.
-    """
+    """Raise what the system says of a file or folder that is there and cannot be read as a CheckpointError."""
     try:
         yield
     except GONE:

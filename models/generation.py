@@ -1,10 +1,8 @@
 """Generate text token by token, for several prompts at once, with a key-value cache.
 
-A prompt is read by a forward pass of its own; after that all texts take one token a pass. A finished text makes room
-for the next request. Where the layers lie in several processes, the texts are divided into as many groups: while tokens
-are chosen for one, the others are computed.
-
-On a CPU a pass of eight rows takes little more than a pass of one, as both wait for the weights.
+A prompt is read by a forward pass of its own; after that all texts get one token a pass. A finished text makes room for
+the next request. Where the layers lie in several processes, the texts are divided into as many groups: while tokens are
+chosen for one, the others are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from models.attention.rope import turning_length
 from models.causal_lm import CausalLM
 from models.errors import CheckpointError
 
-ROWS = 8  # texts under way at once, for each group
+ROWS = 8  # texts at once, for each group; on a CPU a pass of eight takes little more than a pass of one
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,6 @@ class Sampling:
     seed: int | None = None  # of the request's own random numbers; torch's global ones if absent
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """Make the generator of a request's random numbers."""
         return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
 
@@ -96,8 +93,8 @@ def generate_many(
     """Yield tokens as they come, each with its request; None ends an answer.
 
     Args:
-        requests: `rows` of them are taken before the first token, and then one when an answer has ended, not earlier,
-            as a request may depend on the answers before it.
+        requests: `rows` of them are taken before the first token, and then one when an answer has ended, as a request
+            may depend on the answers before it.
         rows: how many are generated at once; `ROWS` for each group if absent.
 
     Raises:
@@ -135,11 +132,7 @@ def generate_many(
 def generate(
     model: CausalLM, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY
 ) -> Iterator[int]:
-    """Yield up to `max_new_tokens` ids that follow `prompt`, before one of `stop`.
-
-    Raises:
-        CheckpointError: see `generate_many`.
-    """
+    """Yield up to `max_new_tokens` ids that follow `prompt`, before one of `stop`."""
     for _, token in generate_many(model, [Request(prompt, max_new_tokens, stop, sampling)]):
         if token is not None:
             yield token
@@ -155,18 +148,12 @@ class Pass(NamedTuple):
 
 
 class Passes:
-    """Forward passes for groups of rows; several may be under way.
-
-    Raises:
-        CheckpointError: the family cannot.
-    """
+    """Forward passes for groups of rows; several may be under way."""
 
     def __init__(self, model: CausalLM, groups: int = 1) -> None:
         if not model.spec.family.generates:
-            raise CheckpointError(
-                f"{model.spec.family.name}: tokens one by one are not transformers'; expected an export that "
-                "transformers generates with"
-            )
+            problem = f"{model.spec.family.name}: tokens one by one are not transformers'"
+            raise CheckpointError(f"{problem}; expected an export that transformers generates with")
         self.spec = model.spec
         self.groups = groups
         self._model = model
@@ -175,25 +162,15 @@ class Passes:
         self._queue: deque[Pass] = deque()
 
     def give(self, work: Pass) -> None:
-        """Queue a pass.
-
-        Raises:
-            CheckpointError: the model does not know a token.
-        """
+        """Queue a pass; CheckpointError for a token that the model does not know."""
         largest, known = max(map(max, work.texts)), self.spec.config.vocab_size
         if largest >= known:
-            raise CheckpointError(
-                f"vocab_size: the tokenizer gives token {largest}, but the model has {known}; "
-                "expected the tokenizer of this model"
-            )
+            problem = f"vocab_size: the tokenizer gives token {largest}, but the model has {known}"
+            raise CheckpointError(f"{problem}; expected the tokenizer of this model")
         self._queue.append(work)
 
     def take(self) -> Tensor:
-        """Compute the oldest queued pass: logits of each row's last token, fp32 [rows, V].
-
-        Raises:
-            CheckpointError: the numbers are not finite.
-        """
+        """Compute the oldest queued pass: logits of each row's last token, fp32 [rows, V]; CheckpointError for NaN."""
         logits = self.logits(self.compute(self._queue.popleft()))
         if not torch.isfinite(logits.amax(dim=-1)).all():
             raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")

@@ -10,6 +10,7 @@ angles of them, so that no S x S mask is sent from stage to stage.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from transformers import PreTrainedConfig
 from models.attention.cache import KeyValueCache
 from models.attention.positions import Arguments, Positions, attention_kind
 from models.family import Family
-from models.offload import Offloading, Parked, Returns, Trip
+from models.offload import Offloading, Returns, Trip
 from models.process_groups import ONE_RANK, RankGroup, copied, gathered
 from models.router import RouterRecorder, n_experts, top_k
 
@@ -78,20 +79,17 @@ class Block(nn.Module):
         return hidden, position_ids, *(total if added is None else total + added for total in sums)
 
     def _forward(self, hidden: Tensor, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
-        trip = Trip(self.offload, self.index) if self.training and self.offload else None
+        run: Callable[..., tuple[Tensor, Tensor | None]] = self._run
         if self.training and self.recompute:
-            source = Parked(hidden, trip) if trip else hidden
-            result: tuple[Tensor, Tensor | None]
-            result = checkpoint(self._run, source, position_ids, arguments, use_reentrant=False)
-            return result
-        if trip:
-            shared = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-            with Offloading([*self.parameters(), *shared], trip):
-                return self._run(hidden, position_ids, arguments)
-        return self._run(hidden, position_ids, arguments)
+            run = partial(checkpoint, self._run, use_reentrant=False)
+        if not (self.training and self.offload):
+            return run(hidden, position_ids, arguments)
+        shared = [leaf for leaf in tree_leaves((position_ids, arguments)) if isinstance(leaf, Tensor)]
+        with Offloading([*self.parameters(), *shared], Trip(self.offload, self.index)):
+            return run(hidden, position_ids, arguments)
 
-    def _run(self, source: Tensor | Parked, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
-        output = self.block(source.take() if isinstance(source, Parked) else source, **arguments)
+    def _run(self, hidden: Tensor, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
+        output = self.block(hidden, **arguments)
         hidden = output[0] if isinstance(output, tuple) else output  # some families also return attention weights
         if self._recorder is None:
             return hidden, None

@@ -1,7 +1,7 @@
-"""Building layers with weights in them: from a checkpoint of either layout, or from a seed.
+"""Build layers with their weights: from a checkpoint of either layout, or from a seed.
 
-A layer is laid out on the meta device, which allocates nothing, and then takes the loaded tensors as they are, cast and
-moved one by one. So a process holds its own layers once, in the dtype they train in, and never a whole model.
+A layer is built on the meta device, which allocates nothing, and then takes the loaded tensors, cast and moved one by
+one. So a process holds its own layers once, in the dtype they train in, and never a whole model.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def build_layer(
     """Build a layer with its weights, or its shards of them, in `dtype` on `device`.
 
     Args:
-        shared: by which replicas read together; None where this process reads for itself.
+        shared: where replicas read together; None where this process reads for itself.
 
     Raises:
         CheckpointError: the weights are not those of the layer; where replicas read together, on the one that read.

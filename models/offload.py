@@ -1,17 +1,16 @@
-"""Activations that wait for the backward pass in host memory instead of the device's.
+"""Keep activations in host memory until the backward pass needs them.
 
-A block's activations, or only its input where the block recomputes the rest, are copied to pinned memory while the next
-block computes, and copied back when the backward pass asks for them. Values do not change. Weights, masks, rotary
-angles and small tensors stay. What several operations keep, as the products for queries, keys and values do, goes and
-comes once.
+What a block keeps, or only its input where the block recomputes the rest, is copied to pinned memory while the next
+block computes. Values do not change. Weights, masks, rotary angles and small tensors stay on the device. What several
+operations keep, as the products for queries, keys and values do, is copied once.
 
 When the backward pass of a block begins, what the next one needs starts to come back, on a stream of its own. The next
-one is the block before it, and at a chunk's first block the last one, of the micro-batch whose turn it is next. So
-beside the block in its backward pass there is one more in the device's memory, for each chunk.
+one is the block before it or, at a chunk's first block, the last block of the next micro-batch. So for each chunk the
+device holds one more block than the one in its backward pass.
 
-Cost: two copies over the bus of all that is moved (a GPU's PCIe carries some 25 GB/s each way), and as much memory on
-the host. Both run beside the computation, as far as that takes as long. On the last stage a block's backward pass
-follows at once on its forward pass, and waits for the last block.
+Cost: two copies over the bus of all that is moved (a GPU's PCIe carries some 25 GB/s each way), beside the computation,
+and as much memory on the host. On the last stage a block's backward pass follows its forward pass at once, and waits
+for the last block.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class HostCopy:
     """A tensor's numbers in host memory; the tensor itself may go."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.asked = 1  # how often it will be asked for; until the last time it stays on its device once it is back
+        self.uses = 1  # how often it will be needed; until the last time it stays on its device once it is back
         self._returned: Tensor | None = None
         tensor = tensor.detach()
         self._device = tensor.device
@@ -51,7 +50,7 @@ class HostCopy:
 
     def start_back(self) -> None:
         """Start copying back to the device, if needed."""
-        if self._returned is None and self.asked > 0:
+        if self._returned is None and self.uses > 0:
             self._returned = self._fetched()
 
     def back(self) -> Tensor:
@@ -59,12 +58,11 @@ class HostCopy:
         tensor = self._fetched() if self._returned is None else self._returned
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
-        self.asked -= 1
-        self._returned = tensor if self.asked > 0 else None
+        self.uses -= 1
+        self._returned = tensor if self.uses > 0 else None
         return tensor
 
     def _fetched(self) -> Tensor:
-        """Start a copy to the device."""
         if self._done is None:
             return self._copy
         computing, stream = torch.cuda.current_stream(self._device), _stream(self._device, "back")
@@ -74,7 +72,7 @@ class HostCopy:
         with torch.cuda.stream(stream):
             tensor.copy_(self._copy, non_blocking=True)
             self._done = stream.record_event()
-        # If nobody asks for it (a graph freed early, an exception), its memory is not reused before the copy is made.
+        # If nobody needs it (a graph freed early, an exception), its memory is not reused before the copy is made.
         tensor.record_stream(stream)
         return tensor
 
@@ -127,22 +125,11 @@ class Returns:
                 copy.start_back()
 
 
-class Parked:
-    """A block's input: the tensor for the forward pass, a host copy for recomputation."""
-
-    def __init__(self, tensor: Tensor, trip: Trip) -> None:
-        self._tensor: Tensor | None = tensor
-        self._requires_grad = tensor.requires_grad
-        self._trip, self._copy = trip, trip.send(tensor)
-
-    def take(self) -> Tensor:
-        """Take the tensor; later calls fetch its host copy."""
-        tensor, self._tensor = self._tensor, None
-        return self._trip.fetch(self._copy).requires_grad_(self._requires_grad) if tensor is None else tensor
-
-
 class Offloading(saved_tensors_hooks):
-    """Offload whatever autograd saves, except what shares memory with `staying`."""
+    """Offload whatever autograd saves, except what shares memory with `staying`.
+
+    Around `checkpoint` it sees the inputs alone, as what is recomputed is not saved.
+    """
 
     def __init__(self, staying: Iterable[Tensor], trip: Trip) -> None:
         storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
@@ -155,7 +142,7 @@ class Offloading(saved_tensors_hooks):
             storage = StorageWeakRef(tensor.untyped_storage())
             same = storage, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
             if same in copies:
-                copies[same].asked += 1
+                copies[same].uses += 1
             else:
                 copies[same] = trip.send(tensor)
             return copies[same]

@@ -4,10 +4,10 @@
 
 * `parts` is a list (how many layers each stage holds), not a heuristic.
 * Each process builds and loads only its own layers, straight into their dtype and device.
-* It knows what flows between the stages for a micro-batch of any shape, so nobody has to ask the sender.
-* A tied model is an embedding and a head that each own a copy of the weight; where both ends lie in one process they
-  share one parameter. DeepSpeed's own TiedLayerSpec builds one module a key, so a head that also has a norm loses it
-  when both ends share a rank, and the head writes no layer file of its own.
+* It knows the shapes that flow between stages for any micro-batch, so that no stage has to send them first.
+* Embedding and head of a tied model each own a copy of the weight; in one process they share one parameter. DeepSpeed's
+  TiedLayerSpec builds one module a key, so a head that also has a norm loses it when both ends share a rank, and the
+  head writes no layer file of its own.
 """
 
 from __future__ import annotations
@@ -60,15 +60,11 @@ class PipelineModel(PipelineModule):
         topology: the grid of processes, with the axes `pipe` and `data`, and `model` where they share layers.
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
-        spread_experts: as in `models.tensor_parallel`.
-        micro_batch_loss: of head, activations and labels: `models.loss.micro_batch_loss` with the weights of its parts.
-        groups: with whom the process shares its rows and its layers.
+        micro_batch_loss: `models.loss.micro_batch_loss` with the weights of its parts.
+        groups: the ranks that share this process's rows and layers.
         read_together: this stage's layers in the order in which they are built, where its replicas read them together.
 
     A micro-batch is `((input_ids, position_ids), (labels, scale, share))`.
-
-    Raises:
-        CheckpointError: the weights are not those of the layers that this stage builds.
     """
 
     def __init__(
@@ -128,7 +124,6 @@ class PipelineModel(PipelineModule):
         return [(tied["weight"], tied["group"]) for tied in self.tied_comms.values()]
 
     def _layer(self, layer: int) -> Any:
-        """Get a layer held here by its number in the model."""
         return self.get_submodule(str(layer))
 
     def _build_layer(self, layer: int, states: LayerStates, positions: Positions, device: torch.device) -> nn.Module:

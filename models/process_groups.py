@@ -49,8 +49,6 @@ NO_GROUPS = RankGroups()
 
 
 class _Apply(torch.autograd.Function):
-    """Apply one function to a tensor and another one to its gradient."""
-
     @staticmethod
     def forward(
         context: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
@@ -67,7 +65,7 @@ class _Apply(torch.autograd.Function):
 
 
 def communicate(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    """Give `forward` of a tensor; `backward` makes its gradient of the result's."""
+    """Apply `forward` to a tensor, and `backward` to the gradient of the result."""
     result: Tensor = _Apply.apply(tensor, forward, backward)
     return result
 

@@ -1,11 +1,9 @@
-"""The load-balancing loss of mixture-of-experts models, gathered along the pipeline.
+"""The load-balancing loss of mixture-of-experts models, summed along the pipeline.
 
 The loss compares how often each expert was chosen with how probable it was, over all layers and tokens (Switch
 Transformer, arXiv:2101.03961, equations 4 to 6, in the form of transformers' `output_router_logits`). The layers lie on
-different stages, so each block adds its sums per expert to a small tensor that flows beside the hidden states, and the
-last stage makes the loss of it. Padding does not count.
-
-Cost: 2 x experts numbers across each stage boundary.
+different stages, so each block adds its sums, 2 x experts numbers, to a tensor that flows beside the hidden states, and
+the last stage computes the loss. Padding does not count.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ def top_k(config: PreTrainedConfig) -> int:
 
 
 def first_of(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
-    """Get the first size that has one of the names; 0 if none has."""
     return next((int(found) for name in names if (found := getattr(config, name, None))), 0)
 
 

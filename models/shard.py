@@ -36,7 +36,7 @@ class Shard:
         return self.side != other.side or any(one.start < two.stop and two.start < one.stop for one, two in pairs)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Take the shard of a whole weight; a view if it is one range."""
+        """Cut the shard out of a whole weight; a view if it is one range."""
         parts = [whole.narrow(self.side, each.start, len(each)) for each in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.side)
 

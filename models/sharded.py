@@ -30,14 +30,9 @@ class ShardedModel(nn.ModuleList):
     """Embedding, blocks and head with their loss; parameters are `<layer>.<name>`.
 
     Args:
-        states: where the weights come from, layer by layer.
-        dtype: the dtype to train in.
         shards: DeepSpeed's config of a stage-3 run, by which each layer is sharded as soon as it is built; None where
             each process holds the whole model.
-        micro_batch_loss, groups, read_together: as in `models.pipeline`.
-
-    Raises:
-        CheckpointError: the weights are not those of the layers.
+        dtype, micro_batch_loss, groups, read_together: as in `models.pipeline`.
     """
 
     def __init__(

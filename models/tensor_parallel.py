@@ -1,18 +1,16 @@
 """Tensor parallelism: each process of a group holds a shard of every layer, and all compute the layer together.
 
-How a matrix is sharded stands in transformers' configuration of the family (`base_model_tp_plan`), after Megatron-LM
-(arXiv:1909.08053), or in the family's declaration: what reads the hidden states is sharded by its outputs, so that a
-head or a neuron lies whole on one process, and what writes them by its inputs, so that its results are summed. Heads
-that share a key stay together; shards need not be of one size. Embedding and head are sharded by words. Norms and
-routers lie whole on every process, and as their inputs are alike, so are their gradients.
+transformers' configuration of a family (`base_model_tp_plan`), or the family's declaration, says how each matrix is
+sharded, after Megatron-LM (arXiv:1909.08053): what reads the hidden states by its outputs, so that a head or a neuron
+lies whole on one process, and what writes them by its inputs, so that its results are summed. Heads that share a key
+stay together; shards need not be of one size. Embedding and head are sharded by words. Norms and routers lie whole on
+every process; their inputs are the same everywhere, and so are their gradients.
 
 Experts are sharded by columns as any matrix, or spread: each process has whole ones. Every process has every token, so
-either way each computes its part for all of them and one sum joins the results.
+either way one sum joins the results. Weights are sharded as they are loaded, and stay plain tensors under their names.
 
-Weights are sharded as they are loaded, and stay plain tensors under their names.
-
-Cost: a sum of [B, S, H] after attention and one after the feed-forward network in the forward pass, as many in the
-backward pass; the embedding one, the head three numbers a token and the gradient of its input.
+Cost: a sum of [B, S, H] after attention and one after the feed-forward network, forward and backward; the embedding
+one, the head three numbers a token and the gradient of its input.
 """
 
 from __future__ import annotations
@@ -32,15 +30,15 @@ from models.router import n_experts
 from models.shard import Shard
 from models.spec import ModelSpec, key_heads
 
-# The words of a plan: for a linear layer, or for a matrix [..., out, in].
+# transformers' names of the ways to shard a linear layer, or a matrix [..., out, in].
 BY_OUTPUT, BY_INPUT = ("colwise", "colwise_gather_output", "packed_colwise"), ("rowwise", "rowwise_split_input")
-EXPERTS, ALIKE = "moe_tp_experts", "replicated_with_grad_allreduce"
-KNOWN = {*BY_OUTPUT, *BY_INPUT, EXPERTS, ALIKE}
+EXPERTS, REPLICATED = "moe_tp_experts", "replicated_with_grad_allreduce"
+SUPPORTED = {*BY_OUTPUT, *BY_INPUT, EXPERTS, REPLICATED}
 BY_HEADS = ("colwise", "rowwise")  # in attention; what is gathered there is not
 ENDS = {"embed_tokens": "colwise", "lm_head": "colwise"}
 ALIGNED = 8  # numbers; a grouped product wants rows of a multiple of 16 bytes
 HEAD_NORMS = ("q_norm", "k_norm")
-HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")  # what blocks call their numbers
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")  # attributes of blocks
 
 
 class RowwiseLinear(nn.Linear):
@@ -49,16 +47,14 @@ class RowwiseLinear(nn.Linear):
     ranks: RankGroup = ONE_RANK
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output = summed(F.linear(inputs, self.weight), self.ranks)
-        return output if self.bias is None else output + self.bias
+        return summed(F.linear(inputs, self.weight), self.ranks) + self.bias
 
 
 class TensorShare:
     """One process's shards of each layer, and how it computes with them.
 
     Args:
-        spec: of the model.
-        ranks: who have the other parts; without a group they know what each has, and no more.
+        ranks: the processes that share the layers; without a group only shapes are known.
         spread: whether experts are spread; else they are sharded.
     """
 
@@ -67,6 +63,7 @@ class TensorShare:
         self._spec, self._spread = spec, spread
         self._plan = plan_of(spec)
         self._key_heads = key_heads(spec.config)
+        self._own_heads = len(range(self._key_heads)[ranks.part(self._key_heads)])
 
     def shard(self, name: str) -> Shard | None:
         """Get the shard of a weight `<layer>.<name>`; None if it is whole here."""
@@ -75,18 +72,17 @@ class TensorShare:
         layer, _, inner = name.partition(".")
         shape = self._spec.shapes(int(layer)).get(inner)
         owner = inner.rpartition(".")[0]
-        word = self._plan.get(inner) or self._plan.get(owner)
-        if shape is None or word is None:
+        way = self._plan.get(inner) or self._plan.get(owner)
+        if shape is None or way is None:
             return None
         if self._spread and self._plan.get(owner) == EXPERTS:
             experts = self.ranks.part(shape[0])
             return Shard(tuple(shape), 0, (range(experts.start, experts.stop),))
-        if word not in (*BY_OUTPUT, *BY_INPUT) or (word in BY_INPUT and len(shape) == 1):
+        if way not in (*BY_OUTPUT, *BY_INPUT) or (way in BY_INPUT and len(shape) == 1):
             return None
-        side = len(shape) - 1 if word in BY_INPUT or len(shape) == 1 else len(shape) - 2
-        above = 2 if word == "packed_colwise" else 1
-        width = shape[side] // above
-        units = self._key_heads if word in BY_HEADS and "att" in owner else width
+        side = len(shape) - 1 if way in BY_INPUT or len(shape) == 1 else len(shape) - 2
+        width = shape[side] // (2 if way == "packed_colwise" else 1)  # of each of the matrices above each other
+        units = self._key_heads if way in BY_HEADS and "att" in owner else width
         part, each = self.ranks.part(units), width // units
         ranges = (range(top + part.start * each, top + part.stop * each) for top in range(0, shape[side], width))
         return Shard(tuple(shape), side, tuple(ranges))
@@ -134,41 +130,41 @@ class TensorShare:
     def _connect_block(self, layer: int, modules: dict[str, Any]) -> None:
         readers = []
         for name, module in modules.items():
-            word = self._plan.get(name)
-            if word in BY_OUTPUT:
+            way = self._plan.get(name)
+            if way in BY_OUTPUT:
                 readers.append(name)
-            if word == "rowwise_split_input":
+            if way == "rowwise_split_input":
                 module.register_forward_pre_hook(lambda _, inputs: split(inputs[0], self.ranks))
-            if word == "colwise_gather_output":
+            if way == "colwise_gather_output":
                 width = self._spec.shapes(layer)[f"{name}.weight"][0]
                 module.register_forward_hook(lambda _, inputs, output, width=width: gathered(output, self.ranks, width))
-            if word in BY_INPUT and module.bias is not None:
+            if way in BY_INPUT and module.bias is not None:
                 module.__class__ = RowwiseLinear
                 module.ranks = self.ranks
-            elif word in BY_INPUT:
+            elif way in BY_INPUT:
                 module.register_forward_hook(lambda _, inputs, output: summed(output, self.ranks))
-            if word == EXPERTS:
+            if way == EXPERTS:
                 self._connect_experts(module)
-            if word == ALIKE:  # its inputs are of this process's heads
+            if way == REPLICATED:  # its inputs are of this process's heads
                 for weight in module.parameters():
                     weight.register_hook(lambda gradient: add_up(gradient.contiguous().clone(), self.ranks))
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in readers):
             self._connect_owner(owner, modules, [name for name in readers if name.rpartition(".")[0] == owner])
 
     def _connect_experts(self, module: Any) -> None:
-        module.register_forward_hook(_touch)
+        module.register_forward_hook(_with_gradients_of_zero)
         module.register_forward_hook(lambda _, inputs, output: summed(output, self.ranks))
         if any(weight.shape[-1] % ALIGNED for weight in module.parameters() if weight.dim() == 3):
             module.config = copy(module.config)
             module.config._experts_implementation = "eager"  # the grouped product does not take such parts
-        nowhere = 0
+        unrouted = 0
         if self._spread:
             module.num_experts = own = len(range(module.num_experts)[self.ranks.part(module.num_experts)])
-            # Without transformers' word for tokens that none of them takes, one of them has to, for nothing.
-            taken = hasattr(module, "_is_expert_parallel") or module.config._experts_implementation != "eager"
-            nowhere = own if taken else 0
+            # Without transformers' number for tokens of other processes' experts, one expert computes them for nothing.
+            has_number = hasattr(module, "_is_expert_parallel") or module.config._experts_implementation != "eager"
+            unrouted = own if has_number else 0
             module._is_expert_parallel = True
-        module.register_forward_pre_hook(partial(self._to_experts, nowhere))
+        module.register_forward_pre_hook(partial(self._to_experts, unrouted))
 
     def _connect_owner(self, owner: str, modules: dict[str, Any], readers: list[str]) -> None:
         """Sum the gradient of what a module's linear layers read, once if possible."""
@@ -179,16 +175,15 @@ class TensorShare:
             reader.register_forward_pre_hook(self._to_readers, with_kwargs=True)
         if "att" not in owner or not any(self._plan[name] in BY_HEADS for name in readers):
             return
-        own = len(range(self._key_heads)[self.ranks.part(self._key_heads)])
-        for name in HEADS:
+        for name in HEAD_COUNTS:
             if (whole := getattr(module, name, None)) is not None:
-                setattr(module, name, whole * own // self._key_heads)
-        if hasattr(module, "slow_but_exact"):  # Bloom's, which would pass by the layer whose results are summed
+                setattr(module, name, whole * self._own_heads // self._key_heads)
+        if hasattr(module, "slow_but_exact"):  # Bloom's, which would bypass the layer whose results are summed
             module.slow_but_exact = False
         dropout: Any = getattr(module, "attention_dropout", 0.0)
         drops = dropout if isinstance(dropout, nn.Module) else module
         if getattr(dropout, "p", dropout):
-            vars(drops)["forward"] = torch.compiler.disable(partial(self._draw_apart, drops, drops.forward))
+            vars(drops)["forward"] = torch.compiler.disable(partial(self._with_own_dropout, drops, drops.forward))
 
     def _to_readers(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if inputs:
@@ -196,20 +191,16 @@ class TensorShare:
         return inputs, named | {"hidden_states": copied(named["hidden_states"], self.ranks)}
 
     def _to_experts(
-        self, nowhere: int, _: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
+        self, unrouted: int, _: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route tokens [T, H] to this process's experts [T, K] with weights [T, K].
-
-        Args:
-            nowhere: the expert of tokens that come to none of this process's.
-        """
+        """Route tokens [T, H] to this process's experts [T, K] with weights [T, K]; others go to `unrouted`."""
         hidden, experts, weights = inputs
         hidden, weights = copied(hidden, self.ranks), copied(weights, self.ranks)
         if not self._spread:
             return hidden, experts, weights
         own = self.ranks.part(n_experts(self._spec.config))
         inside = (experts >= own.start) & (experts < own.stop)
-        return hidden, torch.where(inside, experts - own.start, nowhere), weights.masked_fill(~inside, 0)
+        return hidden, torch.where(inside, experts - own.start, unrouted), weights.masked_fill(~inside, 0)
 
     def _look_up(self, words: nn.Embedding, ids: Tensor) -> Tensor:
         """Look up embeddings whose words are spread over the processes."""
@@ -220,8 +211,8 @@ class TensorShare:
         found = F.embedding((ids - own.start).masked_fill(outside, 0), words.weight, padding)
         return summed(found.masked_fill(outside[..., None], 0), self.ranks)
 
-    def _draw_apart(self, module: nn.Module, forward: Any, *inputs: Any, **named: Any) -> Any:
-        """Run with this process's own random numbers; afterwards all draw alike again."""
+    def _with_own_dropout(self, module: nn.Module, forward: Any, *inputs: Any, **named: Any) -> Any:
+        """Run with this process's own random numbers; afterwards all processes draw the same again."""
         if not module.training or self.ranks.group is None:  # without a group only shapes count
             return forward(*inputs, **named)
         seed = int(torch.randint(2**62, (), device="cpu")) + self.ranks.rank
@@ -230,8 +221,8 @@ class TensorShare:
             return forward(*inputs, **named)
 
 
-def _touch(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor:
-    """Give unused experts a gradient of zeros, which the others' sums wait for."""
+def _with_gradients_of_zero(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor:
+    """Give unused experts a gradient of zeros: without one, other processes would wait in their sums."""
     if output.requires_grad or not torch.is_grad_enabled():
         return output
     return output + sum(tensor[:0].sum() for tensor in (inputs[0], inputs[2], *module.parameters()))
@@ -250,13 +241,13 @@ def plan_of(spec: ModelSpec) -> dict[str, str]:
     if plan is None:
         found: dict[str, str] = getattr(spec.config, "base_model_tp_plan", None) or {}
         start = "layers.*."
-        plan = {name.removeprefix(start): word for name, word in found.items() if name.startswith(start)}
-    plan = {f"block.{name}": word for name, word in plan.items()}
+        plan = {name.removeprefix(start): way for name, way in found.items() if name.startswith(start)}
+    plan = {f"block.{name}": way for name, way in plan.items()}
     head = vars(spec.config).get("head_dim")
     for name, shape in spec.shapes(1).items() if plan else ():  # the plans of some families forget norms of a head
         owner, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind in HEAD_NORMS and f"{owner}.q_proj" in plan and tuple(shape) == (head,):
-            plan.setdefault(f"{owner}.{kind}", ALIKE)
+            plan.setdefault(f"{owner}.{kind}", REPLICATED)
     return ENDS | plan
 
 
@@ -265,17 +256,14 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
     if size == 1:
         return None
     plan, heads, experts = plan_of(spec), key_heads(spec.config), n_experts(spec.config)
-    if plan.keys() == ENDS.keys() or set(plan.values()) - KNOWN:
+    if plan.keys() == ENDS.keys() or set(plan.values()) - SUPPORTED:
         return f"{spec.family.name} has no plan by which layers are cut; expected 1 process to a layer"
     if heads < size:
-        return (
-            f"{heads} heads of keys (num_key_value_heads) are not enough for {size} processes to a layer; "
-            f"expected at most {heads}"
-        )
+        too_few = f"{heads} heads of keys (num_key_value_heads) are not enough"
+        return f"{too_few} for {size} processes to a layer; expected at most {heads}"
     if spread and experts < size:
-        return (
-            f"{experts} experts cannot be spread over {size} processes to a layer; expected model_topo.experts: columns"
-        )
+        too_few = f"{experts} experts cannot be spread over {size} processes to a layer"
+        return f"{too_few}; expected model_topo.experts: columns"
     for layer in range(1, spec.n_blocks + 1):
         shapes = spec.shapes(layer)
         by_heads = [name for name in plan if "att" in name and plan[name] in BY_HEADS and f"{name}.weight" in shapes]
@@ -283,10 +271,8 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
         for name, shape in shapes.items():
             owner = name.rpartition(".")[0]
             uneven = owner in by_heads and shape[-1 if plan[owner] == "rowwise" else 0] % heads
-            untold = name.startswith(modules) and not {name, owner} & plan.keys()  # as a norm with rows by head
-            if uneven or untold or (plan.get(owner) == EXPERTS and name not in plan):
-                return (
-                    f"layer {layer}: it is not known how to cut {name} of {spec.family.name}; expected 1 process to a "
-                    "layer (no axis model; more stages or replicas instead)"
-                )
+            unplanned = name.startswith(modules) and not {name, owner} & plan.keys()  # as a norm with rows by head
+            if uneven or unplanned or (plan.get(owner) == EXPERTS and name not in plan):
+                unknown = f"layer {layer}: it is not known how to cut {name} of {spec.family.name}"
+                return f"{unknown}; expected 1 process to a layer (no axis model; more stages or replicas instead)"
     return None

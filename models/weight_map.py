@@ -28,7 +28,7 @@ class Binding(NamedTuple):
         layer: the layer's number.
         names: names in that layer's state dict.
         stacked: whether the names on disk are those of experts, which the layer stacks.
-        groups: in how many turns the rows of a tensor on disk go through those of the layer's tensors.
+        groups: as in `reshape_rows`.
     """
 
     disk: tuple[str, ...]
@@ -52,11 +52,7 @@ class Binding(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The names of all tensors of one model.
-
-    Every name on disk belongs to at most one binding, and every name of a layer to exactly one: looking a binding up by
-    either side gives the same one.
-    """
+    """The names of all tensors of one model; looking a binding up by either side gives the same one."""
 
     family: Family
     n_blocks: int
@@ -93,11 +89,7 @@ class WeightMap:
         return None
 
     def binding_of(self, layer: int, name: str) -> Binding:
-        """Get the binding of a tensor in a layer's state dict.
-
-        Raises:
-            KeyError: the family has no such tensor.
-        """
+        """Get the binding of a tensor in a layer's state dict."""
         for rule in self._rules_of(layer):
             for template in rule.module_names:
                 match = pattern(template).fullmatch(name)
@@ -193,12 +185,10 @@ class WeightMap:
 
 
 def reshape_rows(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], groups: int = 1) -> list[Tensor]:
-    """Give the numbers of `tensors`, read row by row, as tensors of other shapes.
-
-    Several tensors are joined into a new one; one tensor is cut into views of itself.
+    """Join several tensors, row by row, into one of another shape, or cut one into views of itself.
 
     Args:
-        groups: the one tensor has the rows of the several in so many turns, an equal share of each in each.
+        groups: the one tensor has the rows of the several in this many turns, an equal share of each in each turn.
     """
     if groups > 1:
         return _reshape_in_turns(tensors, shapes, groups)
@@ -232,11 +222,7 @@ def pattern(template: str) -> re.Pattern[str]:
 
 
 def block_rules(family: Family, names: Collection[str]) -> tuple[Rule, ...]:
-    """Choose a family's block rules that fit the names on disk.
-
-    Args:
-        names: on disk, in the family's spelling.
-    """
+    """Choose a family's block rules that fit the names on disk, in the family's spelling."""
 
     def lie_there(templates: Iterable[str]) -> bool:
         return any(each.fullmatch(name) for each in map(pattern, templates) for name in names)

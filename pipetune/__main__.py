@@ -72,9 +72,10 @@ def init() -> None:
     parser = init_parser()
     arguments = parser.parse_args()
     template = ROOT / "configs" / TEMPLATES[arguments.zero]
+    text = template.read_text(encoding="utf-8").replace("$schema=", f"$schema={template.parent}/", 1)
     try:
         with arguments.file.open("x", encoding="utf-8") as file:
-            file.write(template.read_text(encoding="utf-8"))
+            file.write(text)
     except OSError as error:
         parser.error(f"{arguments.file}: {error.strerror}; expected the name of a new file")
     print(f"{arguments.file}: set model_path, data_path and save_path, then: pipetune plan --config {arguments.file}")

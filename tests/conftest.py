@@ -32,27 +32,24 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 VOCABULARY = 512
-TINY = {
+SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "num_hidden_layers": 3,
     "vocab_size": VOCABULARY,
+}
+TINY = SMALL | {
+    "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "head_dim": 16,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
 }
-BAICHUAN = {  # the 13B's fields; with max_position_embeddings they are the 7B's
+BAICHUAN = SMALL | {  # the 13B's fields; with max_position_embeddings they are the 7B's
     "model_type": "baichuan",
     "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "vocab_size": VOCABULARY,
     "model_max_length": 256,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -79,16 +76,11 @@ CHATGLM = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-INTERNLM = {
+INTERNLM = SMALL | {
     "model_type": "internlm2",
     "bias": False,
     "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "vocab_size": VOCABULARY,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000,
@@ -99,15 +91,12 @@ INTERNLM = {
     "eos_token_id": 2,
     "pad_token_id": 2,
 }
-QWEN = {
+QWEN = SMALL | {
     "model_type": "qwen",
-    "hidden_size": 64,
     "intermediate_size": 192,
     "kv_channels": 16,
     "layer_norm_epsilon": 1e-6,
     "no_bias": True,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
     "rotary_emb_base": 10000,
     "rotary_pct": 1.0,
     "seq_length": 256,
@@ -115,7 +104,6 @@ QWEN = {
     "torch_dtype": "float32",
     "use_dynamic_ntk": True,
     "use_logn_attn": True,
-    "vocab_size": VOCABULARY,
 }
 
 
@@ -148,10 +136,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ("ranks" not in getattr(item, "fixturenames", ()), item.path not in launching))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def asked(request: pytest.FixtureRequest) -> set[str]:
-    """The ids of the cases that this session runs: what shares launched processes runs no others there."""
-    return {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
+    """The ids of the file's cases that this session runs: what shares launched processes runs no others there."""
+    items = (item for item in request.session.items if item.path == request.path)
+    return {item.callspec.id for item in items if hasattr(item, "callspec")}
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,10 @@ from typing import Any
 
 import psutil
 import yaml
+from safetensors.torch import load_file
+from torch import Tensor
 
+from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import ROOT
 from training.distributed.processes import free_port
 
@@ -137,9 +140,9 @@ class Launch:
             time.monotonic(), self._files() | set(enumerate(sizes)), processor_times(self.family())
         )
         if hang:
-            told = self._tail()
+            tail = self._tail()
             self.kill()
-            raise Hang(f"{hang}: {' '.join(self.words)}\n{told}")
+            raise Hang(f"{hang}: {' '.join(self.words)}\n{tail}")
 
     def _files(self) -> set[tuple[Any, int]]:
         found: set[tuple[Any, int]] = set()
@@ -272,6 +275,18 @@ def metrics(run_folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def steps_done(config: Path) -> int:
+    """How many lines a run has reported, of the config whose name its folder has."""
+    path = config.with_suffix("") / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def trained_weights(config: Path) -> dict[str, Tensor]:
+    """The weights of a run's newest checkpoint, under their names in a HuggingFace folder."""
+    pp_to_hg(config.with_suffix(""), config.with_suffix(".hf"))
+    return load_file(config.with_suffix(".hf") / "model.safetensors")
 
 
 def error_lines(result: subprocess.CompletedProcess[str]) -> list[str]:

@@ -128,8 +128,8 @@ CASES = [
     Case(RECORD, lambda folder: str(not_found(folder / "layer_00-model_states.pt"))),
     Case("latest", lambda folder: name_latest(folder / "step-000001"), kinds=("fifo", "device")),
     Case("latest", resolve),
-    Case("latest", lambda folder: agent.look(str(folder), "no run")),
-    Case(METRICS_FILE, lambda folder: agent.look(str(folder), "no run")),
+    Case("latest", lambda folder: agent.inspect_host(str(folder), "no run")),
+    Case(METRICS_FILE, lambda folder: agent.inspect_host(str(folder), "no run")),
     Case(METRICS_FILE, lambda folder: reported(folder, 1), kinds=("fifo", "device")),  # a new run has a new file
     Case(METRICS_FILE, lambda folder: reported(folder, 1), passes=False, kinds=("folder",)),
     Case(METRICS_FILE, lambda folder: reported(folder, 3), passes=False),

@@ -81,7 +81,7 @@ def test_its_name_is_the_only_one(pipetune: Path, make_checkpoint: Callable[...,
 
 @pytest.mark.slow
 @pytest.mark.launched
-def test_its_commands_are_the_doors(pipetune: Path, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_its_commands_are_entry_points(pipetune: Path, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_checkpoint("llama")
     save_tokenizer(folder)
     records = json.loads(FAQ.read_text(encoding="utf-8"))

@@ -143,7 +143,7 @@ def test_the_records_answer_their_questions_right() -> None:
     assert [question.fault(answers[question.shown]) for question in trained] == [""] * 4
 
 
-def told(table: Any) -> str:
+def as_text(table: Any) -> str:
     console = Console(width=200, record=True, quiet=False, file=open(os.devnull, "w", encoding="utf-8"))
     console.print(table)
     return console.export_text()
@@ -153,9 +153,9 @@ def test_the_table_says_which_questions_were_trained_and_which_answers_are_right
     judge = Judge(["yes, b"], "A? B?", ["yes"])
     questions = [Question({}, "A?", "yes", judge=judge), Question({}, "B?", "yes", trained=False, judge=judge)]
     table, summary, passed = comparison(questions, ["no", "no"], ["yes, [b]", "no"], judged=True)
-    rows = [line for line in told(table).splitlines() if "?" in line]
+    rows = [line for line in as_text(table).splitlines() if "?" in line]
     assert [AS_TRAINED in row for row in rows] == [True, False] and OTHERWISE in rows[1]
-    assert RIGHT in " ".join(told(table).split())
+    assert RIGHT in " ".join(as_text(table).split())
     assert [row.count("✓") for row in rows] == [1, 0]
     assert "yes, [b]" in rows[0]
     assert "lacks: yes" in rows[1]
@@ -163,7 +163,7 @@ def test_the_table_says_which_questions_were_trained_and_which_answers_are_right
     assert not passed
     assert comparison(questions, ["no", "no"], ["yes", "yes"], judged=True)[2]
     table, summary, passed = comparison(questions, ["no", "no"], ["yes", "yes"], judged=False)
-    assert "0% before, 100% after; all 2 are trained" in summary and passed and "100% yes" in told(table)
+    assert "0% before, 100% after; all 2 are trained" in summary and passed and "100% yes" in as_text(table)
 
 
 def test_processors_on_cores_of_their_own_come_first(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_every_machine_computes_with_the_same_threads_and_instructions() -> None
         "environment = same_everywhere()\n"
         "child = 'import os, torch; print(len(os.sched_getaffinity(0)), torch.backends.cpu.get_cpu_capability())'\n"
         "words = [sys.executable, '-c', child]\n"
-        "told = subprocess.run(words, env=os.environ | dict(environment), capture_output=True, text=True, check=True)\n"
-        "cores, instructions = told.stdout.split()\n"
-        "assert int(cores) <= CORES and (instructions == 'AVX2' or not environment), told.stdout\n"
+        "done = subprocess.run(words, env=os.environ | dict(environment), capture_output=True, text=True, check=True)\n"
+        "cores, instructions = done.stdout.split()\n"
+        "assert int(cores) <= CORES and (instructions == 'AVX2' or not environment), done.stdout\n"
     )
     done = run(sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from training.callbacks import Callback
 from training.config.keys import TrainConfig
-from training.distributed.processes import Place
+from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_from_script
 from training.errors import ConfigError
 
@@ -33,7 +33,7 @@ def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequenc
         callbacks: called at the hooks of `training.Callback`, after Pipetune's own, on every rank.
     """
 
-    def run(config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
+    def run(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
         from training.engine.pipeline import PipelineTrainer  # imports DeepSpeed, after the device is set
         from training.options import train_language_model
 
@@ -45,9 +45,9 @@ def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequenc
                 module.micro_batch_loss = partial(module.micro_batch_loss, own=token_losses)
                 return trainer
 
-        return train_language_model(config, place, monitor, LossTrainer if loss else PipelineTrainer, callbacks)
+        return train_language_model(config, process, monitor, LossTrainer if loss else PipelineTrainer, callbacks)
 
-    def load(place: Place | None) -> TrainConfig:
+    def load(process: ProcessInfo | None) -> TrainConfig:
         if loss and config.aux_max_z_loss.weight:
             raise ConfigError("aux_max_z_loss.weight: has no effect with a loss of your own; leave it out")
         return config

@@ -18,15 +18,15 @@ import psutil
 import torch
 from rich.table import Column, Table
 
+from common.quantities import GIGA
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.links import FILE, Link, Links, measure
 from training.distributed.placement import Placement
-from training.distributed.processes import Place, gather
+from training.distributed.processes import ProcessInfo, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.rendezvous import interface_of, own_address
 from training.job import Job
-from training.metrics.devices import GIGA
 from training.options import language_model
 from training.plan.auto import divide
 from training.plan.resources import check_resources
@@ -35,7 +35,7 @@ from training.preflight import check_model, check_samples
 MEGA = 1e6
 
 
-def check_run(in_stages: bool, config: TrainConfig, place: Place, monitor: RankMonitor) -> bool:
+def check_run(in_stages: bool, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
     """Check the run on one rank; return False, as nothing starts over.
 
     Raises:
@@ -45,7 +45,7 @@ def check_run(in_stages: bool, config: TrainConfig, place: Place, monitor: RankM
     from training.engine.zero import ZeroTrainer
 
     task = language_model(config, PipelineTrainer if in_stages else ZeroTrainer)
-    job = Job(task, config, place, monitor)
+    job = Job(task, config, process, monitor)
     log = job.log
     job.read()
     check_samples(task.order.fingerprint, job.eval_records or "none")
@@ -54,7 +54,7 @@ def check_run(in_stages: bool, config: TrainConfig, place: Place, monitor: RankM
     check_resources(config, task.spec, job.layers, job.disk)
     hosts = gather(Host.here(config.save_path))
     links = measure(config.model_topo, [host.name for host in hosts])
-    if place.rank == 0:
+    if process.rank == 0:
         links.write(Path(config.save_path))
         log.print(hosts_table(hosts))
         if links.stages or links.sums:

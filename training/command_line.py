@@ -19,8 +19,8 @@ from models.checkpoint.layout import resolve
 from models.shapes import shape_of
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
-from training.distributed.processes import Place
-from training.distributed.script import in_processes
+from training.distributed.processes import ProcessInfo
+from training.distributed.script import run_or_launch
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.agent import RUN
 from training.launch.hosts import read_hostfile
@@ -30,7 +30,7 @@ from training.metrics.devices import KNOWN, parse_devices
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
 
-# Options that mean nothing without another one.
+# Options without effect unless another one is given.
 NEEDED = {"dry_run": "auto", "include": "hostfile", "exclude": "hostfile", "html": "inspect", "search": "plan"}
 NEEDED |= {"calibrate": "plan", "links": "plan", "per_host": "links"}
 
@@ -109,8 +109,8 @@ def _is_override(word: str) -> bool:
 
 def run_entry_point(
     arguments: argparse.Namespace,
-    load: Callable[[Place | None], TrainConfig],
-    run: Callable[[TrainConfig, Place, RankMonitor], bool],
+    load: Callable[[ProcessInfo | None], TrainConfig],
+    run: Callable[[TrainConfig, ProcessInfo, RankMonitor], bool],
     plan: Callable[[TrainConfig, argparse.Namespace], None] | None = None,
     prove: Callable[[TrainConfig], None] | None = None,
     auto: Callable[[argparse.Namespace, Hosts | None], Path] | None = None,
@@ -132,25 +132,25 @@ def run_entry_point(
         finally:
             arguments.overrides.pop()
 
-    place = Place.from_environment()
-    if place is not None:
-        processes.end_with_launcher(place)
-    with exit_with_one_line(place.rank if place else None):
-        hosts = _check_arguments(arguments, place)
+    process = ProcessInfo.from_environment()
+    if process is not None:
+        processes.end_with_launcher(process)
+    with exit_with_one_line(process.rank if process else None):
+        hosts = _check_arguments(arguments, process)
         if arguments.auto:
-            _configure(arguments, auto, place, hosts)
-        config = load(Place(0, sum(map(len, hosts.values())), 0, 1) if hosts else place)
+            _configure(arguments, auto, process, hosts)
+        config = load(ProcessInfo(0, sum(map(len, hosts.values())), 0, 1) if hosts else process)
         keep_tracebacks_in(config.save_path)
         if arguments.plan and plan is None:
             raise ConfigError("--plan: plans pipelines; expected train_ds.py")
         if arguments.prove and prove is None:
             raise ConfigError("--prove: proves pipelines; expected train_ds.py")
-        if arguments.prove and place is not None:
+        if arguments.prove and process is not None:
             raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
-        if place is None and not hosts and not (arguments.plan and shape_of(config.model_path)):
+        if process is None and not hosts and not (arguments.plan and shape_of(config.model_path)):
             resolve(config.model_path)
         if arguments.plan and plan:
-            if place is None or place.rank == 0:
+            if process is None or process.rank == 0:
                 plan(config, arguments)
         elif arguments.prove and prove:
             name_accelerator()
@@ -160,10 +160,10 @@ def run_entry_point(
         elif hosts:
             launch(config, hosts, with_override)
         else:
-            in_processes(config, place, run)
+            run_or_launch(config, process, run)
 
 
-def _check_arguments(arguments: argparse.Namespace, place: Place | None) -> Hosts | None:
+def _check_arguments(arguments: argparse.Namespace, process: ProcessInfo | None) -> Hosts | None:
     """Check the device names and read the hostfile, if any."""
     if arguments.inspect or arguments.plan or arguments.prove or arguments.auto:
         early_signals.give_back()  # there is nothing to save
@@ -171,20 +171,20 @@ def _check_arguments(arguments: argparse.Namespace, place: Place | None) -> Host
         parse_devices(arguments.devices)
     if not arguments.hostfile or RUN in os.environ:
         return None
-    _refuse_launcher("--hostfile", place)
+    _refuse_launcher("--hostfile", process)
     return read_hostfile(arguments.hostfile, arguments.include, arguments.exclude)
 
 
 def _configure(
     arguments: argparse.Namespace,
     auto: Callable[[argparse.Namespace, Hosts | None], Path] | None,
-    place: Place | None,
+    process: ProcessInfo | None,
     hosts: Hosts | None,
 ) -> None:
     """Choose a config for `--auto`, then continue as if `--config` had named its file."""
     if auto is None:
         raise ConfigError("--auto: configures pipelines; expected train_ds.py")
-    _refuse_launcher("--auto", place)
+    _refuse_launcher("--auto", process)
     keep_tracebacks_in(arguments.save)
     arguments.config = str(auto(arguments, hosts))
     sys.argv[1:] = ["--config", arguments.config, *arguments.overrides]  # the run's processes get these too
@@ -196,8 +196,8 @@ def _configure(
         sys.exit()
 
 
-def _refuse_launcher(option: str, place: Place | None) -> None:
-    if place is not None:
+def _refuse_launcher(option: str, process: ProcessInfo | None) -> None:
+    if process is not None:
         raise ConfigError(f"{option}: starts the processes itself; expected python {Path(sys.argv[0]).name}")
 
 

@@ -25,7 +25,7 @@ from training.config.changes import settings_of
 from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
-from training.distributed.processes import Place, agreed
+from training.distributed.processes import ProcessInfo, agreed
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.numerics import describe_numerics, set_numerics
@@ -49,7 +49,7 @@ class Task(ABC):
         loader: of the samples to train on.
         evaluation: on the samples to evaluate on, if any.
         order: decides which samples a step sees.
-        side_files: config and tokenizer of a checkpoint by file name, on the rank that keeps the run's folder.
+        side_files: config and tokenizer of a checkpoint by file name, on the rank that owns the run's folder.
     """
 
     in_stages: bool = True
@@ -118,16 +118,21 @@ class Job:
     """
 
     def __init__(
-        self, task: Task, config: TrainConfig, place: Place, monitor: RankMonitor, callbacks: Sequence[Callback] = ()
+        self,
+        task: Task,
+        config: TrainConfig,
+        process: ProcessInfo,
+        monitor: RankMonitor,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.task = task
         self.config = config
-        self.place = place
+        self.process = process
         self.monitor = monitor
         self.callbacks = Callbacks(callbacks)
-        self.log = Log(quiet=place.rank > 0, highlight=False)
+        self.log = Log(quiet=process.rank > 0, highlight=False)
         self.save_path = Path(config.save_path)
-        self.stage = config.model_topo.stage_of(place.rank)
+        self.stage = config.model_topo.stage_of(process.rank)
         self.report: list[str] = []
         self.disk: Disk
         self.progress: Progress
@@ -150,9 +155,9 @@ class Job:
             RunRefused: on every rank, where hosts differ, or one cannot read something.
         """
         check_setup(self.config, self.log)
-        self.disk = Disk.of(self.config.storage, self.place, self.config.model_topo)
+        self.disk = Disk.of(self.config.storage, self.process, self.config.model_topo)
         with agreed():
-            if self.disk.keeps:
+            if self.disk.owns_folder:
                 check_writable("save_path", self.save_path)
             self.task.read(self.config, self.disk, self.log)
         check_folder(self.save_path, self.disk, self.log)

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy
-import torch
 from rich.console import Console
 
 from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.checkpoint.layout import resolve
-from models.lean_loss import chunk_tokens
 from models.spec import ModelSpec
 from training.checkpoint.folder import DataOrder
 from training.checkpoint.resume import check_same_model
@@ -85,7 +83,7 @@ class LanguageModel(Task):
             )
         sets = [self.dataset] if held_out is None else [self.dataset, held_out]
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
-        self.side_files = read_side_files(folder, spec, reader.ends) if disk.keeps else {}
+        self.side_files = read_side_files(folder, spec, reader.ends) if disk.owns_folder else {}
         self.model_folder, self.spec, self.n_layers = folder, spec, spec.n_layers
         self.order = DataOrder(
             samples=len(self.dataset),
@@ -107,7 +105,7 @@ class LanguageModel(Task):
         return split_as_configured(config, self.spec, self.in_stages)
 
     def begin(self, job: Job) -> None:
-        set_threads(job.place.local_size, self.spec.config.hidden_size)
+        set_threads(job.process.local_size, self.spec.config.hidden_size)
 
     def build(self, job: Job) -> Trainer:
         checkpoint, config = job.progress.checkpoint, job.config
@@ -125,8 +123,6 @@ class LanguageModel(Task):
 
     def describe_data(self, job: Job) -> None:
         config, log = job.config, job.log
-        tokens = chunk_tokens(self.spec.config.vocab_size, on_cpu=not torch.cuda.is_available())
-        log.print(f"loss: {tokens:,} tokens at a time, summed in fp32")
         if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
             log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
         samples = "rows" if config.packing == "dataset" else "samples"

@@ -33,7 +33,7 @@ class ExportHF(Callback):
 
     def on_build(self, job: Job) -> None:
         with agreed():
-            if job.place.rank == 0 and job.task.model_folder:  # fail now, not after days of training
+            if job.process.rank == 0 and job.task.model_folder:  # fail now, not after days of training
                 try_publishing(job.save_path / EXPORTED, [job.task.model_folder])
 
     def on_finish(self, job: Job, checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ from training.bad_steps import BadSteps
 from training.callbacks import Callback
 from training.config.keys import TrainConfig
 from training.distributed.freed_memory import BoundedMemory
-from training.distributed.processes import Place
+from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
 from training.engine.trainer import Trainer
 from training.job import Job
@@ -28,7 +28,7 @@ from training.streamed import StreamedLanguageModel
 
 def train_language_model(
     config: TrainConfig,
-    place: Place,
+    process: ProcessInfo,
     monitor: RankMonitor,
     kind: type[Trainer],
     callbacks: Sequence[Callback] = (),
@@ -41,7 +41,7 @@ def train_language_model(
         callbacks: of the caller, after those of the options.
     """
     task = language_model(config, kind)
-    return Job(task, config, place, monitor, [*options(config, task), *callbacks]).run()
+    return Job(task, config, process, monitor, [*options(config, task), *callbacks]).run()
 
 
 def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:

@@ -1,8 +1,8 @@
 """Check before a run is built that all hosts have the same inputs, and that the run's folder is usable.
 
 Ranks with different configs, records or weights do not fail: they train something else, or deadlock. So all ranks
-compare what they have with rank 0, and the first difference is reported with host and both values. Model files are
-compared by size and the checksum of some blocks, which differs between any two trainings.
+compare theirs with rank 0's, and the first difference is reported with host and both values. Model files are compared
+by size and the checksum of some blocks, which differs between any two trainings.
 
 Cost: some 50 ms per start, and 256 KiB read of each model file.
 """
@@ -101,7 +101,7 @@ def check_folder(folder: Path, disk: Disk, log: Console) -> None:
     Raises:
         RunRefused: on every rank, if a rank misses a file of its disk, or sees one of another disk.
     """
-    token = f".shared-{gather(secrets.token_hex(8))[0]}"  # a new name, so no host has cached its absence
+    token = f".shared-{gather(secrets.token_hex(8))[0]}"  # a new name, whose absence no host has cached
     path = folder / f"{token}-{disk.ranks[0]}"
     try:
         with agreed():
@@ -112,7 +112,7 @@ def check_folder(folder: Path, disk: Disk, log: Console) -> None:
                         "folder of the run's own"
                     )
                 folder.mkdir(parents=True, exist_ok=True)
-                if disk.keeps:
+                if disk.owns_folder:
                     path.touch()
             except OSError as error:
                 raise ConfigError(
@@ -132,7 +132,7 @@ def check_folder(folder: Path, disk: Disk, log: Console) -> None:
                     f"save_path: {folder}: hosts share it; expected a disk of its own on each, or storage: shared"
                 )
     finally:
-        if disk.keeps:
+        if disk.owns_folder:
             with suppress(OSError):
                 path.unlink()
     if disk.host:

@@ -16,14 +16,16 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from common.quantities import GIGA, counted
 from common.terminal import typed_name
 from models.errors import GONE
-from training.metrics.devices import GIGA
 from training.metrics.reporter import METRICS_FILE, read_metrics
 
 REPORT_FILE = "report.png"
 SIZE, DPI = (12.0, 8.0), 120  # inches and dots an inch: 1440 x 960 pixels
+ROOM, ROWS = 0.05, 16  # of a panel's width and height beside the curves; rows of a legend
 FEW = 50  # fewer steps are drawn as points too: a single step makes no line
 
 Lines = Sequence[dict[str, Any]]
@@ -66,7 +68,7 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
         raise ValueError(f"{run_folder / METRICS_FILE}: no step is done yet")
     evaluations = [line for line in lines if "eval_loss" in line]
     figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
-    figure.suptitle(f"{run_folder.resolve().name}: {steps[-1]['step']} steps", parse_math=False)
+    figure.suptitle(f"{run_folder.resolve().name}: {counted(steps[-1]['step'], 'step')}", parse_math=False)
     (loss, lr), (throughput, memory) = figure.subplots(2, 2)
     loss.set_title("loss")
     _line(loss, steps, "loss", label="training")
@@ -87,16 +89,20 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
         right.set_ylim(0, 1)
         throughput.legend(handles=[*throughput.lines, *right.lines], fontsize="small")
     memory.set_title("peak memory of each stage")
-    memory.set_ylabel("GB; on a CPU that of the whole process")
+    memory.set_ylabel("GB of tensors\n(on a CPU: of the whole process)")
     peaks = [{"step": line["step"], **dict(enumerate(line.get("peak_memory", [])))} for line in steps]
     for stage in range(max(map(len, peaks)) - 1):
         _line(memory, peaks, stage, scale=1 / GIGA, label=f"stage {stage}")
     for panel in (lr, throughput, memory):
-        panel.set_ylim(bottom=0)
-    for panel, place in ((loss, "best"), (memory, "lower right")):  # memory curves rise at once and stay high
-        if panel.lines:
-            panel.legend(fontsize="small", ncols=2, loc=place)
+        panel.set_ylim(0, (1 + ROOM) * panel.dataLim.y1 if panel.dataLim.y1 > 0 else 1)
+    if memory.lines:
+        memory.legend(fontsize="small", ncols=1 + len(memory.lines) // ROWS, loc="center left", bbox_to_anchor=(1, 0.5))
+    loss.legend(fontsize="small", ncols=2)
+    first, last = lines[0]["step"], lines[-1]["step"]
     for panel in (loss, lr, throughput, memory):
+        panel.set_xlim(first - 0.5 - ROOM * (last - first), last + 0.5 + ROOM * (last - first))
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        panel.ticklabel_format(axis="x", style="plain", useOffset=False)
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)
     path = output or run_folder / REPORT_FILE

@@ -42,7 +42,7 @@ class StreamedLanguageModel(LanguageModel):
             stream.resume(progress.known.data.windows)
         progress.order.windows = stream.windows.made  # what becomes known of the stream goes into each checkpoint
         size = progress.order.train_batch_size
-        if job.place.local_rank == 0:  # on each host one makes windows ahead, and removes old ones
+        if job.process.local_rank == 0:  # on each host one makes windows ahead, and removes old ones
             stream.until = progress.total_steps * size
         if progress.done < progress.total_steps:
             stream.take(progress.done * size, size)

@@ -10,6 +10,8 @@ from itertools import accumulate
 
 from pydantic import BaseModel, ConfigDict
 
+from common.quantities import counted
+
 
 class Topology(BaseModel):
     """How model and optimizer state are divided over processes, and so over files.
@@ -50,7 +52,7 @@ class Topology(BaseModel):
         """For the log."""
         if not self.parts:
             return f"under ZeRO stage {self.zero_stage}"
-        return f"in {self.stages} stages of {self.parts}{', V schedule' if self.v_schedule else ''}"
+        return f"in {counted(self.stages, 'stage')} of {self.parts}{', V schedule' if self.v_schedule else ''}"
 
     @property
     def full_description(self) -> str:
@@ -59,7 +61,7 @@ class Topology(BaseModel):
         wide = f", {self.tensor} processes to a layer" if self.tensor > 1 else ""
         wide += ", experts spread" if self.spread else ""
         wide += f", {self.sequence} to a row" if self.sequence > 1 else ""
-        return f"{self.description}{zero}, {self.replicas} {'replica' if self.replicas == 1 else 'replicas'}{wide}"
+        return f"{self.description}{zero}, {counted(self.replicas, 'replica')}{wide}"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 from rich.console import Console
 
+from common.quantities import counted
 from common.terminal import safe_line
 from data.loader import Loader
 from data.tokenized.columns import Tally
@@ -52,7 +53,7 @@ def facts(dataset: Dataset, max_seq_len: int, what: str = "an epoch") -> list[st
     mean, median, longest = lengths.mean(), numpy.median(lengths), lengths.max()
     tokens, supervised = int(lengths.sum(dtype=numpy.int64)), int(dataset.supervised.sum(dtype=numpy.int64))
     lines = [
-        f"{what}: {len(dataset):,} samples, {tokens:,} tokens, {supervised / tokens:.0%} of them supervised",
+        f"{what}: {counted(len(dataset), 'sample')}, {tokens:,} tokens, {supervised / tokens:.0%} of them supervised",
         f"lengths: {mean:.0f} tokens on average, median {median:.0f}, longest {longest}",
         f"duplicates: {dataset.duplicates:,} samples equal an earlier one",
     ]
@@ -99,7 +100,7 @@ def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
             f"{max_seq_len} bears loss"
         )
     for note, count, example in dataset.notes:
-        found.append(f"{count:,} records: {note}; such as {safe_line(example, LONGEST_EXAMPLE)}")
+        found.append(f"{counted(count, 'record')}: {note}; such as {safe_line(example, LONGEST_EXAMPLE)}")
     if dataset.n_bad:
         found.append(f"{dataset.n_bad:,} bad records are left out (on_bad_record: skip)")
     return found

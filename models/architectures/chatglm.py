@@ -27,11 +27,7 @@ PUBLISHED = {
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """Translate ChatGLM's config.json to the fields of GlmConfig.
-
-    Raises:
-        CheckpointError: a field is missing, or has a value that no published checkpoint has.
-    """
+    """Translate ChatGLM's config.json to the fields of GlmConfig."""
     if "chatglm2" in str(raw.get("_name_or_path")).lower() and raw.get("rope_ratio", 1) != 1:
         reason = "by which ChatGLM2 (_name_or_path) divides positions; expected 1, or ChatGLM3"
         raise CheckpointError(f"rope_ratio is {raw['rope_ratio']}, {reason}")

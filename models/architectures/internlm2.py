@@ -17,11 +17,7 @@ DROPPED = ("bias", "auto_map", "architectures", "attn_implementation")
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """Translate InternLM2's config.json to the fields of LlamaConfig.
-
-    Raises:
-        CheckpointError: it has biases, which no published checkpoint has.
-    """
+    """Translate InternLM2's config.json to the fields of LlamaConfig."""
     with published(raw, {"bias": False}, "InternLM2"):
         return {name: value for name, value in raw.items() if name not in DROPPED} | {"model_type": "llama"}
 

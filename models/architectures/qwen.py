@@ -22,11 +22,7 @@ QWEN2 = llama.relative("qwen2", modeling_qwen2, "Qwen2")
 
 
 def translate(raw: dict[str, Any]) -> dict[str, Any]:
-    """Translate Qwen's config.json to the fields of Qwen2Config.
-
-    Raises:
-        CheckpointError: a field is missing, or has a value that no published checkpoint has.
-    """
+    """Translate Qwen's config.json to the fields of Qwen2Config."""
     with published(raw, PUBLISHED, "Qwen"):
         heads, width = raw["num_attention_heads"], raw["hidden_size"]
         if raw.get("kv_channels", width // heads) * heads != width:

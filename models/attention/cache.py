@@ -1,11 +1,10 @@
-"""The keys and values of the tokens before, for several texts of different lengths at once.
+"""A key-value cache for several texts of different lengths at once.
 
-A text is a row, and the key of its token p stands at place p: what each token sees, and how far away it is, follows
-from position ids alone, as it does without a cache. Rows that are shorter end in zeros, which nobody sees. Rows come
-and go: a text that is finished makes room for another one.
+A text is a row, and the key of its token p is at index p: what each token sees, and how far away it is, follows from
+position ids alone, as it does without a cache. Shorter rows end in zeros, which no token sees.
 
 Cost: each block's buffers grow by half when they are full, so that a new token is written in place. They keep what a
-sliding window no longer sees. Taking rows out, or in, copies the others.
+sliding window no longer sees. Removing or adding rows copies the others.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-LEAST = 128  # tokens for which there is room at first
+LEAST = 128  # tokens that fit at first
 
 
 class KeyValueCache:
@@ -118,5 +117,4 @@ class KeyValueCache:
 
 
 def _with_room(held: Tensor, room: int) -> Tensor:
-    """Zeros behind what is held, until there is room for so many tokens."""
     return F.pad(held, (0, 0, 0, room - held.shape[2]))

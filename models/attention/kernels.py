@@ -2,12 +2,11 @@
 
 transformers calls the kernels; all of them are exact and keep packed documents apart. The usual one is torch's own
 scaled_dot_product_attention, document by document (`models.attention.packed`), or for some families the layer's own
-arithmetic. Others never hold the scores and take all documents in one launch. They need a GPU from Ampere on and 16-bit
-weights (on older ones Triton, which flex attention is made of, is no longer supported either). `use_flash_attn: true`
-takes the first of them that can run: flash-attn, where its package is installed; the same algorithm inside torch; flex
-attention (`models.attention.flex`), compiled for whatever is done to the scores. `auto` takes the fastest of these, of
-torch's usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.timing`). A family declares which of them compute
-its attention exactly. Where none can run, the usual kernel does.
+arithmetic. Others never hold the scores and compute all documents in one launch. They need a GPU from Ampere on, as
+Triton and flex attention do, and 16-bit weights. `use_flash_attn: true` takes the first that can run of flash-attn,
+where its package is installed, the same algorithm inside torch, and flex attention (`models.attention.flex`). `auto`
+takes the fastest of these, of the usual kernel, of cuDNN's and of flash-attn 3 (`training.plan.timing`). A family
+declares which of them compute its attention exactly. Where none can run, the usual kernel does.
 """
 
 from __future__ import annotations

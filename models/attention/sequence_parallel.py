@@ -1,18 +1,18 @@
-"""Rows of tokens that neighbouring processes share: each has a part of every row's tokens, for rows too long for one.
+"""Sequence parallelism: neighbouring processes share rows of tokens that are too long for one.
 
-Whatever a block does with each token by itself, it does with the process's own tokens. Where tokens meet, in attention,
-the processes exchange tokens for heads (all-to-all): each gets all tokens of its heads, runs whatever kernel the run
-takes on whole rows, and exchanges the result back (arXiv:2309.14509). So documents, windows, masks and biases are those
-of whole rows, no kernel knows of it, and no number changes but by the rounding of sums over processes.
+A block works on the process's own tokens. In attention, where tokens meet, the processes exchange tokens for heads
+(all-to-all): each gets all tokens of its heads, runs any kernel on whole rows, and exchanges the result back
+(arXiv:2309.14509). So documents, windows, masks and biases are those of whole rows, and no number changes but by the
+rounding of sums over processes.
 
-It goes through transformers' table of attention kernels: `share_attention` wraps each of them once, and a block hands
-on `part_of_rows`, by which the wrapper knows. A family whose tokens meet elsewhere too, as in linear attention, would
-compute something else; `models.derived.proof` finds out.
+`share_attention` wraps each of transformers' attention kernels once; a block passes `part_of_rows` to the wrapper. A
+family whose tokens meet elsewhere too, as in linear attention, would compute something else; `models.derived.proof`
+finds out.
 
 Cost: with n processes, four exchanges a block (queries, keys, values, the result), as many in the backward pass and,
 where the block recomputes, four more; each sends (n - 1) / n of a process's tensor. Fewer key heads than processes are
-repeated first. What a block keeps for the backward pass is that of its tokens, and once more attention's result,
-of its heads; a mask, for the kernels that need one, is still that of the whole row.
+repeated first. A block keeps for the backward pass what its tokens need, and attention's result twice; a mask, for the
+kernels that need one, is still that of the whole row.
 """
 
 from __future__ import annotations

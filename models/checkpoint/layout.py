@@ -66,11 +66,7 @@ def not_found(path: Path) -> CheckpointError:
 
 
 def resolve(folder: str | Path) -> Path:
-    """Find the folder with the model: this one, or the newest checkpoint of a run.
-
-    Raises:
-        CheckpointError: there is no such folder, it holds an adapter, or `latest` names none in it.
-    """
+    """Find the folder with the model: this one, or the newest checkpoint of a run; CheckpointError if there is none."""
     path = Path(folder)
     with reading(path):
         if path.is_file():
@@ -96,11 +92,7 @@ def resolve(folder: str | Path) -> Path:
 
 
 def layout_of(folder: Path) -> Layout:
-    """Detect the layout of a resolved folder.
-
-    Raises:
-        CheckpointError: it has neither, or no config.json.
-    """
+    """Detect the layout of a resolved folder; CheckpointError if it has neither, or no config.json."""
     if not (folder / "config.json").is_file():
         if revisions := sorted(folder.glob("snapshots/*")):  # of the hub's cache
             names = ", ".join(f"{folder.name}/snapshots/{each.name}" for each in revisions)

@@ -8,7 +8,7 @@ belongs to a user. The old folder is renamed into the hidden one, checked again 
 
 The hidden folder has a mark too, on which its writer holds a lock that the kernel drops when the writer ends. The next
 writer of the same target removes hidden folders without a lock; those of another kernel must be untouched for a day. A
-hidden folder without a mark, of a writer killed in its first or last moment, is empty, and goes after a minute.
+writer killed in its first or last moment leaves an empty mark or none, and the folder goes after a minute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from models.errors import CheckpointError
 
 MARK = ".pipetune-files.json"
 NEW, OLD = "new", "old"  # in the hidden folder: the folder being written, and the one that it replaces
-UNLOCKED = "unlocked"  # name of the hidden folder's mark until its writer has the lock
 ABANDONED = 24 * 3600.0  # seconds
 UNMARKED = 60.0  # seconds; a writer needs far less to mark its folder
 
@@ -172,12 +171,11 @@ def hidden_folder(target: Path) -> Iterator[Path]:
     """Create an empty folder inside a hidden one beside the target; remove both in the end."""
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
-        with open(work / UNLOCKED, "w", encoding="utf-8") as mark:
+        with open(work / MARK, "w", encoding="utf-8") as mark:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(mark, fcntl.LOCK_EX)
             json.dump({"kernel": kernel_name()}, mark)
             mark.flush()
-            os.rename(mark.name, work / MARK)
             (work / NEW).mkdir()
             yield work / NEW
     finally:
@@ -188,14 +186,14 @@ def sweep(found: Iterable[Path]) -> None:
     """Remove hidden folders whose writers are gone."""
     for work in found:
         with suppress(OSError):
-            is_empty = {path.name for path in work.iterdir()} <= {UNLOCKED}
-            if is_empty and time.time() - work.stat().st_mtime > UNMARKED:
+            age = time.time() - max(path.lstat().st_mtime for path in (work, *work.rglob("*")))
+            kernel = _read_mark(work).get("kernel")
+            if kernel is None and age > UNMARKED and {path.name for path in work.iterdir()} <= {MARK}:
                 shutil.rmtree(work, ignore_errors=True)
-        with suppress(OSError), open(work / MARK, "r+", encoding="utf-8") as mark:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            newest = max(path.lstat().st_mtime for path in (work, *work.rglob("*")))
-            if _read_mark(work).get("kernel") == kernel_name() or time.time() - newest > ABANDONED:
-                _clear(work)
+            with open(work / MARK, "r+", encoding="utf-8") as mark:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if kernel == kernel_name() or age > ABANDONED:
+                    _clear(work)
 
 
 def _clear(work: Path) -> None:

@@ -1,9 +1,9 @@
 """Dequantize checkpoints with weights of 4 or 8 bits to the dtype that config.json names.
 
-Two forms are in use for models to train. fp8 (DeepSeek-V3, Qwen3, MiniMax-M2) has a scale for each block of
-a matrix: a weight is its 8-bit number times its block's scale. mxfp4 (gpt-oss) has 4-bit numbers, two a byte, and an
-exponent for each 32 of them, and stores the matrices of experts transposed. Both are a product in fp32, rounded once,
-as in transformers. All weights are trained, so a converted or exported checkpoint is no longer quantized.
+fp8 (DeepSeek-V3, Qwen3, MiniMax-M2) has a scale for each block of a matrix: a weight is its 8-bit number times its
+block's scale. mxfp4 (gpt-oss) has 4-bit numbers, two a byte, and an exponent for each 32 of them, and stores the
+matrices of experts transposed. Both are a product in fp32, rounded once, as in transformers. All weights are trained,
+so a converted or exported checkpoint is no longer quantized.
 
 Cost: the dequantized tensor, and one of an expert's size in fp32.
 """
@@ -94,11 +94,7 @@ class Quantized(NamedTuple):
 
 
 def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: object) -> dict[str, Quantized]:
-    """Find the quantized tensors among `names` on disk, by the names they are read under.
-
-    Raises:
-        CheckpointError: the weights are quantized in another way.
-    """
+    """Find the quantized tensors among `names` on disk, by the names they are read under."""
     settings = config.get(QUANTIZATION)
     if not settings:
         return {}

@@ -19,11 +19,7 @@ logger = logging.getLogger("pipetune")
 
 
 def paths_of(source: Path, names: list[str]) -> dict[str, Path]:
-    """Locate a folder's files by name.
-
-    Raises:
-        CheckpointError: one is a link to somewhere else on this machine.
-    """
+    """Locate a folder's files by name; CheckpointError for a link to somewhere else on this machine."""
     folder = Path(os.path.realpath(source))
     cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     paths = {name: source / (flat(name) if (source / flat(name)).exists() else name) for name in names}
@@ -34,13 +30,10 @@ def paths_of(source: Path, names: list[str]) -> dict[str, Path]:
 
 
 def copy_files(source: Path, target: Path, names: list[str], in_folders: bool = True) -> None:
-    """Copy files byte for byte, also through links into HuggingFace's cache.
+    """Copy files byte for byte, also through links into HuggingFace's cache; CheckpointError where one is missing.
 
     Args:
         in_folders: keep the folders in the names; else all files lie side by side.
-
-    Raises:
-        CheckpointError: one is missing, or as `paths_of`.
     """
     for name, path in paths_of(source, names).items():
         copy = target / (name if in_folders else flat(name))
@@ -56,8 +49,6 @@ def copy_side_files(source: Path, target: Path, spec: ModelSpec, in_folders: boo
 
     Args:
         source: folder of either layout that the layers or the training came from; from scratch it needs no weights.
-        target: folder of the layer files.
-        spec: of the source.
         in_folders: as `copy_files`; a run's checkpoint has no folders.
     """
     manifest = Manifest.read(source)

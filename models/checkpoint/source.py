@@ -35,11 +35,7 @@ class PipelineSource:
         self.spec = spec
 
     def check_layer(self, layer: int) -> None:
-        """Compare names and shapes with the spec, reading no weights.
-
-        Raises:
-            CheckpointError: a tensor is missing, unexpected or of another shape, or its file is damaged.
-        """
+        """Compare names and shapes with the spec, reading no weights; CheckpointError where they differ."""
         self._open(layer)
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
@@ -48,7 +44,7 @@ class PipelineSource:
         return {name: file.read(name) for name in self.spec.shapes(layer)}
 
     def describe(self, layer: int, name: str) -> str:
-        """Name a tensor's place for a message."""
+        """Name a tensor's file for a message."""
         return f"{self.folder / layer_file(layer)}: {name}"
 
     def infos(self, layer: int) -> dict[str, TensorInfo]:
@@ -171,10 +167,8 @@ class HuggingFaceSource:
         """Refuse a tied checkpoint whose head is not its embedding."""
         name = self.weight_map.tied_head
         if name in self.names and not same_bytes(self.read(name), embedding):
-            raise CheckpointError(
-                f"{self.folder}: {name} is not the embedding, but config.json says tie_word_embeddings; expected equal "
-                "tensors or tie_word_embeddings: false"
-            )
+            problem = f"{self.folder}: {name} is not the embedding, but config.json says {TIED}"
+            raise CheckpointError(f"{problem}; expected equal tensors or {TIED}: false")
 
     def _list_files(self) -> dict[str, list[str]]:
         index = weight_index(self.folder)

@@ -1,10 +1,10 @@
 """Read and write weight files tensor by tensor: safetensors, and archives of torch.
 
-Safetensors (https://huggingface.co/docs/safetensors) are eight bytes of header length, a JSON header with every
-tensor's dtype, shape and place, then the raw bytes. The library's own `save_file` needs all tensors of a file at once,
-and its `safe_open` keeps all that was read in memory while the file is open: 5 GB for a shard of 5 GB. So the library
-only checks a file when it is opened; each tensor is then mapped by itself, and unmapped with it. Writing begins with
-the headers; the tensors follow in any order.
+A safetensors file (https://huggingface.co/docs/safetensors) is eight bytes of header length, a JSON header with every
+tensor's dtype, shape and place, then the raw bytes. The library's `save_file` needs all tensors of a file at once, and
+its `safe_open` keeps all that was read in memory while the file is open: 5 GB for a shard of 5 GB. So the library only
+checks a file; each tensor is then mapped, and unmapped, by itself. Writing begins with the headers; the tensors follow
+in any order.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """One safetensors file, open for reading as long as this object lives.
-
-    Raises:
-        CheckpointError: the file cannot be read, is truncated, damaged, or holds a dtype that torch does not have.
-    """
+    """One safetensors file, open for reading as long as this object lives."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,11 +78,10 @@ class SafetensorsFile:
         return iter(self._infos)
 
     def info(self, name: str) -> TensorInfo:
-        """Get dtype and shape of a tensor; KeyError for unknown names."""
         return self._infos[name]
 
     def read(self, name: str) -> Tensor:
-        """Map a tensor; changes of it stay in memory. KeyError for unknown names."""
+        """Map a tensor; changes of it stay in memory."""
         info = self._infos[name]
         if not info.nbytes:
             return torch.empty(info.shape, dtype=info.dtype)
@@ -145,11 +140,7 @@ class SafetensorsWriter:
 
 
 class MappedFile:
-    """A torch archive mapped into memory; its pages that were read count as memory while it lives.
-
-    Raises:
-        CheckpointError: as `load_archive`, or not a dict of plain tensors.
-    """
+    """A torch archive mapped into memory; its pages that were read count as memory while it lives."""
 
     def __init__(self, path: Path) -> None:
         self._state = load_archive(path)
@@ -173,11 +164,7 @@ class MappedFile:
 
 
 def load_archive(path: Path) -> Any:
-    """Load a torch archive, memory-mapped and unpickled with `weights_only`.
-
-    Raises:
-        CheckpointError: missing, damaged, refused or not readable.
-    """
+    """Load a torch archive, memory-mapped and unpickled with `weights_only`; CheckpointError where that fails."""
     try:
         with reading(path), open(path, "rb", opener=regular) as file:
             mapped = zipfile.is_zipfile(file)  # archives from before torch 1.6 cannot be mapped
@@ -185,9 +172,8 @@ def load_archive(path: Path) -> Any:
     except GONE:
         raise not_found(path) from None
     except pickle.UnpicklingError:
-        raise CheckpointError(
-            f"{path}: refused, the pickle holds more than tensors and could run code; expected a plain state dict"
-        ) from None
+        problem = "refused, the pickle holds more than tensors and could run code"
+        raise CheckpointError(f"{path}: {problem}; expected a plain state dict") from None
     except CheckpointError:
         raise
     except Exception as error:  # the unpickler meets broken bytes with errors of many kinds

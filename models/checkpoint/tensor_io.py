@@ -1,7 +1,7 @@
-"""Write bytes to files from several threads, start their way to the disk early, and show progress.
+"""Write files from several threads, start sending them to the disk early, and show progress.
 
-A copy from memory into the system's cache keeps a core busy at about a gigabyte a second, which is less than most disks
-take. Threads do it side by side: Python lets go of its lock in each call.
+A core copies about a gigabyte a second into the system's cache, which is less than most disks write; several threads
+copy side by side, as Python releases its lock in each call.
 
 Left alone, the system lets gigabytes of unwritten pages pile up, then stops every writer until it has found room. A
 checkpoint that is sent to the disk as it is written, and leaves the cache behind it, gets there up to twice as fast
@@ -33,7 +33,7 @@ WORKERS = min(4, os.cpu_count() or 1)
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Call `work` on every item in threads; return results in order.
 
-    `work` must not print or log: a progress bar's lock and the logger's, taken by two threads, wait for each other.
+    `work` must not print or log: a progress bar's lock and the logger's, held by two threads, would deadlock.
     """
     with ThreadPoolExecutor(WORKERS) as pool:
         return list(pool.map(work, items))

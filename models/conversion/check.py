@@ -75,11 +75,7 @@ def foreign_code(spec: ModelSpec) -> str | None:
 
 
 def write_compat(folder: Path) -> None:
-    """Rewrite config.json and tokenizer_config.json of a HuggingFace folder in place.
-
-    Raises:
-        CheckpointError: one of them is no JSON object.
-    """
+    """Rewrite config.json and tokenizer_config.json of a HuggingFace folder in place."""
     spec = read_spec(folder)
     config = _older_fields(spec, spec.raw) | spec.raw
     if spec.is_part:  # the decoder of a model of images and text

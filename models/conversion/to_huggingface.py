@@ -2,10 +2,9 @@
 
 `layout="original"` restores the folder that the layers came from: names, dtypes, division into files, tokenizer and
 config byte for byte. `layout="native"` writes families that shipped with code of their own under the names of
-transformers' classes, so that any server loads them without that code. At most one layer is in memory, and the folder
-appears whole or not at all.
+transformers' classes, so that any server loads them without that code. At most one layer is in memory.
 
-Several processes may share an export (`training.checkpoint.exporting`): each makes the same plan from the layer files'
+Several processes may share an export (`training.checkpoint.exporting`): each plans the same files from the layers'
 headers, then reads and writes its own layers. A file has one writer, as network file systems need it; a file that two
 would share is split between them. Nothing else in the result depends on their number.
 """
@@ -103,10 +102,8 @@ class Export:
         self.spec = read_spec(folder)
         self.native = self.spec.family.native if options.layout == "native" else None
         if options.layout == "native" and self.spec.family.translate and not self.native:
-            raise CheckpointError(
-                f"{folder}: {self.spec.family.name} has no layout without remote code, as transformers has no such "
-                "model; expected --layout original"
-            )
+            problem = f"{self.spec.family.name} has no layout without remote code, as transformers has no such model"
+            raise CheckpointError(f"{folder}: {problem}; expected --layout original")
         self.source = PipelineSource(folder, self.spec)
         paths_of(folder, side_files(folder))  # or the end of the export would refuse them
         self.manifest = Manifest.read(folder)
@@ -230,9 +227,6 @@ def original_infos(
 
     The manifest's dtypes count: a run may have trained in another one. Layers without a manifest, which another tool
     wrote, keep their own, and a tied head stays out.
-
-    Raises:
-        CheckpointError: the manifest does not fit the layers that there are.
     """
     spec = source.spec
     infos: Infos = {}

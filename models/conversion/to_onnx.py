@@ -160,11 +160,7 @@ def _trace(model: CausalLM) -> Any:
 
 @torch.no_grad()
 def _compare(model: CausalLM, path: Path, save_path: str | Path) -> str:
-    """Compare onnxruntime's greedy answers with passes without a cache.
-
-    Raises:
-        CheckpointError: logits or tokens differ.
-    """
+    """Compare onnxruntime's greedy answers with passes without a cache."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -76,11 +76,7 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
 
 
 def proof_of(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None = None) -> Proof:
-    """Get the kept proof of a config's family, or prove it now.
-
-    Raises:
-        Underivable: it does not hold.
-    """
+    """Get the kept proof of a config's family, or prove it now."""
     small = shrunk_fields(config, fields, BLOCKS)
     traits = {name: value for name, value in small.items() if name not in ABOUT_FILES}
     known = json.dumps([traits, transformers.__version__, torch.__version__, _code()], sort_keys=True)

@@ -1,8 +1,10 @@
 """A family for a `model_type` that no file declares, made from transformers' own model.
 
-transformers' class is made small and watched (`models.derived.outline`); what has a size is
-taken from a model of the real width without blocks. What does not fit the three kinds of layer is refused in one line.
+transformers' class is made small and watched (`models.derived.outline`); what has a size is taken from a model of the
+real width without blocks. What does not fit the three kinds of layer is refused in one line.
 Whether the family computes what transformers computes is for `models.derived.proof` to say.
+
+Everywhere here `fields` are those of the config.json that `config` was read from.
 
 Cost: about a second, once a process.
 """
@@ -40,11 +42,7 @@ NEVER_LEARNED = r"rotary_emb\.inv_freq$"  # computed, but older checkpoints hold
 
 
 def small_model(config: PreTrainedConfig, fields: dict[str, Any]) -> Any:
-    """Build transformers' model of a config, small, in fp32, with eager attention.
-
-    Args:
-        fields: of the config.json that `config` was read from.
-    """
+    """Build transformers' model of a config, small, in fp32, with eager attention."""
     small = type(config).from_dict(shrunk_fields(config, fields, BLOCKS))
     small._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(small, attn_implementation="eager", dtype=torch.float32).eval()
@@ -59,14 +57,7 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 
 
 def check_rotation(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
-    """Refuse a `rotary_dim` that this release of transformers does not read.
-
-    Args:
-        fields: of the config.json that `config` was read from.
-
-    Raises:
-        Underivable: it would rotate another share than config.json says.
-    """
+    """Refuse a `rotary_dim` that this release of transformers does not read: it would rotate another share."""
     wanted = fields.get("rotary_dim")
     for name, frequencies in bare_model(config).named_buffers() if wanted else ():
         if name.endswith("rotary_emb.inv_freq") and 2 * len(frequencies) != wanted:
@@ -80,11 +71,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
     """Derive the family of a config.
 
     Args:
-        fields: of the config.json that `config` was read from.
         whole: the `model_type` of the model of images and text whose part for text it is.
-
-    Raises:
-        Underivable: the architecture has a part that is not understood.
     """
     if several_depend_on_length(config):
         raise Underivable("some angles depend on a document's length and are of several kinds; expected one kind")
@@ -170,11 +157,7 @@ class Ends(NamedTuple):
     @classmethod
     @torch.no_grad()
     def measured(cls, config: PreTrainedConfig, outline: Outline) -> Ends:
-        """Measure them on transformers' model of the real width.
-
-        Raises:
-            Underivable: something else is done than to multiply and to squeeze.
-        """
+        """Measure them on transformers' model of the real width."""
         words, hidden, plain, logits = _ends(config, outline, torch.float64)
         scale = _ratio(hidden, words)
         cap = getattr(config, CAP, None)

@@ -211,11 +211,7 @@ class Watched:
 
 
 def outline_of(model: Any) -> Outline:
-    """Find the outline of a small model of transformers.
-
-    Raises:
-        Underivable: a part is not understood.
-    """
+    """Find the outline of a small model of transformers."""
     # Llama 4's prefix is that of the model with images around it.
     prefix = next((each for each in (model.base_model_prefix, "model") if hasattr(model, each)), "")
     base = getattr(model, prefix, None)
@@ -282,9 +278,6 @@ def tables_of(model: Any, outline: Outline, whole: str | None = None) -> Tables:
 
     Args:
         whole: the `model_type` of the model of images and text whose part for text this is, to be saved with it.
-
-    Raises:
-        Underivable: a weight lies outside of them, or its numbers lie in another order on disk.
     """
     numbered, first = {}, 0
     for name, tensor in model.state_dict().items():

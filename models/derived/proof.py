@@ -99,7 +99,6 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
     """Compare the family of a config with transformers.
 
     Args:
-        fields: of the config.json that `config` was read from.
         family: what a file declares; derived where absent.
 
     Raises:
@@ -199,11 +198,7 @@ def roughen(model: Any) -> None:
 
 
 def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
-    """Compare our model with transformers', whose checkpoint lies in `folder`.
-
-    Raises:
-        CheckpointError: the family does not read it.
-    """
+    """Compare our model with transformers', whose checkpoint lies in `folder`."""
     source = HuggingFaceSource(folder, spec)
     check_names(source)
     ours = CausalLM(spec, source, torch.float32, CPU)

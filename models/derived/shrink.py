@@ -64,11 +64,7 @@ def _has(config: PreTrainedConfig, name: str) -> bool:
 
 
 def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) -> dict[str, Any]:
-    """Shrink the config.json `raw` that `config` was read from to at most `n_blocks` blocks.
-
-    Raises:
-        CheckpointError: it has no heads.
-    """
+    """Shrink the config.json `raw` that `config` was read from to at most `n_blocks` blocks."""
     raw = dict(raw)
     depth = int(config.num_hidden_layers)
     n_blocks = min(n_blocks, depth)

@@ -255,7 +255,7 @@ def hostfile_of(hosts: Sequence[Host], slots: int, path: Path) -> Path:
     return path
 
 
-def told(result: subprocess.CompletedProcess[str]) -> list[str]:
-    """What a run says at its end; pdsh puts the host's name before each line."""
+def host_errors(result: subprocess.CompletedProcess[str]) -> list[str]:
+    """The error lines of a run, before which pdsh puts the host's name."""
     lines = (result.stdout + result.stderr).splitlines()
     return [line for line in lines if line.partition(": ")[2].startswith("error: ")]

@@ -76,8 +76,8 @@ class Slurm:
             process.wait()
 
     def _state(self) -> set[str]:
-        told = subprocess.run(self.command("sinfo", "-h", "-o", "%T"), capture_output=True, text=True, check=False)
-        return set(told.stdout.split())
+        done = subprocess.run(self.command("sinfo", "-h", "-o", "%T"), capture_output=True, text=True, check=False)
+        return set(done.stdout.split())
 
     def _start(self, *words: str) -> subprocess.Popen[bytes]:
         with open(self._folder / "daemons.log", "ab") as log:

@@ -28,8 +28,8 @@ def test_hosts_are_compared_and_links_measured(
     finally:
         hosts[1].fast()
     assert result.returncode == 0, result.stdout + result.stderr
-    for told in ("1 of 1 links between stages cross hosts", "eth0 10.77.0.2", "stage 0 to 1", "checked: "):
-        assert told in result.stdout
+    for expected in ("1 of 1 links between stages cross hosts", "eth0 10.77.0.2", "stage 0 to 1", "checked: "):
+        assert expected in result.stdout
     assert not (tmp_path / "run/metrics.jsonl").exists()
     links = Links.read(tmp_path / "run", print)
     assert links and links.hosts == ["node1", "node2"] and not links.sums

@@ -1,4 +1,4 @@
-"""A host that is lost ends the run everywhere, with its name; the same command goes on."""
+"""A host that is lost, or never comes, ends the run everywhere, with its name; the same command goes on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, deepspeed, in_two_stages, told
-from tests.launching import Launch, eventually, metrics, start
+from tests.cluster.hosts import Host, deepspeed, host_errors, in_two_stages
+from tests.launching import Launch, eventually, metrics, run, start
 
 pytestmark = pytest.mark.launched
 
@@ -39,7 +39,7 @@ def put_it_back(host: Host) -> None:
     host.link("up")
 
 
-# What happens to the host, what mends it, and what is told.
+# What happens to the host, what mends it, and what the error says.
 FAULTS: dict[str, tuple[Callable[[Host], None], Callable[[Host], None], str]] = {
     "power": (lose_power, get_power, UNREACHABLE),
     "killed": (Host.die, Host.boot, "rank 1 (stage 1, host node2) died without an error"),
@@ -63,7 +63,7 @@ def test_a_lost_host_ends_the_run(
     result = launch.end()
     print(f"{name}: the command ended after {time.monotonic() - begin:.1f} s")
     assert result.returncode != 0
-    assert [line for line in told(result) if message in line], result.stdout + result.stderr
+    assert [line for line in host_errors(result) if message in line], result.stdout + result.stderr
     eventually(lambda: not hosts[0].processes())
     mend(hosts[1])
     eventually(lambda: not hosts[1].processes())
@@ -85,7 +85,7 @@ def kill(word: str) -> Callable[[list[Host], Launch], None]:
     """SIGKILL for what a command consists of on its own host."""
 
     def fault(hosts: list[Host], _: Launch) -> None:
-        (found,) = (number for number, told in hosts[0].processes().items() if told.split()[1:2] == [word])
+        (found,) = (number for number, line in hosts[0].processes().items() if line.split()[1:2] == [word])
         os.kill(found, signal.SIGKILL)
 
     return fault
@@ -103,6 +103,41 @@ def test_nothing_outlives_a_command(
     launch.end()  # DeepSpeed's exit code is 0 where its pdsh was killed
     eventually(lambda: not any(host.processes() for host in hosts))
     assert (tmp_path / "run/latest").read_text() == f"step-{len(metrics(tmp_path / 'run')):06d}"
+
+
+def refuse_the_key(host: Host) -> None:
+    (host.folder / "ssh/authorized_keys").rename(host.folder / "ssh/refused")
+
+
+def take_the_key(host: Host) -> None:
+    (host.folder / "ssh/refused").rename(host.folder / "ssh/authorized_keys")
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize(
+    ("away", "mend", "printed"),
+    [(refuse_the_key, take_the_key, "Permission denied"), (Host.freeze_sshd, Host.thaw_sshd, "")],
+    ids=["key", "frozen"],
+)
+def test_a_host_that_never_comes_is_named(
+    away: Callable[[Host], None],
+    mend: Callable[[Host], None],
+    printed: str,
+    hosts: list[Host],
+    make_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    command = in_two_stages(hosts, tmp_path, make_checkpoint("llama"))
+    away(hosts[1])
+    try:
+        result = run(*command)
+    finally:
+        mend(hosts[1])
+    assert result.returncode != 0
+    (line,) = host_errors(result)
+    assert "error: rank 1 (host node2) did not come to 10.77.0.1:29500" in line
+    assert printed in result.stderr and "Traceback" not in result.stderr
+    eventually(lambda: not any(host.processes() for host in hosts))
 
 
 def begun(command: list[str], run: Path) -> Launch:

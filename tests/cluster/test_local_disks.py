@@ -1,10 +1,11 @@
-"""`storage: local` on two hosts: a run whose checkpoints lie in parts on their disks, and how these come together."""
+"""`storage: local` on two hosts: a run resumes from the parts of a checkpoint on their disks, and `gather` joins them.
+
+tests/training/checkpoint/test_local_disks.py has all topologies and refusals, on one host.
+"""
 
 from __future__ import annotations
 
-import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from models.conversion.to_huggingface import pp_to_hg
-from tests.cluster.hosts import Host, hostfile_of, told
+from tests.cluster.hosts import Host, hostfile_of
 from tests.cluster.test_two_hosts import configured, trained
 from tests.launching import deepspeed, error_lines, metrics, run, topology, write_config
 from tests.training.checkpoint.test_folder import flip
@@ -27,7 +28,7 @@ LOCAL: dict[str, Any] = {"storage": "local", "save_interval": 2, "cache_dir": "/
 
 
 def converted(host: Host, *words: str | Path) -> Any:
-    """What `convert_model.py` comes to on a host."""
+    """Run `convert_model.py` on a host."""
     return run(*host.enter(sys.executable, "convert_model.py", *words))
 
 
@@ -99,59 +100,3 @@ def test_replicas_on_two_disks_go_on_with_fewer(hosts: list[Host], disks: list[P
     assert f"resumed: {whole}, after step 2" in ended_well(deepspeed(1, "train_ds.py", "--config", alone))
     found = [line["loss"] for line in metrics(tmp_path / "alone")]
     assert found == pytest.approx([line["loss"] for line in metrics(disks[0] / "run")][2:], rel=1e-5)
-
-
-@pytest.mark.longest
-@pytest.mark.parametrize("keys", [{"model_topo": topology((1, 2))}, {"schedule": "dualpipev"}], ids=str)
-def test_each_division_goes_on(keys: dict[str, Any], hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
-    configured(disks, tmp_path / "shared", **keys)
-    ended_well(trained(hosts, tmp_path))
-    configured(disks, RUN, **LOCAL | keys | {"max_steps": 2})
-    ended_well(trained(hosts, tmp_path))
-    configured(disks, RUN, **LOCAL | keys)
-    ended_well(trained(hosts, tmp_path))
-    losses = [line["loss"] for line in metrics(disks[0] / "run")]
-    assert losses == [line["loss"] for line in metrics(tmp_path / "shared")]
-
-
-def swap(disks: list[Path], hostfile: list[Host]) -> None:
-    hostfile.reverse()
-
-
-def empty(disks: list[Path], _: list[Host]) -> None:
-    shutil.rmtree(disks[1] / "run")
-
-
-REFUSED: dict[str, tuple[Callable[[list[Path], list[Host]], None], str]] = {
-    "swapped": (swap, "layer_00-model_states.pt: not here, as it was written on host node1; expected the hosts of the"),
-    "empty": (empty, "holds no checkpoint on host node2, but step-000002 on host node1; expected the hosts that wrote"),
-}
-
-
-@pytest.mark.longest
-def test_disks_that_do_not_fit_are_refused(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
-    configured(disks, RUN, **LOCAL | {"max_steps": 2})
-    ended_well(trained(hosts, tmp_path))
-    configured(disks, RUN, **LOCAL)
-    for name, (happens, message) in REFUSED.items():
-        order = list(hosts)
-        happens(disks, order)
-        result = trained(order, tmp_path)
-        assert result.returncode != 0, name
-        (line,) = told(result)
-        assert message in line
-        assert not any(host.processes() for host in hosts)
-    run(*hosts[1].enter("hostname", "node1"))
-    (line,) = told(trained(hosts, tmp_path))
-    run(*hosts[1].enter("hostname", "node2"))
-    assert "storage: local: two hosts are called node1; expected a name of its own for each" in line
-    assert (disks[0] / "run/step-000002" / RECORD).is_file()
-
-
-@pytest.mark.longest
-def test_a_shared_folder_is_refused(hosts: list[Host], disks: list[Path], tmp_path: Path) -> None:
-    configured(disks, tmp_path / "run", **LOCAL)
-    result = trained(hosts, tmp_path)
-    (line,) = told(result)
-    assert f"save_path: {tmp_path}/run: hosts share it; expected a disk of its own on each, or storage: shared" in line
-    assert list((tmp_path / "run").iterdir()) == []

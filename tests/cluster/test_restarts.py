@@ -1,4 +1,4 @@
-"""Runs over two hosts that a door has started by itself: faults, restarts, stops, and what is wrong with the hosts."""
+"""Runs over two hosts that `python train_ds.py --hostfile` starts: faults, restarts, stops, and wrong hosts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
+from torch import Tensor
 
-from models.conversion.to_huggingface import pp_to_hg
 from tests.cluster.hosts import Host, hostfile_of
-from tests.cluster.test_faults import begun
+from tests.cluster.test_faults import begun, get_power, lose_power, refuse_the_key, take_the_key
 from tests.conftest import FAQ, ROOT
-from tests.launching import Launch, error_lines, eventually, metrics, start, topology, write_config
+from tests.launching import (
+    Launch,
+    error_lines,
+    eventually,
+    metrics,
+    start,
+    steps_done,
+    topology,
+    trained_weights,
+    write_config,
+)
+from tests.models.helpers import assert_same_bits
 
 pytestmark = pytest.mark.launched
 
@@ -36,33 +45,23 @@ def command(hosts: list[Host], config: Path, slots: int = 1) -> list[str]:
     return hosts[0].enter(sys.executable, "train_ds.py", "--config", config, "--hostfile", hostfile)
 
 
-def weights(config: Path) -> dict[str, torch.Tensor]:
-    """What a run has come to."""
-    pp_to_hg(config.with_suffix(""), config.with_suffix(".hg"))
-    return load_file(config.with_suffix(".hg") / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def model(make_checkpoint: Callable[..., Path]) -> Path:
     return make_checkpoint("llama")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(hosts: list[Host], model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def undisturbed(hosts: list[Host], model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """The weights of a run that nothing happens to."""
     config = configured(tmp_path_factory.mktemp("undisturbed") / "run.yml", model)
     result = start(*command(hosts, config)).end()
     assert result.returncode == 0 and "restart" not in result.stderr, result.stderr
-    return weights(config)
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return trained_weights(config)
 
 
 def processes(host: Host, *words: str) -> list[psutil.Process]:
     """Those of a host that have all of some words in their command lines."""
-    return [psutil.Process(number) for number, told in host.processes().items() if all(word in told for word in words)]
+    return [psutil.Process(number) for number, line in host.processes().items() if all(word in line for word in words)]
 
 
 def supervisor(hosts: list[Host]) -> psutil.Process:
@@ -94,18 +93,8 @@ def killed(hosts: list[Host], _: random.Random) -> None:
     hosts[1].boot()
 
 
-def power_off(host: Host) -> None:
-    host.link("down")
-    host.die()
-
-
-def power_on(host: Host) -> None:
-    host.boot()
-    host.link("up")
-
-
 def power_lost(hosts: list[Host], _: random.Random) -> None:
-    power_off(hosts[1])
+    lose_power(hosts[1])
 
 
 def cable_pulled(hosts: list[Host], _: random.Random) -> None:
@@ -115,7 +104,7 @@ def cable_pulled(hosts: list[Host], _: random.Random) -> None:
 def mend(hosts: list[Host], fault: Callable[..., None]) -> None:
     """What somebody does who sees that the run has noticed."""
     if fault is power_lost:
-        power_on(hosts[1])
+        get_power(hosts[1])
     elif fault is cable_pulled:
         hosts[1].link("up")
 
@@ -125,7 +114,7 @@ KINDS = (rank_killed, rank_stopped, agent_killed, ssh_killed, frozen, killed, po
 
 @pytest.mark.longest
 def test_random_faults_change_no_bit(
-    hosts: list[Host], model: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+    hosts: list[Host], model: Path, undisturbed: dict[str, Tensor], tmp_path: Path
 ) -> None:
     config, generator = configured(tmp_path / "run.yml", model), random.Random(7)
     faults = [*KINDS, *generator.choices(KINDS, k=FAULTS - len(KINDS))]
@@ -143,18 +132,12 @@ def test_random_faults_change_no_bit(
     result = launch.end()
     assert result.returncode == 0, result.stderr
     assert [line["step"] for line in metrics(config.with_suffix(""))] == list(range(1, STEPS + 1))
-    assert same(weights(config), undisturbed)
+    assert_same_bits(trained_weights(config), undisturbed)
     eventually(lambda: not any(host.processes() for host in hosts))
 
 
-def wait_for(launch: Launch, number: Callable[[], int], goal: int) -> None:
-    """Until a number that grows has come to a goal."""
-    launch.until(lambda: number() >= goal)
-
-
-def steps_done(config: Path) -> int:
-    path = config.with_suffix("") / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
+def wait_for(launch: Launch, count: Callable[[], int], goal: int) -> None:
+    launch.until(lambda: count() >= goal)
 
 
 @pytest.fixture
@@ -167,12 +150,12 @@ def slow_link(hosts: list[Host]) -> Iterator[None]:
 @pytest.mark.longest
 @pytest.mark.usefixtures("slow_link")
 def test_a_slow_and_lossy_link_changes_no_bit(
-    hosts: list[Host], model: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+    hosts: list[Host], model: Path, undisturbed: dict[str, Tensor], tmp_path: Path
 ) -> None:
     config = configured(tmp_path / "run.yml", model, timeout_minutes=30)
     result = start(*command(hosts, config)).end()
     assert result.returncode == 0 and "restart" not in result.stderr, result.stderr
-    assert same(weights(config), undisturbed)
+    assert_same_bits(trained_weights(config), undisturbed)
 
 
 @pytest.mark.longest
@@ -181,11 +164,11 @@ def test_a_run_goes_on_with_fewer_replicas_until_its_host_is_back(
 ) -> None:
     config = configured(tmp_path / "run.yml", model, (2, 2), max_steps=1000)
     launch = begun(command(hosts, config, slots=2), config.with_suffix(""))
-    power_off(hosts[1])
+    lose_power(hosts[1])
     launch.until(lambda: "restart 1 of" in launch.stderr)
     assert "it goes on with dims [2, 1] on node1\n" in launch.stderr
     advance(launch, config)
-    power_on(hosts[1])
+    get_power(hosts[1])
     rank_killed(hosts[:1], random.Random(0))
     launch.until(lambda: "restart 2 of" in launch.stderr)
     assert "it goes on with dims [2, 2] on node1, node2\n" in launch.stderr
@@ -219,14 +202,6 @@ def test_nothing_outlives_the_supervisor(number: int, hosts: list[Host], model: 
     assert saved == steps_done(config)
 
 
-def take_key(host: Host) -> None:
-    (host.folder / "ssh/authorized_keys").rename(host.folder / "ssh/kept")
-
-
-def give_key(host: Host) -> None:
-    (host.folder / "ssh/kept").rename(host.folder / "ssh/authorized_keys")
-
-
 def forget_keys(host: Host) -> None:
     known = host.folder.with_name("node1") / "ssh/known_hosts"
     known.rename(known.with_name("kept_hosts"))
@@ -242,14 +217,14 @@ def nothing(_: Host) -> None:
 
 
 GOOD = "node1 slots=1\nnode2 slots=1\n"
-# The hostfile; what happens to the second host, and what mends it; what is told.
+# The hostfile; what happens to the second host, and what mends it; what the error says.
 WRONG: dict[str, tuple[str, Callable[[Host], None], Callable[[Host], None], str]] = {
     "slots": ("node1 slots=1\nnode2 slots=2\n", nothing, nothing, "3 slots on node1, node2, but model_topo."),
     "line": ("node1 slots=1\nnode2 slot=1\n", nothing, nothing, "bad entry: node2 slot=1"),
     "name": ("node1 slots=1\nnode7 slots=1\n", nothing, nothing, "host node7: ssh: Could not resolve hostname node7"),
-    "key": (GOOD, take_key, give_key, "ssh-copy-id node2"),
+    "key": (GOOD, refuse_the_key, take_the_key, "ssh-copy-id node2"),
     "host key": (GOOD, forget_keys, know_keys, "log in once by hand, ssh node2"),
-    "off": (GOOD, power_off, power_on, "host node2: ssh: connect to host node2 port 22: "),
+    "off": (GOOD, lose_power, get_power, "host node2: ssh: connect to host node2 port 22: "),
 }
 
 
@@ -257,7 +232,7 @@ WRONG: dict[str, tuple[str, Callable[[Host], None], Callable[[Host], None], str]
     "name", [pytest.param(each, marks=pytest.mark.slow if each == "key" else pytest.mark.longest) for each in WRONG]
 )
 def test_what_is_wrong_with_hosts_is_named(name: str, hosts: list[Host], model: Path, tmp_path: Path) -> None:
-    text, fault, mended, told = WRONG[name]
+    text, fault, mended, message = WRONG[name]
     config = configured(tmp_path / "run.yml", model)
     words = command(hosts, config)
     config.with_suffix(".hosts").write_text(text)
@@ -268,7 +243,7 @@ def test_what_is_wrong_with_hosts_is_named(name: str, hosts: list[Host], model: 
         mended(hosts[1])
     assert result.returncode == 2
     (line,) = error_lines(result)
-    assert told in line and "expected" in line
+    assert message in line and "expected" in line
     assert "Traceback" not in result.stderr
 
 
@@ -285,5 +260,5 @@ def test_a_folder_that_a_host_lacks_is_named(hosts: list[Host], model: Path, tmp
 
 
 def in_folder(words: list[str]) -> list[str]:
-    """The rest of a command behind the folder that it runs in, with the door's whole path."""
+    """The rest of a command behind the folder that it runs in, with the script's whole path."""
     return [str(ROOT / word) if word == "train_ds.py" else word for word in words[words.index(str(ROOT)) + 1 :]]

@@ -44,7 +44,7 @@ def steps(config: Path) -> list[int]:
 def found(host: Host, program: str, word: str) -> list[int]:
     """The processes of a host that run a program with a word on the command line."""
     processes = host.processes().items()
-    return [number for number, told in processes if told.split()[0].endswith(program) and word in told]
+    return [number for number, line in processes if line.split()[0].endswith(program) and word in line]
 
 
 def test_srun_is_a_launcher(slurm: Slurm, config: Path) -> None:

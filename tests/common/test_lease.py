@@ -196,10 +196,10 @@ def test_who_stood_still_for_too_long_learns_it(tmp_path: Path) -> None:
 
 
 def test_the_heart_notices_a_loss(tmp_path: Path) -> None:
-    told: queue.Queue[str] = queue.Queue()
-    Lease(tmp_path, NAME, told.put, SOON).take()
+    lost: queue.Queue[str] = queue.Queue()
+    Lease(tmp_path, NAME, lost.put, SOON).take()
     leases(tmp_path)[0].unlink()
-    assert told.get(timeout=300) == "nobody"
+    assert lost.get(timeout=300) == "nobody"
 
 
 def test_release_leaves_the_successors_lease(tmp_path: Path) -> None:

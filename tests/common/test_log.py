@@ -25,10 +25,10 @@ def test_the_log_keeps_its_own_colours_and_shows_those_of_others() -> None:
     attack = "\x1b[31mred \x1b]52;c;eA==\x07 \x9b2J \u202eback [bold]no markup[/] [/]"
     styled = Text("ours", style="bold green")
     assert printed(styled) == "\x1b[1;32mours\x1b[0m\n"
-    told = printed(attack, Text(attack, style="bold green"))
-    assert told.replace("\x1b[1;32m", "").replace("\x1b[0m", "").count("\x1b") == 0
-    assert told.count("\\x1b[31mred \\x1b]52;c;eA==") == 2
-    assert "\\x9b2J \\u202eback [bold]no markup[/] [/]" in told
+    found = printed(attack, Text(attack, style="bold green"))
+    assert found.replace("\x1b[1;32m", "").replace("\x1b[0m", "").count("\x1b") == 0
+    assert found.count("\\x1b[31mred \\x1b]52;c;eA==") == 2
+    assert "\\x9b2J \\u202eback [bold]no markup[/] [/]" in found
 
 
 def test_records_are_inspected_without_obeying_them(tokenizer_folder: Path) -> None:

@@ -65,13 +65,13 @@ def test_a_builder_ends_whose_parent_was_killed_right_after_its_start() -> None:
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("door", ["train_ds.py", "train_ds_zero.py"])
-def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(door: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry_point", ["train_ds.py", "train_ds_zero.py"])
+def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(entry_point: str, tmp_path: Path) -> None:
     """It would wait for another rank for half an hour."""
     config = write_config(tmp_path / "run.yml", model_path="m", data_path=str(FAQ), model_topo=topology((1, 2)))
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    launcher = start(sys.executable, "-c", LAUNCHER, sys.executable, door, "--config", config, **place)
+    launcher = start(sys.executable, "-c", LAUNCHER, sys.executable, entry_point, "--config", config, **place)
     launcher.until(lambda: any(catches(each.pid, signal.SIGUSR1) for each in launcher.family()[1:]), pause=0.0)
     (rank,) = launcher.family()[1:]
     psutil.Process(launcher.pid).kill()
@@ -93,10 +93,10 @@ def sleeper(tmp_path: Path) -> Path:
 
 
 def ends_with_its_parent(sleeper: Path, *words: str | Path) -> None:
-    told = sleeper.with_name("pid")
-    launch = start(sys.executable, *words, PID_FILE=str(told))
-    launch.until(told.exists)
-    child = int(told.read_text())
+    pid_file = sleeper.with_name("pid")
+    launch = start(sys.executable, *words, PID_FILE=str(pid_file))
+    launch.until(pid_file.exists)
+    child = int(pid_file.read_text())
     psutil.Process(launch.pid).kill()
     launch.end()
     try:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from models import load_model
 from tests.conftest import FAQ, ROOT
+from tests.docs.pages import blocks
 from tests.launching import metrics, run, topology, write_config
 from training.config.yaml_file import load_config
 from training.data_setup import RecordReader, build_loader
@@ -42,7 +43,6 @@ def trains(script: str) -> bool:
 
 HERE = [script for script in scripts() if not trains(script)]
 LAUNCHED = [script for script in scripts() if trains(script)]
-OWN_LAYERS = "nn.Sequential"  # the script that every `make test` runs
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,8 @@ def folder(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
     (folder / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]))
     keys: dict[str, Any] = {"model_path": "model", "data_path": "records.json", "save_path": "run"}
     write_config(folder / "run.yml", **keys, model_topo=topology((2, 1), [2, 3]))
-    own = {"save_path": "own", "train_batch_size": 16, "max_steps": 3, "model_topo": topology((2, 1))}
-    own["optimizer"] = {"params": {"lr": 1e-3}}
-    (folder / "classifier.yml").write_text(json.dumps(own))
+    (own,) = blocks("yaml", pages=("docs/api.md",))
+    (folder / "classifier.yml").write_text(own.text)
     return folder
 
 
@@ -77,13 +76,8 @@ def test_what_one_process_does(
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, marks=() if OWN_LAYERS in script else pytest.mark.slow)
-        for number, script in enumerate(LAUNCHED)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(LAUNCHED)))
 def test_what_trains(number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "script.py"
     path.write_text(f"import os\n\nos.chdir({str(folder)!r})\n{LAUNCHED[number]}")

@@ -1,7 +1,7 @@
 """Every command of the documentation is one that its program takes: options, files, keys and overrides.
 
-Those of our doors go through the doors' own parsers, behind those of the launchers, and their overrides into a config.
-Other programs are known here by name, and their block says what it needs (tests/docs/pages.py).
+Those of our entry points go through their own parsers, behind those of the launchers, and their overrides into a
+config. Other programs are known here by name, and their block says what it needs (tests/docs/pages.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MINIMAL = {
     "optimizer": {"params": {"lr": 1e-5}},
 }
 PIPELINE, ZERO = "train_ds.py", "train_ds_zero.py"
-DOORS = (PIPELINE, ZERO, "convert_model.py", "demo.py")
+ENTRY_POINTS = (PIPELINE, ZERO, "convert_model.py", "demo.py")
 HERE = {"source", "tensorboard", "grep"}
 ELSEWHERE = {
     "network": {"pip"},
@@ -46,12 +46,12 @@ TARGETS = re.findall(r"^([^\s:#=]+):", (ROOT / "Makefile").read_text(encoding="u
 MODULES_ELSEWHERE = {"sglang.launch_server", "vllm.entrypoints.openai.api_server"}
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, door: str, words: list[str]) -> Callable[[], argparse.Namespace]:
-    monkeypatch.setattr(sys, "argv", [door, *words])
+def parsed(monkeypatch: pytest.MonkeyPatch, entry_point: str, words: list[str]) -> Callable[[], argparse.Namespace]:
+    monkeypatch.setattr(sys, "argv", [entry_point, *words])
     monkeypatch.setattr(argparse.ArgumentParser, "_get_option_tuples", lambda *_: [])  # no beginnings of options
-    if door in (PIPELINE, ZERO):
+    if entry_point in (PIPELINE, ZERO):
         return lambda: parse_arguments("")
-    return convert_model.parse_arguments if door == "convert_model.py" else demo.parse_arguments
+    return convert_model.parse_arguments if entry_point == "convert_model.py" else demo.parse_arguments
 
 
 class Checker:
@@ -95,11 +95,12 @@ class Checker:
             found = importlib.util.find_spec(words[1])
             assert found and found.origin, words[1]
             source = Path(found.origin).read_text(encoding="utf-8")
-            source += "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("[pu]*.py"))
+            for shared in ("report.py", "unattended.py"):  # which have the options of several benchmarks
+                source += (ROOT / "benchmarks" / shared).read_text(encoding="utf-8")
             assert [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in source] == []
 
     def script(self, script: str, words: list[str]) -> None:
-        if script not in DOORS:
+        if script not in ENTRY_POINTS:
             assert not script.startswith("examples/") or (ROOT / script).is_file(), script
             return
         if not (self.block.language or words):  # the name of the command alone

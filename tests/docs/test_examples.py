@@ -1,4 +1,4 @@
-"""The scripts in examples/ train, and what they trained does what it should; those for clusters fit the doors.
+"""The scripts in examples/ train, and what they trained does what it should; those for clusters fit the entry points.
 
 tests/cluster/test_slurm.py runs slurm.sbatch.
 """

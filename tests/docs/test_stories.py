@@ -1,6 +1,6 @@
-"""The stories in examples/: what their READMEs tell to type is typed, and what they promise is seen.
+"""The stories in examples/: what their READMEs say to type is typed, and what they promise is seen.
 
-Commands with published models, `../llm/`, are only read by the doors' own parsers.
+Commands with published models, `../llm/`, are only read by the entry points' own parsers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_both_languages_tell_the_same(story: str) -> None:
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_commands_with_published_models_are_ones_that_the_doors_take(story: str) -> None:
+def test_commands_with_published_models_are_ones_that_the_entry_points_take(story: str) -> None:
     commands = [line for line in blocks(story, LANGUAGES[0], "bash") if published(line)]
     assert commands
     for command in commands:
@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "story", [pytest.param(each, marks=pytest.mark.slow if each == SHORT else pytest.mark.longest) for each in STORIES]
 )
-def test_a_story_goes_as_it_is_told(story: str, place: Path) -> None:
+def test_a_story_goes_as_its_readme_says(story: str, place: Path) -> None:
     printed = ""
     for line in blocks(story, LANGUAGES[0], "bash"):
         if published(line):

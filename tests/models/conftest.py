@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from models.conversion.to_pipeline import hg_to_pp
+from tests.models.cases import CASES
 from tests.models.helpers import CONVERTERS, SHARDED
+
+
+@pytest.fixture(scope="session")
+def make_case(make_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
+    """A function that writes the tiny model of a case, with further changes of its config.json."""
+
+    def make(name: str, save: dict[str, Any] | None = None, **changes: Any) -> Path:
+        case = CASES[name]
+        return make_checkpoint(case.model_type, save, **case.changes | changes)
+
+    return make
 
 
 @pytest.fixture(scope="session")

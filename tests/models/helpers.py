@@ -6,7 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 from models import CausalLM, CheckpointError
@@ -74,6 +76,19 @@ def compatible(folder: Path, workspace: Path) -> Path:
 def random_ids(rows: int, length: int, seed: int = 1) -> Tensor:
     """Token ids [rows, length] of the tiny models' vocabulary, without the special ones."""
     return torch.randint(3, 512, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """Collect what autograd saves inside."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
 
 
 def shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -152,35 +152,29 @@ def alibi_mask(heads: int, length: int) -> Tensor:
     return (torch.tensor(slopes)[:, None, None] * keys + causal)[None]
 
 
+# Fields of the class that computes the same, and what the originals call them.
+GLM_FIELDS = {
+    "vocab_size": "padded_vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "multi_query_group_num",
+    "head_dim": "kv_channels",
+    "rms_norm_eps": "layernorm_epsilon",
+}
+QWEN_FIELDS = {name: name for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+QWEN_FIELDS |= {"num_key_value_heads": "num_attention_heads", "rms_norm_eps": "layer_norm_epsilon"}
+
+
 def glm_config(fields: dict[str, Any]) -> GlmConfig:
     """ChatGLM3's config as glm's."""
-    return GlmConfig(
-        vocab_size=fields["padded_vocab_size"],
-        hidden_size=fields["hidden_size"],
-        intermediate_size=fields["ffn_hidden_size"],
-        num_hidden_layers=fields["num_layers"],
-        num_attention_heads=fields["num_attention_heads"],
-        num_key_value_heads=fields["multi_query_group_num"],
-        head_dim=fields["kv_channels"],
-        rms_norm_eps=fields["layernorm_epsilon"],
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0 * fields.get("rope_ratio", 1),
-            "partial_rotary_factor": 0.5,
-        },
-        pad_token_id=None,
-    )
+    rope = {"rope_type": "default", "rope_theta": 10000.0 * fields.get("rope_ratio", 1), "partial_rotary_factor": 0.5}
+    return GlmConfig(**{n: fields[its] for n, its in GLM_FIELDS.items()}, rope_parameters=rope, pad_token_id=None)
 
 
 def qwen_config(fields: dict[str, Any]) -> Qwen2Config:
     """The first Qwen's config as qwen2's."""
-    return Qwen2Config(
-        vocab_size=fields["vocab_size"],
-        hidden_size=fields["hidden_size"],
-        intermediate_size=fields["intermediate_size"] // 2,
-        num_hidden_layers=fields["num_hidden_layers"],
-        num_attention_heads=fields["num_attention_heads"],
-        num_key_value_heads=fields["num_attention_heads"],
-        rms_norm_eps=fields["layer_norm_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": float(fields["rotary_emb_base"])},
-    )
+    rope = {"rope_type": "default", "rope_theta": float(fields["rotary_emb_base"])}
+    sizes = {name: fields[its] for name, its in QWEN_FIELDS.items()}
+    return Qwen2Config(**sizes, intermediate_size=fields["intermediate_size"] // 2, rope_parameters=rope)

@@ -17,7 +17,6 @@ from models.attention.kernels import FLEX
 from models.block_options import PLAIN, BlockOptions
 from models.checkpoint.source import open_source
 from tests.models.attention.test_kernels import position_ids
-from tests.models.cases import CASES
 from tests.models.helpers import random_ids
 
 MICRO_BATCHES = [[[16, 8]], [[40]], [[8, 9, 23]], [[30, 10], [21, 19]], [[64], [50]]]
@@ -63,10 +62,6 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert error < 1e-5, f"{tuple(one.shape)} differs by {error:.2e}"
 
 
-def make(name: str, make_checkpoint: Callable[..., Path]) -> Path:
-    return make_checkpoint(CASES[name].model_type, **CASES[name].changes)
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("offloads", [False, True], ids=["kept", "offloaded"])
 @pytest.mark.parametrize("recompute", [frozenset(), {2}, BLOCKS], ids=["none", "second", "all"])
@@ -76,12 +71,12 @@ def test_recomputed_and_offloaded_blocks_are_exact(
     recompute: frozenset[int],
     offloads: bool,
     kernel: str | None,
-    make_checkpoint: Callable[..., Path],
+    make_case: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     monkeypatch.setattr(offload, "LEAST", 0)
-    folder = make(name, make_checkpoint)
+    folder = make_case(name)
     model = build(folder, BlockOptions(frozenset(recompute), offloads), kernel)
     for rows in MICRO_BATCHES:
         assert_same(outcome(model, rows), outcome(build(folder, PLAIN), rows))
@@ -112,9 +107,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_recomputed_block_offloads_its_input_alone_and_no_weights(
-    recompute: bool, watched: type[Watched], make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    recompute: bool, watched: type[Watched], make_case: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build(make("llama-tied", make_checkpoint), BlockOptions(BLOCKS if recompute else frozenset(), True))
+    model = build(make_case("llama-tied"), BlockOptions(BLOCKS if recompute else frozenset(), True))
     outcome(model, [[13, 7]])
     assert recompute or not watched.sizes, "small tensors stay"
     watched.sizes.clear()
@@ -168,10 +163,10 @@ def test_what_several_operations_keep_goes_and_comes_once(
     ],
 )
 def test_compiled_blocks_are_exact_and_are_not_compiled_again(
-    name: str, recompute: frozenset[int], make_checkpoint: Callable[..., Path]
+    name: str, recompute: frozenset[int], make_case: Callable[..., Path]
 ) -> None:
     torch._dynamo.reset()
-    folder = make(name, make_checkpoint)
+    folder = make_case(name)
     options: dict[str, Any] = {"recompute": recompute, "compile": True}
     model, plain = build(folder, BlockOptions(**options)), build(folder, PLAIN)
     for rows in MICRO_BATCHES * 2:

@@ -14,7 +14,6 @@ from models.api import read_spec
 from models.checkpoint.layout import layout_of
 from models.checkpoint.source import HuggingFaceSource
 from models.config_json import model_fields, stop_ids
-from models.errors import CheckpointError
 from tests.conftest import TINY
 from tests.models.helpers import error_line
 
@@ -61,17 +60,12 @@ def test_dtypes_that_transformers_loads(tmp_path: Path, name: str, stated: Any, 
     assert model_fields(write(tmp_path, **{name: stated}))[1].get(name) == read
 
 
-def test_a_weight_file_that_is_a_link_to_nothing(tmp_path: Path) -> None:
+def test_folders_of_the_hubs_cache_and_links_to_nothing_are_named(tmp_path: Path) -> None:
+    (tmp_path / "snapshots" / "0123abc").mkdir(parents=True)
+    assert "snapshots/0123abc" in error_line(lambda: layout_of(tmp_path))
     write(tmp_path)
     (tmp_path / "model.safetensors").symlink_to("../../blobs/gone")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: a link to \.\./\.\./blobs/gone"):
-        layout_of(tmp_path)
-
-
-def test_a_folder_of_the_hubs_cache_names_its_models(tmp_path: Path) -> None:
-    (tmp_path / "snapshots" / "0123abc").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"snapshots/0123abc"):
-        layout_of(tmp_path)
+    assert "model.safetensors: a link to ../../blobs/gone" in error_line(lambda: layout_of(tmp_path))
 
 
 def test_an_index_may_list_computed_buffers_that_no_shard_has(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -22,18 +21,13 @@ from models.layers import Block, Head
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 from tests.conftest import BAICHUAN, CHATGLM, TINY
+from tests.models.helpers import saved_tensors
 
 ROWS, LENGTH = 2, 40
 HALVES = [torch.float32, torch.bfloat16]
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-SAVED: dict[str, dict[str, Any]] = {
-    **{
-        name: {"model_type": name}
-        for name in ("llama", "bloom", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4")
-    },
-    "baichuan": BAICHUAN,
-    "chatglm": CHATGLM,
-}
+SAVED: dict[str, dict[str, Any]] = {"baichuan": BAICHUAN, "chatglm": CHATGLM}
+SAVED |= {name: {"model_type": name} for name in "llama bloom qwen3 gemma2 gemma3_text phi3 olmo2 glm4".split()}
 
 
 def spec_of(folder: Path, **fields: Any) -> ModelSpec:
@@ -201,13 +195,7 @@ def test_saved_bytes_are_those_of_a_real_pass(family: str, dtype: torch.dtype, t
     spec = spec_of(tmp_path, **SAVED[family])
     for layer in (1, spec.n_layers - 1):
         module, _, arguments, run = real_layer(spec, layer, dtype)
-        kept: list[Tensor] = []
-
-        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
-            kept.append(tensor)
-            return tensor
-
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_tensors() as kept:
             output = run()
         given = sizes([arguments, *module.parameters()])
         measured = sum(size for storage, size in sizes(kept).items() if storage not in given)
@@ -216,13 +204,10 @@ def test_saved_bytes_are_those_of_a_real_pass(family: str, dtype: torch.dtype, t
 
 
 def test_experts_keep_what_the_tokens_sent_to_them_need(tmp_path: Path) -> None:
-    case = LayerCase(1, 1, 512, torch.float32)
-    kept = {
-        count: saved_by(
-            spec_of(tmp_path, model_type="mixtral", num_local_experts=8, num_experts_per_tok=count), case
-        ).inside
-        for count in (1, 2, 4)
-    }
+    case, kept = LayerCase(1, 1, 512, torch.float32), {}
+    for count in (1, 2, 4):
+        spec = spec_of(tmp_path, model_type="mixtral", num_local_experts=8, num_experts_per_tok=count)
+        kept[count] = saved_by(spec, case).inside
     assert kept[4] - kept[2] == pytest.approx(2 * (kept[2] - kept[1]), rel=0.01)
     assert kept[2] - kept[1] > 512 * 4 * (64 + 2 * 96 + 96)  # input, both products, what is multiplied
 

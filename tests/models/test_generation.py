@@ -47,32 +47,23 @@ def greedy_without_cache(model: CausalLM) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_with_cache_equals_full_forwards_and_transformers(
-    name: str, make_checkpoint: Callable[..., Path]
-) -> None:
-    model_type, changes = CASES[name]
-    folder = make_checkpoint(model_type, **changes | WIDE)
+def test_greedy_with_cache_equals_full_forwards_and_transformers(name: str, make_case: Callable[..., Path]) -> None:
+    folder = make_case(name, **WIDE)
     model = load_model(folder)
     written = list(generate(model, PROMPT, NEW, stop=set()))
     assert len(set(written)) > NEW // 2, "too monotonous to show anything"
     if name not in DYNAMIC:  # whose cache holds keys of smaller angles, as it does in transformers
         assert written == greedy_without_cache(model)
-    if model_type not in ORIGINALS:
+    if CASES[name].model_type not in ORIGINALS:
+        greedy = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0}
         cached = name != "phi3-long"  # where transformers before 5.23 forgets what it dropped of its cache
-        theirs = oracle(folder).generate(
-            torch.tensor([PROMPT]),
-            do_sample=False,
-            max_new_tokens=NEW,
-            eos_token_id=-1,
-            pad_token_id=0,
-            use_cache=cached,
-        )
+        theirs = oracle(folder).generate(torch.tensor([PROMPT]), use_cache=cached, **greedy)
         assert written == theirs[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in TURNING])
-def test_logits_with_cache_equal_those_without(name: str, make_checkpoint: Callable[..., Path]) -> None:
-    model = load_model(make_checkpoint(CASES[name].model_type, **CASES[name].changes))
+def test_logits_with_cache_equal_those_without(name: str, make_case: Callable[..., Path]) -> None:
+    model = load_model(make_case(name))
     ids = random_ids(1, 36)
     cache = KeyValueCache()
     with torch.inference_mode():
@@ -89,9 +80,8 @@ def test_generation_stops_before_a_stop_id(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prompts_at_once_get_the_answers_that_they_get_alone(name: str, make_checkpoint: Callable[..., Path]) -> None:
-    model_type, changes = CASES[name]
-    model = load_model(make_checkpoint(model_type, **changes | WIDE))
+def test_prompts_at_once_get_the_answers_that_they_get_alone(name: str, make_case: Callable[..., Path]) -> None:
+    model = load_model(make_case(name, **WIDE))
     prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (5, 30, 12, 1, 20, 40)]
     lengths = [24, 3, 40, 30, 1, 12]  # one ends while others are under way, and some cross the length of a turn
     asked = [Request(prompt, length, set()) for prompt, length in zip(prompts, lengths, strict=True)]
@@ -139,18 +129,15 @@ def test_sampling_reaches_what_transformers_leaves_and_nothing_else(
 ) -> None:
     numbers = torch.Generator().manual_seed(3)
     logits, text = torch.randn(12, generator=numbers), [1, 4, 4, 9]
-    warpers = [
+    steps = [
+        RepetitionPenaltyLogitsProcessor(penalty),
         TemperatureLogitsWarper(temperature),
-        *([TopKLogitsWarper(top_k)] if top_k else []),
+        TopKLogitsWarper(top_k or len(logits)),
         TopPLogitsWarper(top_p),
     ]
-    scores = (
-        logits[None]
-        if penalty == 1.0
-        else RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([text]), logits[None])
-    )
-    for warper in warpers:
-        scores = warper(torch.tensor([text]), scores)
+    scores = logits[None]
+    for step in steps:
+        scores = step(torch.tensor([text]), scores)
     expected = set(torch.nonzero(scores[0].isfinite()).flatten().tolist())
     sampling = Sampling(temperature, top_p, top_k, penalty, seed=0)
     generator = sampling.generator(logits.device)

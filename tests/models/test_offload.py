@@ -1,16 +1,16 @@
 """Offloaded activations come back one block ahead of their need.
 
-No GPU is needed: a CPU's copies, which are there at once, record when they were started; in the last test, streams
-record what they are asked to do.
+No GPU is needed: a CPU's copies, which are there at once, record when they were started; in the last test, mocks take
+the place of streams.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from models import offload
 from models.block_options import BlockOptions
 from models.offload import HostCopy, Trip
 from tests.models.helpers import random_ids
-from tests.models.test_block_options import BLOCKS, build, make
+from tests.models.test_block_options import BLOCKS, build
 
 
 class Moment(NamedTuple):
@@ -78,9 +78,9 @@ def run(folder: Path, options: BlockOptions, micro_batches: int) -> None:
 
 @pytest.mark.parametrize("recompute", [frozenset[int](), frozenset({2}), BLOCKS], ids=["none", "second", "all"])
 def test_one_block_is_ahead_of_the_one_in_its_backward_pass(
-    recompute: frozenset[int], moments: list[Moment], make_checkpoint: Callable[..., Path]
+    recompute: frozenset[int], moments: list[Moment], make_case: Callable[..., Path]
 ) -> None:
-    run(make("llama-tied", make_checkpoint), BlockOptions(recompute, offload=True), 3)
+    run(make_case("llama-tied"), BlockOptions(recompute, offload=True), 3)
     order = list(dict.fromkeys(moment[1:] for moment in moments if moment.kind == "need"))
     assert order == [(block, micro_batch) for micro_batch in range(3) for block in (2, 1, 0)]
     current = -1
@@ -92,77 +92,39 @@ def test_one_block_is_ahead_of_the_one_in_its_backward_pass(
             assert number == current + 1 or number == current == 0
 
 
-class Streams:
-    """Streams and tensors of a device that is not there, and what they were given."""
-
-    def __init__(self) -> None:
-        self.given: list[tuple[str, str]] = []
-        self.current = "computing"
-
-    def make(self, name: str) -> Any:
-        streams = self
-
-        class Stream:
-            def wait_stream(self, other: Any) -> None:
-                streams.given.append((name, f"wait for {other}"))
-
-            def wait_event(self, event: str) -> None:
-                streams.given.append((name, f"wait for {event}"))
-
-            def record_event(self) -> str:
-                return f"what {name} did"
-
-            def __str__(self) -> str:
-                return name
-
-        return Stream()
-
-    @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        before, self.current = self.current, str(stream)
-        yield
-        self.current = before
-
-    def tensor(self, *_: Any, **named: Any) -> Any:
-        streams = self
-        on_host = named.get("device") == "cpu"
-
-        class OnDevice:
-            device = torch.device("cuda")
-
-            def detach(self) -> Any:
-                return self
-
-            def copy_(self, other: Any, non_blocking: bool) -> None:
-                assert non_blocking
-                streams.given.append((streams.current, "copy out" if on_host else "copy back"))
-
-            def record_stream(self, stream: Any) -> None:
-                streams.given.append((str(stream), "keeps what it reads"))
-
-        return OnDevice()
-
-
 def test_the_computation_waits_for_a_copy_back_only_where_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = Streams()
-    made = {name: streams.make(name) for name in ("computing", "out", "back")}
-    monkeypatch.setattr(offload, "_stream", lambda device, way: made[way])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made["computing"])
-    monkeypatch.setattr(torch.cuda, "stream", streams.on)
-    monkeypatch.setattr(torch, "empty_like", streams.tensor)
-    copy = HostCopy(streams.tensor())
-    assert streams.given == [("out", "wait for computing"), ("out", "copy out"), ("out", "keeps what it reads")]
-    streams.given.clear()
+    calls = mock.MagicMock()  # of the streams `computing`, `out` and `back`, and of a tensor with its two copies
+
+    def made_since() -> list[str]:
+        names = [name for name, *_ in calls.mock_calls if "__" not in name]
+        calls.reset_mock()
+        return names
+
+    calls.tensor.device.type, calls.tensor.detach.return_value = "cuda", calls.tensor
+    monkeypatch.setattr(offload, "_stream", lambda device, way: getattr(calls, way))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: calls.computing)
+    monkeypatch.setattr(torch.cuda, "stream", calls.on)
+    monkeypatch.setattr(torch, "empty_like", lambda _, device, **__: calls.host if device == "cpu" else calls.device)
+    copy = HostCopy(calls.tensor)
+    calls.out.wait_stream.assert_called_once_with(calls.computing)
+    calls.on.assert_called_once_with(calls.out)
+    calls.host.copy_.assert_called_once_with(calls.tensor, non_blocking=True)
+    calls.tensor.record_stream.assert_called_once_with(calls.out)  # which keeps what it reads
+    begun = ["tensor.detach", "out.wait_stream", "on", "host.copy_", "out.record_event", "tensor.record_stream"]
+    assert made_since() == begun
+
     copy.start_back()
     copy.start_back()
-    assert streams.given == [
-        ("back", "wait for computing"),
-        ("back", "wait for what out did"),
-        ("back", "copy back"),
-        ("back", "keeps what it reads"),
-    ]
-    streams.given.clear()
-    copy.back()
-    assert streams.given == [("computing", "wait for what back did")]
+    calls.back.wait_stream.assert_called_once_with(calls.computing)
+    calls.back.wait_event.assert_called_once_with(calls.out.record_event.return_value)
+    calls.on.assert_called_once_with(calls.back)
+    calls.device.copy_.assert_called_once_with(calls.host, non_blocking=True)
+    calls.device.record_stream.assert_called_once_with(calls.back)
+    returned = ["back.wait_stream", "back.wait_event", "on", "device.copy_", "back.record_event"]
+    assert made_since() == [*returned, "device.record_stream"]
+
+    assert copy.back() is calls.device
+    calls.computing.wait_event.assert_called_once_with(calls.back.record_event.return_value)
+    calls.reset_mock()
     copy.start_back()
-    assert len(streams.given) == 1, "what nobody needs any more came back"
+    assert not made_since(), "what nobody needs any more came back"

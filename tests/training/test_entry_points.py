@@ -123,9 +123,9 @@ def test_an_unforeseen_error_is_one_line_and_leaves_its_traceback_in_the_runs_fo
 def test_an_unforeseen_error_ends_with_code_1(before_a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left, exit_with_one_line():
         raise unforeseen()
-    told = capsys.readouterr()
-    assert (left.value.code, told.out, told.err.count("\n")) == (1, "", 1)
-    assert told.err.startswith("error: RuntimeError: first ")
+    printed = capsys.readouterr()
+    assert (left.value.code, printed.out, printed.err.count("\n")) == (1, "", 1)
+    assert printed.err.startswith("error: RuntimeError: first ")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,7 @@ def test_error_texts_are_escaped(kind: type[Exception]) -> None:
     assert describe_and_save(kind("record 1: \x9b", "record 2: \r")) == (2, "record 1: \\x9b\nrecord 2: \\r")
 
 
+@pytest.mark.slow
 def test_texts_of_a_model_folder_are_escaped(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "x\\u001b[31m\\nerror: all is well"}', encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(b"")

@@ -57,7 +57,7 @@ def test_export_of_a_run_has_a_card(make_checkpoint: Callable[..., Path], tmp_pa
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.to_dict() == {"library_name": "transformers", "tags": ["pipetune"]}
     assert "# polite" in card.text
-    for told in (
+    for message in (
         f"| base model | {tmp_path.name}/llama |",
         "| data | facts.json |",
         "| samples | 16, of 2,000 tokens, 800 of them with loss |",
@@ -66,7 +66,7 @@ def test_export_of_a_run_has_a_card(make_checkpoint: Callable[..., Path], tmp_pa
         "| loss | 4 in the first step, 2 in the last |",
         "| evaluation loss | 2.5 |",
     ):
-        assert told in card.text
+        assert message in card.text
     revision = json.loads((run / "run.json").read_text())["git"]["revision"]
     assert f"| Pipetune | {VERSION}, revision {revision}" in card.text
     settings = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])

@@ -51,55 +51,81 @@ def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> 
     mine = model(tmp_path / "mine", config_yml=b"seed: 1")
     begun = model(tmp_path / "begun", config_yml=b"seed: 1", run_json=b"{}")
     small, huge = architecture(tmp_path / "small", 64), architecture(tmp_path / "huge", 2**17)
-    cases: list[dict[str, Any]] = [
-        {"name": "same setup", "check": "setup", "keys": [{}, {}]},
-        {"name": "other seed", "check": "setup", "keys": [{"seed": 1}, {"seed": 2}]},
-        {"name": "one has a key", "check": "setup", "keys": [{}, {"max_steps": 7}]},
-        {"name": "same model", "check": "model", "weights": True, "folders": [same, twin]},
-        {"name": "other weights", "check": "model", "weights": True, "folders": [same, other]},
-        {"name": "weights of no account", "check": "model", "weights": False, "folders": [same, other]},
-        {"name": "a file more", "check": "model", "weights": True, "folders": [same, more]},
-        {"name": "shared", "check": "shared", "folders": [same, same]},
-        {"name": "a file of somebody's", "check": "shared", "folders": [mine, mine]},
-        {"name": "a run's", "check": "shared", "folders": [begun, begun]},
-        {"name": "not shared", "check": "shared", "folders": [same, twin]},
-        {"name": "room", "check": "room", "folders": [small, small]},
-        {"name": "no memory", "check": "room", "folders": [huge, huge]},
-        {"name": "no memory for copies", "check": "room", "folders": [huge, huge], "config": {"save_async": True}},
-        {"name": "no disk", "check": "room", "folders": [small, huge]},
-        {"name": "local", "check": "local", "folders": [same, twin]},
-        {"name": "layers of two hosts", "check": "local", "config": {"model_topo": LAYERS}},
-        {"name": "not local", "check": "local", "folders": [same, same]},
-    ]
-    for case in cases:
-        case["config"] = CONFIG | case.get("config", {})
-        case["folders"] = [str(folder) for folder in case.get("folders", [same, same])]
-    ranks.run(2, "preflight", cases, tmp_path)
-    expected = {
-        "same setup": None,
-        "other seed": "seed: 2 on host node2, but 1 on host node1; expected the same",
-        "one has a key": "max_steps: 7 on host node2, but none on host node1; expected the same",
-        "same model": None,
-        "other weights": "model_path: model.safetensors: 1,048,576 bytes with checksum",
-        "weights of no account": None,
-        "a file more": "model_path: tokenizer.json: 2 bytes with checksum",
-        "shared": None,
-        "a file of somebody's": f"save_path: {mine / 'config.yml'}: not written by a run, which would replace it; e",
-        "a run's": None,
-        "room": None,
-        "no memory": "memory: ",
-        "no memory for copies": "memory: ",
-        "no disk": f"save_path: {small}: ",
-        "not shared": f"host node2: save_path: {twin}: not what rank 0 writes to; expected a folder",
-        "local": None,
-        "layers of two hosts": "storage: local: node1 and node2 share layers; expected those who do on one host, or",
-        "not local": f"save_path: {same}: hosts share it; expected a disk of its own on each, or storage: shared",
+    (other / "common").mkdir()
+    (other / "common" / "log.py").write_text("changed")
+    setup, weights, shared, room, local = (
+        {"check": "setup"},
+        {"check": "model", "weights": True},
+        {"check": "shared"},
+        {"check": "room"},
+        {"check": "local"},
+    )
+    # The case, and what its error begins with, if it has one.
+    cases: dict[str, tuple[dict[str, Any], str | None]] = {
+        "same setup": (setup, None),
+        "other seed": (
+            setup | {"keys": [{"seed": 1}, {"seed": 2}]},
+            "seed: 2 on host node2, but 1 on host node1; expected the same",
+        ),
+        "one has a key": (
+            setup | {"keys": [{}, {"max_steps": 7}]},
+            "max_steps: 7 on host node2, but none on host node1; expected the same",
+        ),
+        "other code": ({"check": "code", "folders": [same, other]}, "code in common/: "),
+        "other version": (setup | {"versions": {"torch": "0.0.1"}}, "version of torch: 0.0.1 on host node2, but "),
+        "other clock": (setup | {"clock": 3600}, None),
+        "same model": (weights | {"folders": [same, twin]}, None),
+        "other weights": (
+            weights | {"folders": [same, other]},
+            "model_path: model.safetensors: 1,048,576 bytes with checksum",
+        ),
+        "weights of no account": (weights | {"weights": False, "folders": [same, other]}, None),
+        "a file more": (weights | {"folders": [same, more]}, "model_path: tokenizer.json: 2 bytes with checksum"),
+        "shared": (shared, None),
+        "a file of somebody's": (
+            shared | {"folders": [mine, mine]},
+            f"save_path: {mine / 'config.yml'}: not written by a run, which would replace it; e",
+        ),
+        "a run's": (shared | {"folders": [begun, begun]}, None),
+        "not shared": (
+            shared | {"folders": [same, twin]},
+            f"host node2: save_path: {twin}: not what rank 0 writes to; expected a folder",
+        ),
+        "room": (room | {"folders": [small, small]}, None),
+        "no memory": (room | {"folders": [huge, huge]}, "memory: "),
+        "no memory for copies": (room | {"folders": [huge, huge], "config": {"save_async": True}}, "memory: "),
+        "no disk": (room | {"folders": [small, huge]}, f"save_path: {small}: "),
+        "local": (local | {"folders": [same, twin]}, None),
+        "layers of two hosts": (
+            local | {"config": {"model_topo": LAYERS}},
+            "storage: local: node1 and node2 share layers; expected those who do on one host, or",
+        ),
+        "twins": (local | {"hosts": ["node1", "node1"]}, "storage: local: two hosts are called node1; expected a name"),
+        "not local": (
+            local,
+            f"save_path: {same}: hosts share it; expected a disk of its own on each, or storage: shared",
+        ),
     }
-    for name, message in expected.items():
-        told = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(2)]
-        assert told[0] == told[1]
-        assert (told[0] or "").startswith(message or "") and (told[0] is None) == (message is None), told[0]
-    needed = [json.loads((tmp_path / f"no memory{name}.0.json").read_text()) for name in ("", " for copies")]
+    defaults: dict[str, Any] = {
+        "folders": [same, same],
+        "hosts": ["node1", "node2"],
+        "keys": [{}, {}],
+        "clock": 0,
+        "versions": {},
+    }
+    described = [defaults | case | {"name": name} for name, (case, _) in cases.items()]
+    for case in described:
+        case["config"] = CONFIG | case.get("config", {})
+        case["folders"] = list(map(str, case["folders"]))
+    ranks.run(2, "preflight", described, tmp_path)
+    outcomes = {name: [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in (0, 1)] for name in cases}
+    for name, (_, message) in cases.items():
+        error = outcomes[name][0]["error"]
+        assert error == outcomes[name][1]["error"]
+        assert (error or "").startswith(message or "") and (error is None) == (message is None), error
+    assert "warning: the clock of host node2 is +3600 s from rank 0's" in outcomes["other clock"][0]["printed"]
+    assert "warning" not in outcomes["same setup"][0]["printed"]
+    needed = [outcomes[f"no memory{name}"][0]["error"] for name in ("", " for copies")]
     without, copied = (float(re.findall(r"more than ([\d.]+) GB", line)[0]) for line in needed)
     assert copied > 1.5 * without and "with the copies of save_async" in needed[1]  # 16 bytes a parameter, and 12
     assert not [path for folder in (same, twin) for path in folder.glob(".shared-*")]

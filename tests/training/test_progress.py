@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.mark.parametrize(
-    ("kept", "told"),
+    ("kept", "message"),
     [
         ([5, 7], "stopped after step 7 of 10; the same command goes on from there: {folder}/step-000007"),
         (
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("group")
     ],
 )
 def test_who_is_stopped_names_the_checkpoint_that_there_is(
-    kept: list[int], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kept: list[int], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in kept:
         step_folder(tmp_path, step).mkdir()
@@ -41,7 +41,7 @@ def test_who_is_stopped_names_the_checkpoint_that_there_is(
     with pytest.raises(SystemExit) as leaving:
         progress.leave(7, stop)
     assert leaving.value.code == 128 + signal.SIGTERM
-    assert capsys.readouterr().out == told.format(folder=tmp_path) + "\n"
+    assert capsys.readouterr().out == message.format(folder=tmp_path) + "\n"
 
 
 def test_who_is_stopped_while_loading_has_trained_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,5 +51,5 @@ def test_who_is_stopped_while_loading_has_trained_nothing(tmp_path: Path, capsys
     stop: Any = SimpleNamespace(preempted=False, exit_code=128 + signal.SIGTERM)
     with pytest.raises(SystemExit) as leaving:
         progress.leave(0, stop)
-    told = "stopped before step 1 of 10: this start trained nothing; the same command goes on from the beginning\n"
-    assert (leaving.value.code, capsys.readouterr().out) == (143, told)
+    message = "stopped before step 1 of 10: this start trained nothing; the same command goes on from the beginning\n"
+    assert (leaving.value.code, capsys.readouterr().out) == (143, message)

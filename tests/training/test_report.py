@@ -133,6 +133,25 @@ def test_odd_runs_are_drawn_too(lines: list[Line], tmp_path: Path) -> None:
     assert coloured(pixels(draw(write(tmp_path, lines)))) > 0
 
 
+@pytest.mark.parametrize("first", [1, 20_000])
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 400])
+def test_steps_are_whole_and_no_curve_lies_on_a_frame(
+    count: int, first: int, tmp_path: Path, figure: list[Figure]
+) -> None:
+    draw(write(tmp_path, [step(number, tokens_per_s=7.0) for number in range(first, first + count)]))
+    for panel in figure[0].axes:
+        left, right = panel.get_xlim()
+        ticks = [tick for tick in panel.get_xticks() if left <= tick <= right]
+        labels = [label.get_text() for label in panel.get_xticklabels()]
+        assert ticks and all(tick == round(tick) and f"{tick:.0f}" in labels for tick in ticks)
+        (bottom, top), data = panel.get_ylim(), panel.dataLim
+        assert left < data.x0 and data.x1 < right
+        assert bottom <= data.y0 and data.y1 + 0.02 * (top - bottom) < top
+    memory = figure[0].axes[3]
+    legend = memory.get_legend()
+    assert legend and legend.get_window_extent().x0 >= memory.get_window_extent().x1, "beside the curves"
+
+
 @pytest.mark.parametrize("name", ["$x_1", "a^b $", "\\frac", "第一次"])
 @pytest.mark.filterwarnings("error")
 def test_a_folder_s_name_is_no_formula(name: str, tmp_path: Path) -> None:

@@ -48,19 +48,19 @@ def test_a_killed_run_goes_on_to_the_last_bit_and_tokenizes_nothing_twice(
         keys = STREAM | {"cache_dir": str(tmp_path / f"{name}-cache")}
         configs.append(write_config(tmp_path / f"2x1-{name}.yml", **shared | keys))
     straight, killed = configs
-    told = finished(straight).stdout
-    assert "data: 3 files" in told
-    assert "steps: 10 of 200 samples\n" in told
-    made = [number for number in range(1, 10) if f"data: window {number}, in epoch" in told]
+    printed = finished(straight).stdout
+    assert "data: 3 files" in printed
+    assert "steps: 10 of 200 samples\n" in printed
+    made = [number for number in range(1, 10) if f"data: window {number}, in epoch" in printed]
     assert made == [1, 2, 3, 4, 5], "2,000 samples: an epoch has four windows, the last one a smaller one"
-    assert "data: window 5, in epoch 2" in told
+    assert "data: window 5, in epoch 2" in printed
     left = list((tmp_path / "straight-cache" / "streams").glob("*/datasets/*"))
     assert not left, "removed when the run is done"
 
     kill_after(7, killed)
-    told = finished(killed).stdout
-    assert "resumed: " in told
-    assert "data: window 1, in epoch" not in told
+    printed = finished(killed).stdout
+    assert "resumed: " in printed
+    assert "data: window 1, in epoch" not in printed
     assert losses(killed) == losses(straight)
     assert [step for step, _ in losses(straight)] == list(range(1, STEPS + 1))
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from tests.training.any_model.nets import NETS
 from training.any_model.config import PipelineConfig
+from training.any_model.pipeline import Pipeline
 from training.any_model.samples import SampleLoader
 from training.any_model.stage import divide
 from training.any_model.task import LayerTrainer
@@ -28,9 +29,10 @@ from training.evaluation import Evaluation
 def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
     config = PipelineConfig.model_validate(case["keys"])
     net = NETS[case["net"]]
-    layers, loader = net.layers(), SampleLoader(net.dataset(), config)
-    parts = divide(layers, config.model_topo.parts, config.model_topo.stages)
-    trainer = LayerTrainer.from_layers(layers, net.forward_step, net.loss, loader, config, parts)
+    pipeline = Pipeline(net.layers(), loss=net.loss, forward_step=net.forward_step)
+    loader = SampleLoader(net.dataset(), config)
+    parts = divide(pipeline.layers, config.model_topo.parts, config.model_topo.stages)
+    trainer = LayerTrainer.from_layers(pipeline, loader, config, parts)
     engine, forwards = trainer.engine, []
     engine.module.forward_funcs[0].register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     tensors: dict[str, torch.Tensor] = {}

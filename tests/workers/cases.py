@@ -63,13 +63,13 @@ def leave_with(owner: int) -> None:
 
 def run_cases(worker: str, path: Path) -> None:
     """Run the cases of a file; the topology of the first of all says how many processes there must be."""
-    place = processes.Place.from_environment()
-    assert place is not None
+    process = processes.ProcessInfo.from_environment()
+    assert process is not None
     run_case = import_module(f"tests.workers.{worker}").run_case
     for case in json.loads(path.read_text()):
         config = TrainConfig.model_validate(case["config"])
         if not torch.distributed.is_initialized():
-            processes.start(place, config.model_topo)
+            processes.start(process, config.model_topo)
         remembered = dict(vars(groups))
         run_case(case, config, path.parent)
         torch.distributed.barrier()

@@ -20,7 +20,7 @@ from torch import Tensor
 from models.checkpoint.source import PipelineSource
 from tests.workers.leaving import leave
 from training.checkpoint.exporting import export_run
-from training.distributed.processes import Place, gather
+from training.distributed.processes import ProcessInfo, gather
 from training.errors import RunRefused
 
 
@@ -37,8 +37,8 @@ def main() -> None:
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    place = Place.from_environment()
-    assert place is not None
+    process = ProcessInfo.from_environment()
+    assert process is not None
     read: list[int] = []
     read_layer = PipelineSource.read_layer
 
@@ -47,11 +47,11 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         return read_layer(source, layer)
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if case["full"] == place.rank else limits[0], limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if case["full"] == process.rank else limits[0], limits[1]))
     refused = None
     with patch.object(PipelineSource, "read_layer", watched):
         try:
-            export_run(Path(case["checkpoint"]), Path(case["target"]), case["held"][place.rank], Path(case["model"]))
+            export_run(Path(case["checkpoint"]), Path(case["target"]), case["held"][process.rank], Path(case["model"]))
         except RunRefused as error:
             refused = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -13,7 +13,7 @@ from typing import Any
 from models.generation import Request, Sampling, generate_many
 from training.config.keys import TrainConfig
 from training.demo.stages import StagedPasses, load_stage
-from training.distributed.processes import Place
+from training.distributed.processes import ProcessInfo
 
 
 def requests_of(described: list[Any]) -> list[Request]:
@@ -25,10 +25,10 @@ def requests_of(described: list[Any]) -> list[Request]:
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    place = Place.from_environment()
-    assert place is not None
-    pipeline = StagedPasses(load_stage(config.model_path, None, place, case["shares"]), place, case["shares"])
-    if place.rank:
+    process = ProcessInfo.from_environment()
+    assert process is not None
+    pipeline = StagedPasses(load_stage(config.model_path, None, process, case["shares"]), process, case["shares"])
+    if process.rank:
         pipeline.follow()
         return
     next(generate_many(pipeline, requests_of(case["requests"]), case["rows"]))  # left with passes under way

@@ -20,24 +20,25 @@ from torch.nn import functional
 
 from tests.workers import jobs
 from training.any_model.config import LANGUAGE_MODEL_KEYS, PipelineConfig
+from training.any_model.pipeline import Pipeline
 from training.any_model.stage import Layer
 from training.any_model.task import Layers
 from training.config.keys import TrainConfig
-from training.distributed.processes import Place
+from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
 from training.job import Job
 from training.options import run_options
 from training.options import train_language_model as run_job
 
 
-def train_layers(config: TrainConfig, place: Place, monitor: RankMonitor, _: object) -> None:
+def train_layers(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor, _: object) -> None:
     random = torch.Generator().manual_seed(1)
     dataset: Any = [tuple(torch.randn(2, 8, generator=random)) for _ in range(16)]
     layers: list[Layer] = [partial(nn.Linear, 8, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 8)]
     keys = {key: value for key, value in config.dump().items() if key not in LANGUAGE_MODEL_KEYS}
-    own, step = PipelineConfig.model_validate(keys), nn.Module.__call__
-    task = Layers(layers, step, functional.mse_loss, dataset, None, None)
-    Job(task, own, place, monitor, run_options(own)).run()
+    own = PipelineConfig.model_validate(keys)
+    task = Layers(Pipeline(layers, loss=functional.mse_loss), dataset)
+    Job(task, own, process, monitor, run_options(own)).run()
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
-from training.distributed.processes import Place
+from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
 from training.errors import USER_ERRORS, RunRefused
 from training.metrics.reporter import Reporter
@@ -34,10 +34,10 @@ from training.options import train_language_model as run_job
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    place = Place.from_environment()
-    assert place is not None
+    process = ProcessInfo.from_environment()
+    assert process is not None
     outcome: dict[str, Any] = {"error": None, "code": 0, "used": {}}
-    told = io.StringIO()
+    printed = io.StringIO()
     report, set_rate, mark = Reporter.report, LearningRate.set, RankMonitor.mark
     seen: list[float] = []
 
@@ -49,22 +49,22 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         report(self, metrics)
         if seen:
             outcome["used"][metrics.step] = seen[-1]
-        happen(case["events"].get(str(metrics.step)), place.rank)
+        happen(case["events"].get(str(metrics.step)), process.rank)
 
     def marked(self: RankMonitor, what: str) -> None:
         mark(self, what)
-        happen(case["events"].get(what), place.rank)
+        happen(case["events"].get(what), process.rank)
 
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
     patched = patch.object(Reporter, "report", reported), patch.object(LearningRate, "set", set_and_forget)
-    with patched[0], patched[1], patch.object(RankMonitor, "mark", marked), contextlib.redirect_stdout(told):
+    with patched[0], patched[1], patch.object(RankMonitor, "mark", marked), contextlib.redirect_stdout(printed):
         try:
-            with RankMonitor(place, config.model_topo.stage_of(place.rank), config.timeout_minutes) as monitor:
-                ended(lambda: run_job(config, place, monitor, KINDS[case["kind"]]), outcome)
+            with RankMonitor(process, config.model_topo.stage_of(process.rank), config.timeout_minutes) as monitor:
+                ended(lambda: run_job(config, process, monitor, KINDS[case["kind"]]), outcome)
         finally:
             hook.remove()
-    outcome["told"] = told.getvalue()
-    if place.rank == 0:
+    outcome["printed"] = printed.getvalue()
+    if process.rank == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()
 

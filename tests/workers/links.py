@@ -1,4 +1,4 @@
-"""Measures the links of these ranks; what it comes to goes to <case>.<rank>.json."""
+"""Measures the links of these ranks, and writes them to <case>.<rank>.json."""
 
 from __future__ import annotations
 

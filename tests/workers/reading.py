@@ -44,8 +44,8 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     module, sharded = trainer.engine.module, trainer.engine.zero_optimization_stage() == 3
     with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=sharded):
         held = {name: digest(tensor) for name, tensor in module.state_dict().items()}
-    told = {"read": read, "held": held}
-    (folder / f"{case['name']}.{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
+    outcome = {"read": read, "held": held}
+    (folder / f"{case['name']}.{torch.distributed.get_rank()}.json").write_text(json.dumps(outcome))
     trainer.engine.destroy()
 
 

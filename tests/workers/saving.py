@@ -1,8 +1,8 @@
 """Saves the same state with and without `save_async`, and trains on before the thread's files are settled.
 
 Its cases are {"name", "config": {...}, "kind": "zero" | "pipeline"}; writes <folder>/<name>.json with the names of the
-"files", of those that "differ", whether the checkpoint was there "early", before it was settled, and what was "told".
-`latest` is in the way: a folder.
+"files", of those that "differ", whether the checkpoint was there "early", before it was settled, and what was
+"printed". `latest` is in the way: a folder.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         trainer.train_step(loader, loader.batch(step))
     record = CheckpointRecord(step=0, topology=division.topology, data=ORDER)
     saved = []
-    early, told = False, io.StringIO()
+    early, printed = False, io.StringIO()
     for in_background in (False, True):
         save_path = folder / f"{case['name']}-{in_background}"
         (save_path / LATEST).mkdir(parents=True, exist_ok=True)
         asked = config.model_copy(update={"save_async": in_background})
-        files, log = read_side_files(model_folder, read_spec(model_folder)), Console(file=told, soft_wrap=True)
-        saver = Checkpointer(trainer, asked, save_path, Disk.of_all(), files, record, log)
+        files, log = read_side_files(model_folder, read_spec(model_folder)), Console(file=printed, soft_wrap=True)
+        saver = Checkpointer(trainer, asked, save_path, Disk.shared(), files, record, log)
         saver.save(STEP)
         saved.append(step_folder(save_path, STEP))
         early = saved[-1].exists()
@@ -56,7 +56,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         names = [sorted(path.name for path in each.iterdir()) for each in saved]
         differ = [name for name in names[0] if (saved[0] / name).read_bytes() != (saved[1] / name).read_bytes()]
         assert names[0] == names[1], names
-        outcome = {"files": names[0], "differ": differ, "early": early, "told": told.getvalue()}
+        outcome = {"files": names[0], "differ": differ, "early": early, "printed": printed.getvalue()}
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()
     trainer.engine.destroy()

@@ -57,7 +57,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
             record = CheckpointRecord(step=0, topology=division.topology, data=ORDER, settings=settings_of(config))
             files, save_path = read_side_files(model_folder, read_spec(model_folder)), folder / case["name"]
             save_path.mkdir(exist_ok=True)
-            Checkpointer(trainer, config, save_path, Disk.of_all(), files, record, log).save(SAVED_AT)
+            Checkpointer(trainer, config, save_path, Disk.shared(), files, record, log).save(SAVED_AT)
             keep_state(trainer, state)
     if torch.distributed.get_rank() == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps({"losses": losses, "norms": norms}))

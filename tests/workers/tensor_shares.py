@@ -3,7 +3,8 @@
 usage: tensor_shares.py CASES.json, a list of {"folder", "dtype", "spread", "short", "grouped", "own", "z_loss",
 "dropout", "fault"}; writes outcomes.json beside it: for each case the two losses, how far each gradient is from that of
 the whole model, in parts of its largest number, how many sums were made in the forward and in the backward pass, and
-what part of the weights this process holds.
+what part of the weights this process holds. A case with "prompts" and "count" is generated instead; its outcome is each
+rank's tokens, or what it refused, and how many weights of the blocks it holds.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from models import CheckpointError
 from models import process_groups as collectives
-from models.api import read_spec
+from models.api import load_share, read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
+from models.generation import Request, generate_many
 from models.loss import micro_batch_loss
 from models.process_groups import RankGroup
 from models.router import n_experts
@@ -68,8 +71,8 @@ def loss_of(model: CausalLM, case: dict[str, Any]) -> Tensor:
         stream = layer(stream)
     weights = {"z_loss_weight": case.get("z_loss", 0.0), "own": squared if case.get("own") else None}
     router_loss = 0.5 if model.spec.family.router else 0.0
-    told = (labels, torch.tensor(0.1), torch.tensor(1.0))
-    return micro_batch_loss(model.head, stream, told, router_loss_weight=router_loss, **weights)
+    expected = (labels, torch.tensor(0.1), torch.tensor(1.0))
+    return micro_batch_loss(model.head, stream, expected, router_loss_weight=router_loss, **weights)
 
 
 def run_dropout(case: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +103,23 @@ def run_dropout(case: dict[str, Any]) -> dict[str, Any]:
     return {"ranks": gather((losses, drawn[0], same))}
 
 
+def generate(case: dict[str, Any]) -> dict[str, Any]:
+    group = distributed.group.WORLD
+    assert group
+    try:
+        model = load_share(case["folder"], group)
+    except CheckpointError as error:
+        return {"refused": str(error)}
+    requests = [Request(prompt, case["count"], set()) for prompt in case["prompts"]]
+    for _ in generate_many(model, requests, rows=2):
+        pass
+    held = sum(parameter.numel() for block in model.blocks for parameter in block.parameters())
+    return {"texts": [request.text for request in requests], "held": held}
+
+
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    if case.get("prompts"):
+        return {"ranks": gather(generate(case))}
     if case.get("dropout"):
         return run_dropout(case)
     size, rank = distributed.get_world_size(), distributed.get_rank()

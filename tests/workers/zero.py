@@ -56,7 +56,7 @@ def outcome_of(kind: type[Trainer], config: TrainConfig, folder: Path, resume: b
             trainer.engine.save_checkpoint(str(folder), tag="resume")
     outcome["eval"].append(trainer.eval_loss(loader, loader.batch(0)))
     folder.mkdir(exist_ok=True)
-    trainer.write_layers(folder, torch.save, Disk.of_all())
+    trainer.write_layers(folder, torch.save, Disk.shared())
     trainer.engine.destroy()
     if not resume:
         return outcome

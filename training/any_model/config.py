@@ -46,6 +46,11 @@ class PipelineConfig(TrainConfig):
             raise ValueError("model_topo.process_topology.axes: a Pipeline shards no layers; expected no model axis")
         if self.model_topo.sequence > 1:
             raise ValueError("model_topo.sequence: only language models have sequences to share; expected 1")
+        if (stage := self.zero_optimization.stage) > 1:
+            raise ValueError(
+                f"zero_optimization.stage: {stage}: each stage of a Pipeline holds its layers whole; expected 0 or 1, "
+                "and more stages where memory is short"
+            )
         return self
 
     def dump(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from training.any_model.config import PipelineConfig
 from training.config.yaml_file import checked
-from training.distributed.processes import Place
+from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_from_script
 from training.errors import ConfigError
 
@@ -93,15 +93,15 @@ class Pipeline:
             eval_dataset: of such samples, evaluated as `eval_interval` and `eval_at_start` ask for.
         """
 
-        def run(config: PipelineConfig, place: Place, monitor: RankMonitor) -> bool:
+        def run(config: PipelineConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
             from training.any_model.task import Layers  # imports DeepSpeed, after the device is set
             from training.job import Job
             from training.options import run_options
 
-            task = Layers(self.layers, self.forward_step, self.loss, dataset, collate, eval_dataset)
-            return Job(task, config, place, monitor, run_options(config)).run()
+            task = Layers(self, dataset, collate, eval_dataset)
+            return Job(task, config, process, monitor, run_options(config)).run()
 
-        run_from_script(lambda place: self.config(place.world_size if place else 0), run)
+        run_from_script(lambda process: self.config(process.world_size if process else 0), run)
 
 
 def load_trained(layers: nn.Sequential | Sequence[nn.Module], path: str | Path) -> None:

@@ -1,9 +1,9 @@
-"""One stage of a `Pipeline`: the module with its layers, and the shapes that cross its borders.
+"""One stage of a `Pipeline`: the module with its layers, and the tensors that pass between stages.
 
 The input of a layer is the output of the one before: a tensor or a tuple of tensors, not complex. The tensors between
-stages have the same shapes in every micro-batch. Before the first one, the stages pass the shapes of the first inputs
-through their layers in turn, on the meta device, which computes nothing. So a layer's tensors must be parameters or
-buffers, and no shape may depend on values. Layers that do not fit each other are found before anything runs.
+stages have the same shapes in every micro-batch. Before the first one, the stages pass the first inputs through their
+layers in turn on the meta device, which computes nothing, so layers that do not fit each other are found before
+anything runs. A layer's tensors must therefore be parameters or buffers, and no shape may depend on values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -34,87 +34,46 @@ from training.engine.stage_engine import StageEngine
 from training.errors import ConfigError
 from training.plan.partition import best_split
 
+if TYPE_CHECKING:
+    from training.any_model.pipeline import Pipeline
 
-class Border(NamedTuple):
-    """The shapes and dtypes of the tensors that cross a border between stages.
-
-    Attributes:
-        tensors: shape and dtype of each.
-        alone: whether it is a single tensor, not in a tuple.
-    """
-
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    alone: bool
-
-    @classmethod
-    def describe(cls, stream: Any) -> Border:
-        """Describe a tensor or a tuple of tensors; raise a ConfigError for anything else."""
-        tensors = stream if isinstance(stream, tuple) else (stream,)
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or tensor.is_complex():
-                found = "a complex one" if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ConfigError(f"expected a tensor or a tuple of tensors, found {found}")
-        return cls(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors), not isinstance(stream, tuple))
-
-    def like(self) -> tuple[Tensor, ...]:
-        """Make such tensors on the meta device."""
-        return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.tensors)
-
-    def unpacked(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Turn a tuple of tensors into a layer's input."""
-        return tensors[0] if self.alone else tensors
-
-    def __str__(self) -> str:
-        return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors)
-
-
-class Step(nn.Module):
-    """A layer with its forward step as one module, for `functional_call`."""
-
-    def __init__(self, layer: nn.Module, forward_step: ForwardStep) -> None:
-        super().__init__()
-        self.layer = layer
-        self._forward_step = forward_step
-
-    def forward(self, inputs: Any) -> Any:
-        return self._forward_step(self.layer, inputs)
+Layer = nn.Module | Callable[[], nn.Module]
+ForwardStep = Callable[[nn.Module, Any], Any]
+Loss = Callable[[Any, Any], Tensor]
+Stream = Tensor | tuple[Tensor, ...]  # what passes from layer to layer
 
 
 class LayerStage(PipelineModule):
     """This process's layers; the last stage has the loss.
 
     Args:
-        layers: of the whole model.
-        forward_step, loss: see `Pipeline`.
         parts: layers per stage.
         folder: checkpoint to load the weights from.
+
+    Attributes:
+        arriving, leaving: meta tensors like those of every micro-batch.
 
     Raises:
         ConfigError: the stage has nothing to train.
         CheckpointError: the weights are not those of the layers.
     """
 
-    arriving: Border
-    leaving: Border
+    arriving: Stream
+    leaving: Stream
 
     def __init__(
-        self,
-        layers: Sequence[Layer],
-        forward_step: ForwardStep,
-        loss: Loss,
-        config: PipelineConfig,
-        parts: Sequence[int],
-        folder: Path | None = None,
+        self, pipeline: Pipeline, config: PipelineConfig, parts: Sequence[int], folder: Path | None = None
     ) -> None:
         self._bounds = [0, *accumulate(parts)]
-        self._recompute = config.recomputed(len(layers))  # numbers from 1
+        self._recompute = config.recomputed(len(pipeline.layers))  # numbers from 1
         grid = config.model_topo.process_topology
         topology = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
-        made = [LaterLayer(make, layer, config.seed + number) for number, layer in enumerate(layers)]
+        made = [LaterLayer(make, layer, config.seed + number) for number, layer in enumerate(pipeline.layers)]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which have no effect here
             # With dynamic_shape the engine calls `_send_tensor_meta` for every micro-batch.
             super().__init__(made, topology=topology, loss_fn=self.loss, dynamic_shape=True)
-        self._forward_step, self._loss = forward_step, loss  # may be modules, whose buffers move with the stage
+        # May be modules, whose buffers move with the stage.
+        self._forward_step, self._loss = pipeline.forward_step, pipeline.loss
         dtype = training_dtype(config)
         self._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # complex buffers stay
         if folder:
@@ -126,15 +85,15 @@ class LayerStage(PipelineModule):
                 )
 
     def learn_shapes(self, inputs: tuple[Tensor, ...]) -> None:
-        """Find the shapes at the borders for micro-batches like this one; all ranks call it together."""
-        found = Border(Border.describe(inputs).tensors, alone=len(inputs) == 1)
+        """Find `arriving` and `leaving` for micro-batches like this one; all ranks call it together."""
+        stream = on_meta(inputs[0] if len(inputs) == 1 else inputs)
         for stage in range(self.num_stages):
             leaving = None
             with agreed():
                 if stage == self.stage_id:
-                    self.arriving, leaving = found, self._trace(found)
-                    self.leaving = leaving
-            found = next(each for each in gather(leaving) if each is not None)
+                    self.arriving, self.leaving = stream, self._trace(stream)
+                    leaving = self.leaving
+            stream = next(each for each in gather(leaving) if each is not None)
 
     def layers_by_number(self) -> dict[int, nn.Module]:
         """Return this stage's layers by their number in the model."""
@@ -142,17 +101,17 @@ class LayerStage(PipelineModule):
 
     def activations_like(self) -> tuple[Tensor, ...]:
         """Return meta tensors like those that arrive here, for the engine."""
-        return self.arriving.like()
+        return as_tuple(self.arriving)
 
     def forward(self, stream: tuple[Tensor, ...]) -> Any:
-        found = self.arriving.unpacked(stream)
+        found: Any = stream if isinstance(self.arriving, tuple) else stream[0]
         for number, layer in self.layers_by_number().items():
             again = self.training and number + 1 in self._recompute
             step = partial(self._forward_step, layer)
             found = checkpoint(step, found, use_reentrant=False) if again else step(found)
         if self.stage_id == self.num_stages - 1:
             return found
-        return tuple(tensor.contiguous() for tensor in (found if isinstance(found, tuple) else (found,)))
+        return tuple(tensor.contiguous() for tensor in as_tuple(found))
 
     def loss(self, outputs: Any, labels: tuple[Tensor, ...]) -> Tensor:
         """Compute the loss of a micro-batch; DeepSpeed calls it on the last stage."""
@@ -167,33 +126,67 @@ class LayerStage(PipelineModule):
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
     @torch.no_grad()
-    def _trace(self, arriving: Border) -> Border:
-        stream, border = arriving.unpacked(arriving.like()), arriving
+    def _trace(self, stream: Stream) -> Stream:
+        """Pass meta tensors through this stage's layers."""
         for number, layer in self.layers_by_number().items():
             step = Step(layer, self._forward_step)
             tensors = [*step.named_parameters(), *step.named_buffers()]
             try:
-                stream = functional_call(step, {name: tensor.to("meta") for name, tensor in tensors}, (stream,))
-                border = Border.describe(stream)
+                found = functional_call(step, {name: tensor.to("meta") for name, tensor in tensors}, (stream,))
+                leaving = on_meta(found)
             except Exception as error:  # whatever a layer raises
-                what = f"layer {number} ({type(layer).__name__}) with {border}"
+                what = f"layer {number} ({type(layer).__name__}) with {describe(stream)}"
                 raise ConfigError(f"layers: {what}: {reason_of(error)}") from error
-        if self.stage_id < self.num_stages - 1 and not any(dtype.is_floating_point for _, dtype in border.tensors):
-            raise ConfigError(f"parts: {border} leave stage {self.stage_id}; expected a tensor with a gradient")
-        return border
+            stream = found
+        if self.stage_id < self.num_stages - 1 and not any(each.is_floating_point() for each in as_tuple(leaving)):
+            raise ConfigError(
+                f"parts: {describe(leaving)} leave stage {self.stage_id}; expected a tensor with a gradient"
+            )
+        return leaving
+
+
+class Step(nn.Module):
+    """A layer with its forward step as one module, for `functional_call`."""
+
+    def __init__(self, layer: nn.Module, forward_step: ForwardStep) -> None:
+        super().__init__()
+        self.layer = layer
+        self._forward_step = forward_step
+
+    def forward(self, inputs: Any) -> Any:
+        return self._forward_step(self.layer, inputs)
 
 
 class LayerStageEngine(StageEngine):
-    """The engine of a stage that knows its borders from `LayerStage.learn_shapes`."""
+    """The engine of a stage that knows its shapes from `LayerStage.learn_shapes`."""
 
     def _send_tensor_meta(self, stream: tuple[Tensor, ...], stage: int) -> None:
         """Check before each micro-batch is sent that it has the expected shapes."""
-        found = Border(Border.describe(stream).tensors, self.module.leaving.alone)
-        if found != self.module.leaving:
+        found, expected = describe(stream), describe(self.module.leaving)
+        if found != expected:
             raise ConfigError(
-                f"layers: {found} leave stage {self.stage_id}, but {self.module.leaving} did for the first "
-                "micro-batch; expected the same in all"
+                f"layers: {found} leave stage {self.stage_id}, but {expected} did for the first micro-batch; expected "
+                "the same in all"
             )
+
+
+def as_tuple(stream: Stream) -> tuple[Tensor, ...]:
+    return stream if isinstance(stream, tuple) else (stream,)
+
+
+def on_meta(stream: Any) -> Stream:
+    """Make contiguous meta tensors like these; raise a ConfigError for what is neither a tensor nor a tuple of them."""
+    for tensor in as_tuple(stream):
+        if not isinstance(tensor, Tensor) or tensor.is_complex():
+            found = "a complex one" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigError(f"expected a tensor or a tuple of tensors, found {found}")
+    made = tuple(torch.empty(each.shape, dtype=each.dtype, device="meta") for each in as_tuple(stream))
+    return made if isinstance(stream, tuple) else made[0]
+
+
+def describe(stream: Stream) -> str:
+    """Name shapes and dtypes."""
+    return ", ".join(f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in as_tuple(stream))
 
 
 def load_layers(layers: dict[int, nn.Module], folder: Path) -> None:
@@ -213,11 +206,6 @@ def load_layers(layers: dict[int, nn.Module], folder: Path) -> None:
             ) from None
 
 
-Layer = nn.Module | Callable[[], nn.Module]
-ForwardStep = Callable[[nn.Module, Any], Any]
-Loss = Callable[[Any, Any], Tensor]
-
-
 def make(layer: Layer, seed: int) -> nn.Module:
     """Return the layer, or make it; its random weights are the same in every process."""
     if isinstance(layer, nn.Module):
@@ -225,24 +213,6 @@ def make(layer: Layer, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too, for good
         return layer()
-
-
-def check_functions(**functions: Callable[..., Any]) -> None:
-    """Raise a ConfigError for a function that is a module with weights."""
-    for name, function in functions.items():
-        if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
-            raise ConfigError(f"{name}: has weights, which no layer's file would hold; expected them in the layers")
-
-
-def make_on_meta(layers: Sequence[Layer]) -> list[nn.Module]:
-    """Make the layers that are functions on the meta device, without memory."""
-    with torch.device("meta"):
-        return [make(layer, 0) for layer in layers]
-
-
-def count_weights(layers: Sequence[Layer]) -> list[int]:
-    """Count the parameters of each layer."""
-    return [sum(weight.numel() for weight in layer.parameters()) for layer in make_on_meta(layers)]
 
 
 def divide(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) -> list[int]:
@@ -256,14 +226,16 @@ def divide(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) ->
     """
     if len(layers) < stages:
         raise ConfigError(f"parts: {stages} stages for {len(layers)} layers; expected a layer for each stage")
+    with torch.device("meta"):  # without memory for layers that are made by functions
+        made = [make(layer, 0) for layer in layers]  # kept until the end, so that no id is reused
     if parts is None:
-        parts = best_split([count + 1 for count in count_weights(layers)], stages, lambda *_: True)
+        costs = [1 + sum(weight.numel() for weight in layer.parameters()) for layer in made]
+        parts = best_split(costs, stages, lambda *_: True)
         assert parts is not None  # the filter accepts any division
     if sum(parts) != len(layers):
         raise ConfigError(f"parts: {list(parts)} sums to {sum(parts)}, but there are {len(layers)} layers")
     holders: dict[int, int] = {}
     stage_of = [stage for stage, size in enumerate(parts) for _ in range(size)]
-    made = make_on_meta(layers)  # kept until the end, so that no id is reused
     for number, layer in enumerate(made):
         for name, weight in layer.named_parameters():
             if weight.is_complex():

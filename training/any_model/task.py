@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
+from torch import nn
 from torch.utils.data import Dataset
 
 from data.loader import GlobalBatch, Loader
 from training.any_model.config import PipelineConfig
 from training.any_model.samples import Collate, SampleLoader
-from training.any_model.stage import ForwardStep, Layer, LayerStage, LayerStageEngine, Loss, check_functions, divide
+from training.any_model.stage import LayerStage, LayerStageEngine, divide
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.config.deepspeed_config import check_device
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
+from training.distributed.communication import among_members
 from training.distributed.disk import Disk
-from training.distributed.groups import among_members
 from training.engine.building import wrap_in_engine
 from training.engine.pipeline import PipelineTrainer
 from training.engine.prefetch import Sent
@@ -28,24 +29,25 @@ from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.topology import Division
 
+if TYPE_CHECKING:
+    from training.any_model.pipeline import Pipeline
+
 
 class Layers(Task):
-    """Layers in a pipeline; see `Pipeline` and `Pipeline.train` for the arguments."""
+    """Layers in a pipeline; see `Pipeline.train` for the arguments."""
 
     loader: SampleLoader
 
     def __init__(
         self,
-        layers: Sequence[Layer],
-        forward_step: ForwardStep,
-        loss: Loss,
+        pipeline: Pipeline,
         dataset: Dataset[Any],
-        collate: Collate | None,
-        eval_dataset: Dataset[Any] | None,
+        collate: Collate | None = None,
+        eval_dataset: Dataset[Any] | None = None,
     ) -> None:
-        self._layers, self._forward_step, self._loss = layers, forward_step, loss
+        self._pipeline = pipeline
         self._dataset, self._collate, self._eval_dataset = dataset, collate, eval_dataset
-        self.n_layers = len(layers)
+        self.n_layers = len(pipeline.layers)
         self.side_files = {}
 
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
@@ -61,8 +63,11 @@ class Layers(Task):
                 log.print(f"evaluation: without the last {left} samples, too few for a micro-batch for each replica")
         elif config.eval_interval or config.eval_at_start:
             raise ConfigError("eval_interval, eval_at_start: without effect, as `train` was given no eval_dataset")
-        check_functions(forward_step=self._forward_step, loss=self._loss)
-        self._parts = divide(self._layers, config.model_topo.parts, config.model_topo.stages)
+        for name in ("forward_step", "loss"):
+            function = getattr(self._pipeline, name)
+            if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
+                raise ConfigError(f"{name}: has weights, which no layer's file would hold; expected them in the layers")
+        self._parts = divide(self._pipeline.layers, config.model_topo.parts, config.model_topo.stages)
         self.order = DataOrder(
             samples=len(self.loader.data.samples),
             fingerprint="",
@@ -89,8 +94,7 @@ class Layers(Task):
     def build(self, job: Job) -> LayerTrainer:
         config, parts = job.config, job.division.topology.parts
         assert isinstance(config, PipelineConfig)
-        model = self._layers, self._forward_step, self._loss
-        return LayerTrainer.from_layers(*model, self.loader, config, parts, job.progress.checkpoint)
+        return LayerTrainer.from_layers(self._pipeline, self.loader, config, parts, job.progress.checkpoint)
 
     def origin(self, sample: int) -> str:
         return f"sample {sample}"
@@ -111,24 +115,21 @@ class LayerTrainer(PipelineTrainer):
     @classmethod
     def from_layers(
         cls,
-        layers: Sequence[Layer],
-        forward_step: ForwardStep,
-        loss: Loss,
+        pipeline: Pipeline,
         loader: SampleLoader,
         config: PipelineConfig,
         parts: Sequence[int],
         folder: Path | None = None,
     ) -> LayerTrainer:
-        """Make this process's layers and the optimizer, and wrap_in_engine both in DeepSpeed's engine.
+        """Make this process's layers and the optimizer, and wrap both in DeepSpeed's engine.
 
         Args:
-            forward_step, loss: see `Pipeline`.
             loader: its first micro-batch has the shapes of all.
             parts: layers per stage.
             folder: checkpoint to load the weights from.
         """
         with among_members():
-            stage = LayerStage(layers, forward_step, loss, config, parts, folder)
+            stage = LayerStage(pipeline, config, parts, folder)
         stage.learn_shapes(next(loader.micro_batches(loader.batch(0), 0))[0])
         torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
         return cls(LayerStageEngine.adopt(wrap_in_engine(stage, config)))

@@ -58,7 +58,7 @@ class Choices:
         self._chosen[key] = value, reason
 
     def is_own(self, key: str) -> bool:
-        """Whether the user has chosen a key, or something in that section."""
+        """Say whether the user has chosen a key, or something in that section."""
         return any(f"{own}.".startswith(f"{key}.") for own in self.own)
 
     def config(self, **missing: Any) -> TrainConfig:
@@ -83,7 +83,7 @@ class Choices:
         return "\n".join(lines) + "\n"
 
     def _raw(self) -> dict[str, Any]:
-        """All values, nested as in YAML."""
+        """Return all values, nested as in YAML."""
         raw: dict[str, Any] = {}
         for key, (value, _) in self._chosen.items():
             *sections, last = key.split(".")

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from common.log import Log
+from common.quantities import counted, gigabytes
 from common.whole_files import replace_text
 from data.inspection import summary
 from data.paths import with_home
@@ -33,7 +34,6 @@ from training.config.yaml_file import load_config
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.launch.start import Hosts
-from training.metrics.devices import GIGA
 from training.plan.command import WIDTH, plan_summary, search_table, show
 from training.plan.plan import Plan
 from training.plan.search import SIZES
@@ -193,12 +193,12 @@ def _choose_topology(choices: Choices, search: Search) -> Plan:
         choices.add("model_topo.sequence", topo.sequence, "replicas that share their rows, which are long")
     choices.add("model_topo.parts", plan.parts, "layers of each stage: the slowest one is as fast as can be")
     rows, steps = config.train_micro_batch_size_per_gpu, basis.micro_batches
-    why = f"rows at a time, the fastest of {SIZES} that fit; gradients accumulate over {steps} micro-batches"
+    why = f"rows at a time, the fastest of {SIZES} that fit; gradients accumulate over {counted(steps, 'micro-batch')}"
     choices.add("train_micro_batch_size_per_gpu", rows, why)
     waits = f"{plan.bubble:.0%} of the time is waiting" if plan.bubble > 0 else "nothing waits"
     choices.add("schedule", config.schedule, f"the faster of 1f1b and dualpipev; {waits}")
     saves = "what fits is faster with it" if config.use_grad_ckpt else "activations fit without"
-    room = f"{plan.peak / GIGA:.1f} GB a process at most, of {(basis.device.memory or 0) / GIGA:.1f} GB"
+    room = f"{gigabytes(plan.peak)} a process at most, of {gigabytes(basis.device.memory or 0)}"
     choices.add("use_grad_ckpt", config.use_grad_ckpt, f"{saves}: {room}")
     if config.zero_optimization.offloads:
         choices.add(f"{OFFLOAD}.device", "cpu", "the optimizer's states do not fit beside the rest")

@@ -18,13 +18,14 @@ import psutil
 import torch
 from rich.console import Console
 
+from common.quantities import counted, gigabytes
 from data.tokenized.columns import SPLIT_KIND
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.launch.start import Hosts
-from training.metrics.devices import GIGA, Device, parse_devices, this_device
+from training.metrics.devices import Device, parse_devices, this_device
 from training.plan.inputs import Basis, Calibration
 from training.plan.plan import Plan
 from training.plan.search import SHORTEST, Feed, advise_stages, feed_of, give_up, search, speed
@@ -55,7 +56,7 @@ class Machine:
             return cls(kind, (count,), math.inf, f"{count} x {kind.name}, as --devices says")
         kind, gpus, cores = this_device(), torch.cuda.device_count(), len(os.sched_getaffinity(0))
         memory = FREE * psutil.virtual_memory().available * len(hosts or [0])
-        what = f"{gpus} x {kind.name}" if gpus else f"{cores} cores, {memory / GIGA:.0f} GB of memory for a run"
+        what = f"{gpus} x {kind.name}" if gpus else f"{cores} cores, {gigabytes(memory)} of memory for a run"
         if hosts:
             slots = sum(map(len, hosts.values()))
             return cls(kind, (slots,), memory, f"{slots} slots on {', '.join(hosts)}, taken to be like here: {what}")
@@ -67,7 +68,7 @@ class Machine:
         return self.kind if self.kind.memory else replace(self.kind, memory=int(self.memory / processes))
 
     def holds(self, plan: Plan) -> bool:
-        """Whether main memory suffices for what is offloaded."""
+        """Say whether main memory suffices for what is offloaded."""
         held = sum(stage.memory.host for stage in plan.stages) * plan.basis.config.model_topo.replicas
         return held <= self.memory
 
@@ -160,9 +161,10 @@ class Search:
     def _refusal(self, basis: Basis) -> str:
         plan = Plan.make(basis.changed(use_grad_ckpt=True, train_micro_batch_size_per_gpu=1))
         memory = basis.device.memory or math.inf
-        need = f"in {len(plan.stages)} stages a process needs {plan.peak / GIGA:.1f} GB, and has {memory / GIGA:.1f} GB"
+        stages = counted(len(plan.stages), "stage")
+        need = f"in {stages} a process needs {gigabytes(plan.peak)}, and has {gigabytes(memory)}"
         if plan.fits:
-            need = f"what goes to main memory is more than {self.machine.memory / GIGA:.1f} GB"
+            need = f"what goes to main memory is more than {gigabytes(self.machine.memory)}"
         more = advise_stages(plan.basis) if self.machine.kind.reserves else []
         expected = f"{more[0].alone.basis.config.model_topo.stages} such processes, or " if more else ""
         return (

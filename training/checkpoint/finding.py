@@ -48,31 +48,33 @@ def find_checkpoint(config: TrainConfig, save_path: Path, disk: Disk, log: Conso
 def _newest(save_path: Path, disk: Disk, log: Console) -> Path | None:
     """Find the newest checkpoint that is complete on every disk, and point `latest` at it; set damaged ones aside.
 
-    One rank lists each disk, as hosts may see a shared one differently. A disk without any checkpoint, while others
-    have one, is the wrong disk: refuse, so that a run of days is not overwritten by a new one.
+    One rank lists each disk, as hosts may see a shared one differently. If one disk has no checkpoint while another has
+    one, it is the wrong disk: refuse, so that no run of days is overwritten by a new one.
     """
     folders: list[Path] = []
     begun = False
     with agreed():
-        if disk.keeps:
+        if disk.owns_folder:
             folders = step_folders(save_path)
             begun = any(save_path.glob(f".step-*.partial-*/{NEW}/{RECORD}"))  # it died before it could rename
-    told = [each for each in gather((disk.host, disk.keeps, folders, begun)) if each[1]]
-    known = sorted({int(folder.name[5:]): folder for _, _, its, _ in told for folder in its}.items(), reverse=True)
-    for host in (host for host, _, its, begun in told if known and not its and not begun):
-        other = next(other for other, _, its, _ in told if its)
-        raise RunRefused(
-            f"save_path: {save_path} holds no checkpoint on host {host}, but {known[0][1].name} on host {other}; "
-            "expected the hosts that wrote them, each with its disk, or another save_path"
-        )
-    for _, folder in known:
+    disks = [each for each, owns in gather(((disk.host, folders, begun), disk.owns_folder)) if owns]
+    steps = {int(folder.name[5:]): folder for _, folders, _ in disks for folder in folders}
+    newest_first = [steps[step] for step in sorted(steps, reverse=True)]
+    for host, folders, begun in disks:
+        if newest_first and not folders and not begun:
+            other = next(other for other, folders, _ in disks if folders)
+            raise RunRefused(
+                f"save_path: {save_path} holds no checkpoint on host {host}, but {newest_first[0].name} on host "
+                f"{other}; expected the hosts that wrote them, each with its disk, or another save_path"
+            )
+    for folder in newest_first:
         reason = _fault_together(folder, disk)
         if reason is None:
             on_each_disk(f"{LATEST} could not be written", partial(name_latest, folder), disk, log)
             return folder
         log.print(f"warning: {folder.name} is passed over: {reason}")
         with agreed(), writing(save_path):
-            if disk.keeps and folder.exists():
+            if disk.owns_folder and folder.exists():
                 set_aside(folder)
     return None
 
@@ -83,16 +85,19 @@ def _fault_together(folder: Path, disk: Disk) -> str | None:
     Raises:
         RunRefused: two disks have complete but different checkpoints of the same step.
     """
-    mine, which = None, None
+    own, checksum = None, None
     with agreed():
-        mine = fault(folder, disk.number, len(disk.ranks))
+        own = fault(folder, disk.number, len(disk.ranks))
         record = CheckpointRecord.read(folder)
-        which = record and record.checksum("host")
-    told = gather((disk.host, mine and disk.told(mine), which))
-    for host, _, other in told:
-        if other != told[0][2] and not any(reason for _, reason, _ in told):
+        checksum = record and record.checksum("host")
+    found = gather((disk.host, own and disk.name_host(own), checksum))
+    if reason := next((reason for _, reason, _ in found if reason), None):
+        return reason
+    first, _, expected = found[0]
+    for host, _, other in found:
+        if other != expected:
             raise RunRefused(
-                f"{folder}: on host {host} that of another run than on host {told[0][0]}; expected the same on all, or "
+                f"{folder}: on host {host} that of another run than on host {first}; expected the same on all, or "
                 "none: move one of them away"
             )
-    return next((reason for _, reason, _ in told if reason), None)
+    return None

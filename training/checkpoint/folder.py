@@ -43,7 +43,7 @@ class DataOrder(BaseModel):
 
     Attributes:
         packed_epoch: length of packed sequences with `packing: dataset`, else 0.
-        windows: of a stream, those tokenized so far (`data.streaming.windows.Made`), so that a resumed run need not
+        windows: of a stream, those tokenized so far (`data.streaming.windows.Made`), so that a resumed run does not
             read all earlier records.
     """
 
@@ -173,7 +173,7 @@ def step_folders(save_path: Path) -> list[Path]:
 
 
 def fault(folder: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Say why a folder is no complete checkpoint, or None; check every `shares`-th file, beginning at `share`.
+    """Return why a folder is no complete checkpoint, or None; check every `shares`-th file, beginning at `share`.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -223,8 +223,8 @@ def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
             continue
         present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
         if present <= {*record.here, RECORD}:
-            with hidden_folder(folder) as place:  # a crash meanwhile leaves nothing that looks complete
-                folder.rename(place)
+            with hidden_folder(folder) as hidden:  # a crash meanwhile leaves nothing that looks complete
+                folder.rename(hidden)
 
 
 def finished(save_path: Path) -> list[Path]:

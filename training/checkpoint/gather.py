@@ -1,7 +1,7 @@
 """Gather a checkpoint of a run with `storage: local` from its hosts: `convert_model.py gather`.
 
-Each host's record says which host has which file. Files are copied over ssh, one after the other, and verified as they
-arrive. The result is an ordinary checkpoint, which appears when it is complete. Cost: a login per file.
+Each host's record lists which host has which file. Files are copied over ssh one by one, which costs a login each, and
+verified. The result is an ordinary checkpoint, which appears when it is complete.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from models.checkpoint.publish import publish_folder
 from models.checkpoint.tensor_io import byte_bar
 from models.errors import CheckpointError
 from training.checkpoint.folder import CheckpointRecord, FileRecord, file_record
-from training.launch.hosts import LIVELY, SSH
+from training.launch.hosts import KEEPALIVE, SSH
 
-HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+", re.ASCII)  # what ssh takes for a host, and no shell for anything else
+HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+", re.ASCII)  # a host for ssh, without a character that a shell interprets
 
 
 def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = False) -> None:
@@ -37,7 +37,7 @@ def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = F
         overwrite: see `publish_folder`.
 
     Raises:
-        CheckpointError: a host does not answer, its files are damaged or those of another run, or one is missing.
+        CheckpointError: a host does not answer, or its files are damaged, missing or those of another run.
     """
     folder = Path(os.path.abspath(folder))
     records = {host: read_record(host, folder) for host in dict.fromkeys(hosts)}
@@ -52,9 +52,10 @@ def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = F
             with open(new / name, "wb") as file:
                 fetch(host, folder / name, file)
             if (found := file_record(new / name)) != expected:
-                what = f"{found.size} bytes with checksum {found.crc32:08x}"
-                wanted = f"{expected.size} with {expected.crc32:08x}, as they were written"
-                raise CheckpointError(f"host {host}: {folder / name}: damaged: {what}; expected {wanted}")
+                raise CheckpointError(
+                    f"host {host}: {folder / name}: damaged: {found.size} bytes with checksum {found.crc32:08x}; "
+                    f"expected {expected.size} with {expected.crc32:08x}, as they were written"
+                )
             bar.update(found.size)
         known = record.model_dump(exclude={"hosts", "host", "crc32"}, exclude_unset=True)
         files = {name: file.model_dump() for name, (_, file) in sources.items()}
@@ -96,7 +97,7 @@ def read_record(host: str, folder: Path) -> CheckpointRecord:
 
 def fetch(host: str, path: Path, file: BinaryIO) -> None:
     """Copy a host's file; raise as `gather`."""
-    words = [*SSH, *LIVELY, "--", host, f"cat -- {shlex.quote(str(path))}"]
+    words = [*SSH, *KEEPALIVE, "--", host, f"cat -- {shlex.quote(str(path))}"]
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.PIPE, check=False)
     except OSError as error:

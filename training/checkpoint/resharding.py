@@ -1,14 +1,12 @@
 """Load a checkpoint's optimizer state on any topology: stages, parts, replicas, tensor axis, ZeRO stage, offload.
 
 The weights come from the layer files, which do not depend on the topology. The optimizer's state (fp32 weights,
-moments) is in DeepSpeed's files, sharded like the run that wrote them. Each rank knows which slices of the weights it
-updates and which the files have (`training.checkpoint.saved_slices`), and copies its own, bit for bit, without
-communication. The optimizer's settings are those of the run's config. docs/design-notes.md says why DeepSpeed's own
-ways do not work.
+moments) is in DeepSpeed's files, sharded like the run that wrote them. Each rank lists the slices of the weights that
+it updates and those in the files (`training.checkpoint.saved_slices`), and copies its own, bit for bit, without
+communication. The optimizer's settings come from the config. docs/design-notes.md says why DeepSpeed's own ways fail.
 
-Cost: each rank reads its share of the state once, from mapped files, and allocates nothing else. 163M parameters in
-bf16 from [2, 1] to [1, 2] on two cores, 2 GB of cached state: 0.7 to 1.9 s. A rank opens the files of all replicas of
-the stages it needs, so between many replicas there are many small reads.
+Cost: each rank reads its share of the state once, from mapped files. 163M parameters in bf16 from [2, 1] to [1, 2] on
+two cores, 2 GB of cached state: 0.7 to 1.9 s. With many replicas there are many small reads.
 """
 
 from __future__ import annotations
@@ -52,8 +50,8 @@ def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, s
     for piece in slices_of(engine):
         wanted[_saved_name(piece.name, record, tied_names)].append(piece)
     missing = {name: sum(piece.numel for piece in pieces) for name, pieces in wanted.items()}
-    shown = torch.distributed.get_rank() == 0 and sys.stderr.isatty()
-    with tqdm(desc="optimizer states", total=sum(missing.values()), unit_scale=True, disable=not shown) as bar:
+    hidden = torch.distributed.get_rank() > 0 or not sys.stderr.isatty()
+    with tqdm(desc="optimizer states", total=sum(missing.values()), unit_scale=True, disable=hidden) as bar:
         for stage in sorted({record.topology.stage_of(layer_of(name)) for name in wanted}):
             for source in saved.slices(stage):
                 for piece in wanted.get(source.name, ()):
@@ -77,19 +75,19 @@ def _saved_name(name: str, record: CheckpointRecord, tied_names: tuple[str, str]
     return name
 
 
-Places = tuple[Any, Any, int]  # in the flattened masters of two slices, and how many they are
+def _in_common(source: Slice, target: Slice) -> Iterator[tuple[Any, Any, int]]:
+    """Yield where the flattened masters of two slices have the elements that they share, and how many these are.
 
-
-def _in_common(source: Slice, target: Slice) -> Iterator[Places]:
-    """Yield the places of the elements that two slices share: one range, or index lists if their shards differ."""
-    if source.cut == target.cut:
+    Either is one range, or a list of indices if their shards differ.
+    """
+    if source.shard == target.shard:
         begin = max(source.offset, target.offset)
         numel = min(source.offset + source.numel, target.offset + target.numel) - begin
         if numel > 0:
             first, second = (piece.start + begin - piece.offset for piece in (source, target))
             yield slice(first, first + numel), slice(second, second + numel), numel
-    elif not (source.cut and target.cut) or source.cut.meets(target.cut):
-        wanted, known = ((piece.cut, piece.offset, piece.numel) for piece in (target, source))
+    elif not (source.shard and target.shard) or source.shard.meets(target.shard):
+        wanted, known = ((piece.shard, piece.offset, piece.numel) for piece in (target, source))
         for there, here in in_common(wanted, known):
             yield here + (source.start - source.offset), there + (target.start - target.offset), len(here)
 
@@ -115,7 +113,7 @@ def _copy(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) -> int
 
 
 def _put(target: Tensor, there: Any, source: Tensor, here: Any) -> None:
-    """Copy elements from places of one flattened tensor to places of another."""
+    """Copy elements between two flattened tensors."""
     values = source.view(-1)[here]
     if isinstance(there, slice):
         target.view(-1)[there].copy_(values)
@@ -136,7 +134,7 @@ def _set_step(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) ->
 def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
     """List the slices that this rank updates, in the optimizer's order."""
     share: TensorShare | None = getattr(engine.module, "share", None)
-    return [replace(piece, cut=share.shard(piece.name) if share else None) for piece in _held(engine)]
+    return [replace(piece, shard=share.shard(piece.name) if share else None) for piece in _held(engine)]
 
 
 def _held(engine: DeepSpeedEngine) -> list[Slice]:

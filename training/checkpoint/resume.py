@@ -1,9 +1,9 @@
-"""Resume a run from a checkpoint, with the same next sample and, on the same topology, the same bits.
+"""Resume a run from a checkpoint with the same next sample and, on the same topology, the same bits.
 
 On another topology the weights and the optimizer's state are the same bits too (`training.checkpoint.resharding`), but
-sums over stages and replicas are rounded in another order, and dropout draws other numbers. Model, optimizer states,
-loss scale and random states come from the files, everything else from the config; `training.config.changes` says which
-keys may change.
+sums over stages and replicas are rounded in another order, and dropout draws other numbers. Weights, optimizer states,
+loss scale and random states come from the files, all else from the config; `training.config.changes` says which keys
+may change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from training.topology import Topology
 
 # Keys of config.json that do not affect the computation.
 UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", QUANTIZATION}
-AXES = "model_topo.process_topology.axes"  # by which each rank finds its place in the grid
+AXES = "model_topo.process_topology.axes"  # decide each rank's position in the grid
 
 
 def resume(
@@ -58,7 +58,7 @@ def resume(
     """
     if folder is None or record is None:
         return build()
-    changed = not same_places(record, topology, config)
+    changed = not same_positions(record, topology, config)
     if record.topology != topology:
         log.print(
             f"{folder.name} was saved {record.topology.full_description}; dividing its weights and optimizer states "
@@ -66,13 +66,13 @@ def resume(
         )
     # Ranks that share layers or sequences draw the same numbers.
     trainer, rank = build(), config.model_topo.first_peer(torch.distributed.get_rank())
-    with agreed(), _as_they_were_saved(folder):
+    with agreed(), _checkpoint_errors(folder):
         take_over(trainer.engine, folder, record, spec)
         seed = config.seed + rank + record.step * 2**20  # no rank draws what it drew at the run's start
         if changed:
             torch.manual_seed(seed)
         else:
-            known = draw_on(read_mapped(folder / random_file(rank)), seed)
+            known = restore_random_states(read_mapped(folder / random_file(rank)), seed)
     if not changed and not known:
         log.print(f"{folder.name} was saved on devices of another kind; dropout, if any, draws other numbers")
     log.print(f"resumed: {folder}, after step {record.step}")
@@ -80,11 +80,8 @@ def resume(
 
 
 @contextmanager
-def _as_they_were_saved(folder: Path) -> Iterator[None]:
-    """Turn torch's errors about files that do not fit each other into a CheckpointError.
-
-    Such files were changed together with their checksums.
-    """
+def _checkpoint_errors(folder: Path) -> Iterator[None]:
+    """Turn torch's errors about files that do not fit each other into CheckpointErrors."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -96,13 +93,13 @@ def _as_they_were_saved(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def same_places(record: CheckpointRecord, topology: Topology, config: TrainConfig) -> bool:
+def same_positions(record: CheckpointRecord, topology: Topology, config: TrainConfig) -> bool:
     """Whether each rank has the same position as before, so that it can restore its own random states."""
     now = settings_of(config)[AXES]
     return record.topology == topology and record.settings.get(AXES, now) == now
 
 
-def draw_on(states: Mapping[str, Tensor], seed: int) -> bool:
+def restore_random_states(states: Mapping[str, Tensor], seed: int) -> bool:
     """Restore random states; return False, and seed the device, if they are of another kind of device."""
     torch.set_rng_state(states["cpu"])
     known = len(states["device"]) == len(get_accelerator().get_rng_state())
@@ -140,8 +137,8 @@ def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, con
     if "seed" in then:
         return compare(then, now, folder)
     then = before.model_dump(include={"seed", "train_batch_size", "dataloader_drop_last", "stream_gb"}) | then
-    told = f"{folder.name}: an earlier version saved it and noted only {', '.join(then)}; nothing else was compared"
-    return [told, *compare(then, {key: now.get(key) for key in then}, folder)]
+    warning = f"{folder.name}: an earlier version saved it and noted only {', '.join(then)}; nothing else was compared"
+    return [warning, *compare(then, {key: now.get(key) for key in then}, folder)]
 
 
 def check_same_model(spec: ModelSpec, folder: Path) -> None:

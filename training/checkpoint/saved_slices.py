@@ -2,10 +2,9 @@
 
 DeepSpeed's optimizers shard the weights in different ways: ZeRO 1 and 2 and the bf16 optimizer join a group's weights
 into one vector and give each replica a range of it; ZeRO 3 gives each rank a range of every weight; without ZeRO they
-stay whole. Here all become lists of slices; `training.checkpoint.resharding` lists an engine's own.
+stay whole. Here all become lists of slices; `training.checkpoint.resharding` lists those of an engine.
 
-The files are mapped, so a slice costs nothing until it is copied. Files on another host's disk are skipped; the reader
-finds what is missing.
+The files are mapped, so a slice costs nothing until it is copied. Files on another host's disk are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Slice:
         master: the tensor that holds the range in fp32: this weight, or several that were joined.
         start: where the range begins in the flattened master.
         state: the optimizer's, of the whole master.
-        cut: with tensor parallelism, the shard of the weight in which offset and numel count.
+        shard: with tensor parallelism, the shard of the weight in which offset and numel count.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Slice:
     master: Tensor
     start: int
     state: dict[str, Any]
-    cut: Shard | None = None
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ class SavedOptimizer:
                 ranks, shards = RankGroup(self.topology.tensor, part), self._shards(place)
                 share = TensorShare(self.spec, ranks, self.topology.spread) if self.spec else None
                 for piece in self._of_place(place, shards, share):
-                    if cut := share.shard(piece.name) if share else None:
-                        yield replace(piece, cut=cut)
+                    if shard := share.shard(piece.name) if share else None:
+                        yield replace(piece, shard=shard)
                     elif part == 0:
                         yield piece
         except CheckpointError:
@@ -130,8 +129,10 @@ class SavedOptimizer:
         else:
             layers = {layer: read_mapped(self.folder / layer_file(layer)) for layer in set(map(layer_of, names))}
             masters = [layers[layer_of(name)][name.partition(".")[2]] for name in names]
-            cuts = [share.shard(name) if share else None for name in names]
-            masters = [cut.of(each).contiguous() if cut else each for cut, each in zip(cuts, masters, strict=True)]
+            shards = [share.shard(name) if share else None for name in names]
+            masters = [
+                shard.of(each).contiguous() if shard else each for shard, each in zip(shards, masters, strict=True)
+            ]
         for number, (name, master) in enumerate(zip(names, masters, strict=True)):
             yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))
 

@@ -6,11 +6,11 @@ Each rank adds its random states. The record is written last, then `latest` move
 removed. A failed save leaves the earlier checkpoints as they are.
 
 With `save_async` a save returns when its files are copied to host memory, and a thread writes them
-(`training.checkpoint.deepspeed_files`). `settle` makes them a checkpoint after a later step, when all ranks have
+(`training.checkpoint.deepspeed_files`). `settle` turns them into a checkpoint after a later step, when all ranks have
 written theirs. Until then the one before is the newest.
 
-If each host has its own disk, each has a folder with what its ranks need to resume. A host renames its folder when all
-hosts have written their record, so if one folder is complete, all are, under their final or their temporary name
+If each host has its own disk, its folder has what its ranks need to resume. A host renames its folder when all hosts
+have written their record, so if one folder is complete, all are, under their final or their temporary name
 (`training.checkpoint.finding`).
 """
 
@@ -74,7 +74,7 @@ class Checkpointer:
         trainer: has the state to save.
         save_path: the run's folder.
         disk: has the folder.
-        side_files: file name -> content of config and tokenizer (`read_side_files`), on the rank that keeps the folder.
+        side_files: file name -> content of config and tokenizer (`read_side_files`), on the rank that owns the folder.
         record: what the records of all checkpoints have in common.
         eval_records: fingerprint of the evaluation set; empty without evaluation.
         best: the checkpoint with the lowest evaluation loss, which is never removed.
@@ -100,8 +100,8 @@ class Checkpointer:
         engine.checkpoint_engine = self._files = CheckpointFiles(background=self.config.save_async)
         engine._copy_recovery_script = lambda *_: None  # pp_to_hg replaces DeepSpeed's scripts
         own, disk = (self.trainer.stage, self.trainer.groups.tensor.rank), self.disk
-        held = gather(own)
-        if own not in [held[rank] for rank in disk.ranks[: disk.number]]:
+        shares = gather(own)
+        if own not in [shares[rank] for rank in disk.ranks[: disk.number]]:
             engine.save_non_zero_checkpoint = True  # files that a stage's replicas share are written once per disk
         self.best = best_so_far(self.save_path, self.record.step, self.eval_records)
 
@@ -149,15 +149,15 @@ class Checkpointer:
         Raises:
             ConfigError: as `save`.
         """
-        saving, self._pending = self._pending, None
-        if saving is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        with self._report_failure(saving.folder):
-            self._finish(saving)
-            self.saved = saving.record.step
-            on_each_disk(f"{LATEST} could not be written", partial(name_latest, saving.folder), self.disk, self.log)
-            if saving.eval_loss is not None:
-                self.note(self.saved, saving.eval_loss)
+        with self._report_failure(pending.folder):
+            self._finish(pending)
+            self.saved = pending.record.step
+            on_each_disk(f"{LATEST} could not be written", partial(name_latest, pending.folder), self.disk, self.log)
+            if pending.eval_loss is not None:
+                self.note(self.saved, pending.eval_loss)
             tidy_up(self.save_path, self.config.keep_last, self.best, self.disk, self.log)
 
     @contextmanager
@@ -179,12 +179,12 @@ class Checkpointer:
         names = {} if sharded else {"parameter_names": [piece.name for piece in kept]}
         self._files.offsets = {piece.name: piece.offset for piece in kept}
         with ExitStack() as hidden:
-            place = None
+            made = None
             with agreed(), writing(folder):
-                if self.disk.keeps:
+                if self.disk.owns_folder:
                     sweep_partial(self.save_path)
-                    place = hidden.enter_context(hidden_folder(folder))
-            new = gather(place)[self.disk.ranks[0]]
+                    made = hidden.enter_context(hidden_folder(folder))
+            new = gather(made)[self.disk.ranks[0]]
             assert new is not None
             engine.save_checkpoint(str(new.parent), tag=new.name, client_state=names, save_latest=False)
             states = {"cpu": torch.get_rng_state(), "device": get_accelerator().get_rng_state()}
@@ -197,10 +197,10 @@ class Checkpointer:
             record = self.record.model_copy(update=own, deep=True)  # a stream's record grows with the run
             return PendingSave(folder, new, record, eval_loss, hidden.pop_all())
 
-    def _finish(self, saving: PendingSave) -> None:
+    def _finish(self, pending: PendingSave) -> None:
         """Turn the written files into a checkpoint; RunRefused, on every rank, if some rank cannot."""
-        folder, new, keeps = saving.folder, saving.new, self.disk.keeps
-        with saving.hidden:
+        folder, new = pending.folder, pending.new
+        with pending.hidden:
             written: dict[str, FileRecord] = {}
             with agreed(), writing(folder):
                 written = self._files.written()
@@ -209,10 +209,10 @@ class Checkpointer:
                 hosts[host] |= records
             files = {"hosts": dict(hosts), "host": self.disk.host} if self.disk.host else {"files": hosts[""]}
             with agreed(), writing(folder):
-                if keeps:
-                    saving.record.model_copy(update=files).write(new)
+                if self.disk.owns_folder:
+                    pending.record.model_copy(update=files).write(new)
             with agreed(), writing(folder):
-                if keeps:
+                if self.disk.owns_folder:
                     if folder.exists():
                         set_aside(folder)
                     new.rename(folder)

@@ -1,6 +1,6 @@
-"""Clean up a run's folder: remove leftovers of killed writers and old checkpoints, and point `latest` at the newest.
+"""Clean up a run's folder: remove what killed writers left and old checkpoints, and point `latest` at the newest.
 
-A failure does not end the run; it is logged, for each disk.
+A failure is logged for each disk and does not end the run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ STAYS = "an earlier checkpoint stays"
 
 
 def make_room(save_path: Path, keep_last: int, best: Best | None, disk: Disk, log: Console) -> None:
-    """Clean up after a run that was killed in a save or right after one; needs the lease."""
+    """Clean up after a run that was killed during a save or right after one; needs the lease."""
     on_each_disk(STAYS, lambda: sweep_partial(save_path), disk, log)
     tidy_up(save_path, keep_last, best, disk, log)
 
 
 def sweep_partial(save_path: Path) -> None:
-    """Remove the checkpoints that killed writers left unfinished or half removed."""
+    """Remove checkpoints that killed writers left unfinished or half removed."""
     sweep(save_path.glob(".step-*.partial-*"))
 
 
@@ -67,15 +67,15 @@ def best_so_far(save_path: Path, step: int, records: str) -> Best | None:
 
 
 def on_each_disk(what: str, work: Callable[[], Any], disk: Disk, log: Console) -> list[Any]:
-    """Do some work on the ranks that keep the folder, return their results, and log failures."""
+    """Do some work on the ranks that own the folder, return their results, and log failures."""
     result, failure = None, None
-    if disk.keeps:
+    if disk.owns_folder:
         try:
             result = work()
         except (OSError, CheckpointError) as error:
-            failure = disk.told(f"{what}: {' '.join(str(error).split())}")
-    results = gather((disk.keeps and failure is None, result, failure))
+            failure = disk.name_host(f"{what}: {' '.join(str(error).split())}")
+    results = gather((disk.owns_folder and failure is None, result, failure))
     for _, _, failure in results:
         if failure:
             log.print(f"warning: {failure}")
-    return [each for done, each, _ in results if done]
+    return [result for done, result, _ in results if done]

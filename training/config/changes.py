@@ -20,19 +20,19 @@ class Rule(NamedTuple):
 
     Attributes:
         free: whether it may have another value; else it is refused.
-        told: of a free key what another value changes, which is said; empty where that is nothing of what is trained.
-            Of one that must agree what is compared in place of the value, if anything.
+        effect: of a free key what another value changes, for the log; empty if that is nothing of what is trained.
+            Of one that must agree what is compared instead of the value, if anything.
         but: what has to agree all the same.
     """
 
     free: bool
-    told: str = ""
+    effect: str = ""
     but: str = ""
 
     @property
     def counts(self) -> bool:
         """Say whether the value itself is compared."""
-        return bool(self.told) == self.free
+        return bool(self.effect) == self.free
 
 
 NEXT = "counts from the next step on"
@@ -98,15 +98,15 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> l
             continue
         if not rule.free:
             raise differs(key, after, before, where)
-        if rule.told:
-            by_effect[rule.told].append(f"{key} {_shown(before)} -> {_shown(after)}")
+        if rule.effect:
+            by_effect[rule.effect].append(f"{key} {_shown(before)} -> {_shown(after)}")
     return [f"changed since the checkpoint: {', '.join(keys)}: {effect}" for effect, keys in by_effect.items()]
 
 
 def differs(key: str, now: object, then: object, where: object) -> ConfigError:
     """Make the refusal of another value."""
-    told = f"{key}: {_shown(now)}, but {where} was trained with {_shown(then)}; expected {_shown(then)}"
-    return ConfigError(f"{told}, or another save_path")
+    expected = f"expected {_shown(then)}, or another save_path"
+    return ConfigError(f"{key}: {_shown(now)}, but {where} was trained with {_shown(then)}; {expected}")
 
 
 def _shown(value: object) -> str:

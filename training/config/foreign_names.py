@@ -27,7 +27,6 @@ OTHERS = [  # our key, or none where there is no such thing; advice; names, each
     ("use_grad_ckpt", "", "gradient_checkpointing:HTALS"),
     ("use_flash_attn", "", "flash_attention:A flash_attn:L attn_impl:S attn_implementation:T"),
     ("zero_optimization.stage", "", "zero_stage:"),
-    ("model_topo.parts", "", "parts:"),
     (_DIMS, "[stages, replicas]", "num_gpus: pipeline_parallel: pipeline_model_parallel_size:S"),
     (_DIMS, _THIRD, "tensor_parallel:D tensor_parallel_size:A tensor_model_parallel_size:S"),
     ("model_topo.sequence", "", "sequence_parallel_size:S context_parallel_size:A"),

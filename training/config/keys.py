@@ -48,7 +48,7 @@ YEAR = 366 * 24 * 60  # minutes
 Automatic = Annotated[bool | Literal["auto"], expected("true, false or auto")]
 EveryNth = Annotated[dict[Literal["every"], PositiveInt], Field(min_length=1)]
 
-ALIASES = {"n_epochs": "n_epoches"}  # other spellings of our own keys
+ALIASES = {"n_epochs": "n_epoches", "parts": "model_topo.parts"}  # other spellings of our own keys
 
 
 class TrainConfig(Section):
@@ -255,9 +255,9 @@ class TrainConfig(Section):
     and the log says why."""
 
     compile: Automatic = "auto"
-    """Compile the blocks with torch.compile: once, for rows of all lengths. The first steps take up to some minutes
-    more. `auto` compiles on GPUs from Ampere on where a trial block compiles, but not with experts or ZeRO stage 3;
-    `true` compiles on any device, and ZeRO stage 3 refuses it."""
+    """Graph (`true`) or eager (`false`): compile the blocks with torch.compile, once, for rows of all lengths. The
+    first steps take up to some minutes more. `auto` compiles on GPUs from Ampere on where a trial block compiles, but
+    not with experts or ZeRO stage 3; `true` compiles on any device, and ZeRO stage 3 refuses it."""
 
     deterministic: bool = False
     """Use only kernels that sum in the same order each time. Without it no two runs on GPUs are equal to the last

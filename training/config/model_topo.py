@@ -50,9 +50,9 @@ class ModelTopo(Section):
 
     parts: Annotated[list[PositiveInt] | None, expected("auto or a list of layers per stage")] = None
     """Layers of each stage: one entry a stage, which sum to blocks + 2. `auto`, or no key, finds the parts whose
-    slowest stage is fastest (docs/parallelism.md#plan-before-you-train)."""
+    slowest stage is fastest (docs/parallelism.md#plan-before-you-train). `parts` at the top level is the same key."""
 
-    @field_validator("parts", mode="before")
+    @field_validator("parts", mode="before", json_schema_input_type=list[PositiveInt] | Literal["auto"] | None)
     @classmethod
     def _auto_is_none(cls, parts: Any) -> Any:
         return None if parts == "auto" else parts

@@ -1,11 +1,11 @@
-"""Write the keys of a config as Markdown into docs/configuration.md.
+"""Write the keys of a config as Markdown into docs/configuration.md, and as a JSON schema for editors into configs/.
 
-`python -m training.config.reference --write` does; without `--write` it prints them.
+`python -m training.config.reference --write` does; without `--write` it prints the Markdown.
 
 Names, defaults and order are those of the fields, the text is each field's docstring. A mention of another page, such
 as docs/data.md#records, becomes a link. The Chinese page gets its texts from docs/configuration_CN.yml, which says of
-each the digest of the docstring that it translates: where that has changed, nothing is written. The tests compare both
-pages with what this makes.
+each the digest of the docstring that it translates: where that has changed, nothing is written. The tests compare the
+pages and the schema with what this makes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from typing import Any
 
 import yaml
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
 from data.records.sources import Source
 from training.config.foreign_names import OTHERS, TOOLS
-from training.config.keys import TrainConfig
+from training.config.keys import ALIASES, TrainConfig
 from training.config.sections import sections_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 CHINESE = PAGE.with_name("configuration_CN.md")
 FROM = PAGE.with_name("coming-from.md")  # the keys of other tools; in both languages too
 FROM_CHINESE = FROM.with_name("coming-from_CN.md")
+SCHEMA = Path(__file__).parents[2] / "configs" / "pipetune.schema.json"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->"
 HEADER = ("key", "default", "meaning")
 GROUPS = {  # by the first key of each
@@ -64,6 +66,23 @@ def written(page: Path = PAGE) -> str:
     parts.append(f"\n### {said('', ENTRIES)}\n\n{header}")
     parts += [_row(said, *each) for name, field in Source.model_fields.items() for each in _keys(name, field)]
     return "".join(parts) + "\n"
+
+
+class _Untitled(GenerateJsonSchema):
+    """Leave out titles, which only repeat the keys."""
+
+    def field_title_should_be_set(self, schema: object) -> bool:
+        return False
+
+
+def schema() -> str:
+    """Make the JSON schema of a config file."""
+    made = {"$schema": GenerateJsonSchema.schema_dialect} | TrainConfig.model_json_schema(schema_generator=_Untitled)
+    for alias, key in ALIASES.items():
+        section, _, name = key.rpartition(".")
+        inside = f"$defs/{sections_in(TrainConfig.model_fields[section].annotation)[0].__name__}/" if section else ""
+        made["properties"][alias] = {"$ref": f"#/{inside}properties/{name}"}
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
 
 def foreign_keys(said: Said) -> str:
@@ -130,7 +149,7 @@ def _default(said: Said, field: FieldInfo) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The keys of a config, as Markdown.")
-    parser.add_argument("--write", action="store_true", help="put them into both pages instead of printing them")
+    parser.add_argument("--write", action="store_true", help="write the pages and the schema instead of printing")
     if not parser.parse_args().write:
         print(written())
         return
@@ -141,6 +160,7 @@ def main() -> None:
     for page, keys in made.items():
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         page.write_text(before + BEGIN + keys + END + rest.partition(END)[2], encoding="utf-8")
+    SCHEMA.write_text(schema(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,18 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetJsonSchemaHandler,
     Tag,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     WrapValidator,
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from typing_extensions import TypedDict
 
 from data.paths import with_home
 from data.records.sources import Source
@@ -44,6 +49,12 @@ class Section(BaseModel):
         if not isinstance(value, bool):
             raise ValueError("expected true, false or {enabled: true}")
         return {"enabled": value}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Take the same in an editor."""
+        schema = handler(core_schema)
+        return {"anyOf": [{"type": "boolean"}, schema]} if "enabled" in cls.model_fields else schema
 
     @field_validator("*", mode="before")
     @classmethod
@@ -108,7 +119,7 @@ _Entry = Annotated[
     Annotated[str, Tag("path")] | Annotated[Source, Tag("source")],
     Discriminator(lambda entry: "source" if isinstance(entry, (dict, Source)) else "path"),
 ]
-DataPath = Annotated[list[_Entry], BeforeValidator(_as_list)]
+DataPath = Annotated[list[_Entry], BeforeValidator(_as_list, json_schema_input_type=_Entry | list[_Entry])]
 
 Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
@@ -116,14 +127,16 @@ Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
 SWITCHES = set("amsgrad maximize nesterov foreach fused capturable differentiable adamw_mode bias_correction".split())
 
 
-class _OptimizerNumbers(BaseModel):
-    """Types of the parameters that several optimizers have."""
+class OptimizerParams(TypedDict, total=False):
+    """The parameters that several optimizers have."""
 
-    lr: Number = 0.0
-    weight_decay: Number = 0.0
-    momentum: Number = 0.0
-    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.0, 0.0]
-    eps: Annotated[Number | list[Number | None], expected("a number of at least 0, or two for Adafactor")] = 0.0
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    lr: Number
+    weight_decay: Number
+    momentum: Number
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)]
+    eps: Annotated[Number | list[Number | None], expected("a number of at least 0, or two for Adafactor")]
 
 
 class Optimizer(Section):
@@ -139,10 +152,10 @@ class Optimizer(Section):
     no_wd_kws: list[re.Pattern[str]] = []
     """Regular expressions; parameters whose names match one get no weight decay."""
 
-    @field_validator("params")
+    @field_validator("params", mode="before", json_schema_input_type=OptimizerParams)
     @classmethod
-    def _check_params(cls, params: dict[str, Any]) -> dict[str, Any]:
-        _OptimizerNumbers.model_validate(params)
+    def _check_params(cls, params: Any) -> Any:
+        TypeAdapter(OptimizerParams).validate_python(params)
         for name in SWITCHES & params.keys():
             if not isinstance(params[name], bool):
                 raise ValueError(f"{name}: expected true or false")

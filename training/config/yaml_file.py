@@ -119,9 +119,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected keys and values, found {type(raw).__name__}")
     for alias in ALIASES.keys() & raw.keys():
-        if (name := ALIASES[alias]) in raw:
-            raise ConfigError(f"{path}: {alias} and {name} are one key; expected only one of them")
-        raw[name] = raw.pop(alias)
+        section, name = _place_of(ALIASES[alias], raw, str(path))
+        if name in section:
+            raise ConfigError(f"{path}: {alias} and {ALIASES[alias]} are one key; expected only one of them")
+        section[name] = raw.pop(alias)
     return raw
 
 
@@ -139,19 +140,25 @@ def override(raw: dict[str, Any], word: str) -> None:
     if not equals or not key:
         raise ConfigError(f"command line: {word!r}: expected key.sub=value")
     key = ALIASES.get(key, key)
-    *parents, last = key.split(".")
+    section, name = _place_of(key, raw, "command line")
+    try:
+        section[name] = _parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
+
+
+def _place_of(key: str, raw: dict[str, Any], source: str) -> tuple[dict[str, Any], str]:
+    """Find the section of a dotted key, made where it is missing, and the key's name in it."""
+    *parents, name = key.split(".")
     section = raw
     for parent in parents:
         child = section.get(parent)
         child = {"enabled": child} if isinstance(child, bool) else child  # `bf16: true`
         if not isinstance(child, dict | None):
-            raise ConfigError(f"command line: {key}: {parent} is a value, not a section")
+            raise ConfigError(f"{source}: {key}: {parent} is a value, not a section")
         section[parent] = dict(child or {})  # a copy, as an alias in the file makes other keys the same section
         section = section[parent]
-    try:
-        section[last] = _parse_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
+    return section, name
 
 
 def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:

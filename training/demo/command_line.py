@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from models.generation import Passes
     from training.demo.chat import Chat
-    from training.distributed.processes import Place
+    from training.distributed.processes import ProcessInfo
 
 HELP = "An empty line ends the chat; /reset forgets it, /save FILE appends it to a file of records."
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     return make_parser().parse_args()
 
 
-def open_demo(arguments: argparse.Namespace, place: Place | None) -> None:
+def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> None:
     """Answer in this process, or be one of the processes that a launcher started."""
     check(arguments)
     import torch
@@ -98,14 +98,14 @@ def open_demo(arguments: argparse.Namespace, place: Place | None) -> None:
         from training.demo.chat_model import find_newest_result
 
         arguments.model = find_newest_result()
-        if not place or place.rank == 0:
+        if not process or process.rank == 0:
             notify(f"model: {arguments.model} (the newest of a run here; --model DIR for another)")
 
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
-    if place and place.world_size > 1:
+    if process and process.world_size > 1:
         from training.demo.stages import run_rank
 
-        run_rank(arguments, dtype, place, partial(talk, arguments, dtype))
+        run_rank(arguments, dtype, process, partial(talk, arguments, dtype))
         return
     if arguments.tensor_parallel is not None:
         raise ConfigError("--tensor-parallel: without effect in one process; expected deepspeed --num_gpus N demo.py")

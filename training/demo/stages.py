@@ -31,8 +31,8 @@ from models.checkpoint.layout import resolve
 from models.generation import Pass, Passes
 from models.spec import ModelSpec
 from training.distributed import processes
-from training.distributed.communication_wait import wait
-from training.distributed.processes import Place, agreed, gather
+from training.distributed.communication import wait
+from training.distributed.processes import ProcessInfo, agreed, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
 from training.plan.partition import best_split, layer_ranges
@@ -49,9 +49,9 @@ class StagedPasses(Passes):
         shares: how many ranks hold each stage together (`models.api.load_share`).
     """
 
-    def __init__(self, model: CausalLM, place: Place, shares: int = 1) -> None:
-        super().__init__(model, place.world_size // shares)
-        self._rank, self._world_size, self._shares = place.rank, place.world_size, shares
+    def __init__(self, model: CausalLM, process: ProcessInfo, shares: int = 1) -> None:
+        super().__init__(model, process.world_size // shares)
+        self._rank, self._world_size, self._shares = process.rank, process.world_size, shares
         self._requests = distributed.new_group(backend="gloo")
         self._sent: deque[list[Any]] = deque()
         self._handed_on: Any = None
@@ -125,7 +125,7 @@ class StagedPasses(Passes):
 
 
 def run_rank(
-    arguments: Namespace, dtype: torch.dtype | None, place: Place, answer: Callable[[StagedPasses], None]
+    arguments: Namespace, dtype: torch.dtype | None, process: ProcessInfo, answer: Callable[[StagedPasses], None]
 ) -> None:
     """Be one of the processes that hold a model together.
 
@@ -133,16 +133,16 @@ def run_rank(
         arguments: the parsed command line.
         answer: what rank 0 does with the model.
     """
-    shares = shares_of(arguments.tensor_parallel, place)
-    processes.join(place, PATIENCE)
+    shares = shares_of(arguments.tensor_parallel, process)
+    processes.join(process, PATIENCE)
     arguments.model = gather(arguments.model)[0]  # where none is given, hosts may find different ones
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     failure = None
-    with RankMonitor(place, stage_of(place, shares), timeout_minutes=0):
-        handle_signals(place)
-        passes = StagedPasses(load_stage(arguments.model, dtype, place, shares), place, shares)
-        if place.rank:
+    with RankMonitor(process, stage_of(process, shares), timeout_minutes=0):
+        handle_signals(process)
+        passes = StagedPasses(load_stage(arguments.model, dtype, process, shares), process, shares)
+        if process.rank:
             passes.follow()
         else:
             try:
@@ -154,11 +154,11 @@ def run_rank(
         raise failure
 
 
-def handle_signals(place: Place) -> None:
+def handle_signals(process: ProcessInfo) -> None:
     """End at Ctrl-C; at SIGTERM later, as another rank's failure may have caused it."""
 
     def leave_at_once(*_: object) -> None:
-        if place.rank == 0:
+        if process.rank == 0:
             processes.print_to_stderr("error: interrupted")
         os._exit(INTERRUPTED)
 
@@ -167,24 +167,25 @@ def handle_signals(place: Place) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(REPORTED))
 
 
-def shares_of(asked: int | None, place: Place) -> int:
+def shares_of(asked: int | None, process: ProcessInfo) -> int:
     """Return how many ranks share a stage: as many as asked for, all with 0, one without `--tensor-parallel`.
 
     Raises:
         ConfigError: they do not divide the processes.
     """
-    shares = 1 if asked is None else asked or place.world_size
-    if place.world_size % shares:
-        raise ConfigError(f"--tensor-parallel: expected a divisor of {place.world_size}, the processes; found {shares}")
+    shares = 1 if asked is None else asked or process.world_size
+    size = process.world_size
+    if size % shares:
+        raise ConfigError(f"--tensor-parallel: expected a divisor of {size}, the processes; found {shares}")
     return shares
 
 
-def stage_of(place: Place, shares: int = 1) -> int:
+def stage_of(process: ProcessInfo, shares: int = 1) -> int:
     """Return the stage that a process holds."""
-    return (place.world_size - 1 - place.rank) // shares
+    return (process.world_size - 1 - process.rank) // shares
 
 
-def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place, shares: int = 1) -> CausalLM:
+def load_stage(folder: str | Path, dtype: torch.dtype | None, process: ProcessInfo, shares: int = 1) -> CausalLM:
     """Load the layers of this process's stage, or its share of them; all ranks call it together.
 
     Raises:
@@ -192,8 +193,8 @@ def load_stage(folder: str | Path, dtype: torch.dtype | None, place: Place, shar
     """
     group = distributed.new_subgroups(shares)[0]
     with agreed():
-        ranges = layer_ranges(divide(read_spec(resolve(folder)), place.world_size // shares))
-        layers = range(*ranges[stage_of(place, shares)])
+        ranges = layer_ranges(divide(read_spec(resolve(folder)), process.world_size // shares))
+        layers = range(*ranges[stage_of(process, shares)])
         if shares > 1:
             return load_share(folder, group, dtype, DEVICE, layers)
         return load_model(folder, dtype, DEVICE, layers)

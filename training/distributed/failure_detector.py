@@ -1,15 +1,15 @@
-"""Notices that a rank died, failed or hangs, finds out which came first, and tells all ranks.
+"""Find the rank that died, failed or hangs, and send all ranks the verdict.
 
-A thread in rank 0's process holds one TCP connection to each rank (`training.distributed.rank_monitor`). Where one
-closes before its rank is done, the rank died: the kernel closes it, whatever ended the process and however slow the
-machine. A host that vanishes is found by TCP's keepalive within 20 s. When one rank fails, others soon fail
-after it because they were talking to it, so reports are collected for a moment: an error that is not about
-communication counts before a silent death, and that before errors of communication. A run that makes no progress for
-`timeout_minutes` is asked where each rank is: the one at fault does not answer, or is the one that does not wait. Under
-NCCL it is the GPU that waits, and its place in the schedule that tells (`training.distributed.gpu_progress`).
+A thread in rank 0's process holds one TCP connection to each rank (`training.distributed.rank_monitor`). If one closes
+before its rank is done, the rank died: the kernel closes it, whatever ended the process and however slow the machine.
+TCP's keepalive finds a lost host within 20 s. When one rank fails, those that communicate with it fail soon after, so
+reports are collected for a moment: an error that is not about communication counts before a silent death, and that
+before errors of communication. If the run makes no progress for `timeout_minutes`, each rank is asked for its position:
+the one at fault does not answer, or is the one that does not wait. Under NCCL the GPU waits, so its position in the
+schedule counts (`training.distributed.gpu_progress`).
 
-A message is a line of JSON, but for a connection's first, which has to bring the run's secret within HANDSHAKE. Whoever
-does not know it, or says nothing, is disconnected and holds nobody up.
+A message is a line of JSON, except a connection's first: the run's secret and the rank, within HANDSHAKE. A stranger is
+disconnected and holds nobody up.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 TOGETHER = 2.0  # seconds from the first failure to the verdict
-LATE = 30.0  # the same, where all are errors of communication: what made them may come later, as a host's vanishing
-ANSWER = 20.0  # seconds for a rank to say where it is
+LATE = 30.0  # the same if all are errors of communication: their cause, such as a lost host, may be reported later
+ANSWER = 20.0  # seconds for a rank to report its position
 HANDSHAKE = 10.0  # seconds for a connection's first line
-POLL = 0.1  # seconds between two looks at what came in
-LONGEST = 2**22  # bytes of a message; it may hold a traceback
+POLL = 0.1  # seconds between two looks at the reports
+LONGEST = 2**22  # bytes of a message, which may have a traceback
 DIED = "died without an error: killed from outside, for example because memory ran out"
 UNREACHABLE = "cannot be reached any more: its host is down, or cut off from the network"
 
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's failure, where it is at the moment, or the verdict over the run.
+    """A rank's failure, its position at the moment, or the verdict over the run.
 
     Attributes:
         text: one line.
-        trace: the stack of what is no user's mistake; of a verdict its speaker writes it to a file.
-        waiting: whether the rank waits for others, or failed while it talked to them: likely because of them.
+        trace: the stack, unless the user can fix the error; the speaker of a verdict writes it to a file.
+        waiting: whether the rank waits for others, or failed while it communicated with them.
         code: the exit code to leave with.
         speaker: of a verdict, the rank that prints it.
         unreachable: whether the host of the rank at fault does not answer.
@@ -55,13 +55,13 @@ class Report:
 
 
 class FailureDetector:
-    """Watches the ranks of a run in a thread of its own, from now on.
+    """Watches the ranks of a run in a thread.
 
     Args:
-        names: of the ranks, for people.
-        timeout_minutes: how long the run may go without a `mark`, once there was one.
-        listener: where the ranks connect.
-        secret: without it nobody can join.
+        names: of the ranks, for the verdict.
+        timeout_minutes: how long the run may go without a `mark`, after the first one.
+        listener: socket to which the ranks connect.
+        secret: which they have to send.
     """
 
     def __init__(self, names: list[str], timeout_minutes: float, listener: socket.socket, secret: str) -> None:
@@ -70,14 +70,14 @@ class FailureDetector:
         self._secret = secret.encode()
         self._connected: dict[int, asyncio.StreamWriter] = {}
         self._done: set[int] = set()
-        self._failures: dict[int, Report | str] = {}  # by rank, in the order they came; how it was lost, without a word
+        self._failures: dict[int, Report | str] = {}  # rank -> report, or how its connection was lost; in order
         self._first_failure = 0.0
         self._marked: tuple[float, str] | None = None
-        self._places: dict[int, Report] = {}
+        self._positions: dict[int, Report] = {}
         threading.Thread(target=asyncio.run, args=(self._watch(listener),), name="detector", daemon=True).start()
 
     def mark(self, what: str) -> None:
-        """Note that the run has got somewhere."""
+        """Note progress of the run."""
         self._marked = (time.monotonic(), what)
 
     def rest(self) -> None:
@@ -95,11 +95,11 @@ class FailureDetector:
                 if now - self._first_failure > (TOGETHER if certain else LATE):
                     verdict = self._first_to_fail()
             elif (marked := self._marked) and now - marked[0] > self._timeout * 60:
-                verdict = await self._hanging(marked[1])
-        self._tell({"kind": "verdict", **asdict(verdict)} if verdict else {"kind": "end"})
+                verdict = await self._find_hanging(marked[1])
+        self._send_all({"kind": "verdict", **asdict(verdict)} if verdict else {"kind": "end"})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Listen to one connection as long as it stands."""
+        """Read one connection until it closes."""
         try:
             secret, number = (await asyncio.wait_for(reader.readline(), HANDSHAKE)).split()
             if not hmac.compare_digest(secret, self._secret):
@@ -124,8 +124,8 @@ class FailureDetector:
     def _take(self, rank: int, kind: str, **fields: Any) -> None:
         if kind == "done":
             self._done.add(rank)
-        elif kind == "place":
-            self._places[rank] = Report(**fields)
+        elif kind == "position":
+            self._positions[rank] = Report(**fields)
         else:
             self._failed(rank, Report(**fields))
 
@@ -134,17 +134,17 @@ class FailureDetector:
             self._first_failure = self._first_failure or time.monotonic()
             self._failures[rank] = failure
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: dict[str, Any]) -> None:
         """Send to all ranks; to rank 0 last, as its process may end at once, and this thread with it."""
         for rank in sorted(self._connected, reverse=True):
             self._connected[rank].write(json.dumps(message).encode() + b"\n")
 
     def _speaker(self, rank: int) -> int:
-        """Who speaks about a rank: the last of the others, as a launcher ends its processes in their order."""
+        """Choose who prints the verdict over a rank: the last of the others, as launchers end processes in order."""
         return max((each for each in self._connected if each != rank), default=rank)
 
     def _first_to_fail(self) -> Report:
-        """Which of the failures made the others."""
+        """Choose the failure that caused the others."""
         rank, failure = min(
             self._failures.items(), key=lambda each: 1 if isinstance(each[1], str) else 2 * each[1].waiting
         )
@@ -154,37 +154,37 @@ class FailureDetector:
         text = failure.text if shared == len(self._names) else f"{self._names[rank]}: {failure.text}"
         return replace(failure, text=text, speaker=self._speaker(rank))
 
-    async def _hanging(self, last: str) -> Report:
-        """Ask every rank where it is; the one that holds the others up."""
-        self._tell({"kind": "where"})
+    async def _find_hanging(self, last: str) -> Report:
+        """Ask every rank for its position, and choose the one that holds the others up."""
+        self._send_all({"kind": "where"})
         deadline = time.monotonic() + ANSWER
-        while len(self._places) < len(self._names) and time.monotonic() < deadline:
+        while len(self._positions) < len(self._names) and time.monotonic() < deadline:
             await asyncio.sleep(POLL)
         after = f"nothing moved for {self._timeout:g} minutes (timeout_minutes) after {last}"
-        if silent := [rank for rank in range(len(self._names)) if rank not in self._places]:
-            told = " and ".join(self._names[rank] for rank in silent)
-            said = f"{told} hangs and does not answer: {after}"
-            return Report(said, speaker=self._speaker(silent[0]), unreachable=True)
-        busy = [rank for rank, place in sorted(self._places.items()) if not place.waiting]
-        suspects = busy or sorted(self._places)
-        told = " and ".join(f"{self._names[rank]} in {self._places[rank].text}" for rank in suspects)
-        trace = "".join(f"{self._names[rank]}:\n{self._places[rank].trace}" for rank in suspects)
+        if silent := [rank for rank in range(len(self._names)) if rank not in self._positions]:
+            names = " and ".join(self._names[rank] for rank in silent)
+            text = f"{names} hangs and does not answer: {after}"
+            return Report(text, speaker=self._speaker(silent[0]), unreachable=True)
+        busy = [rank for rank, position in sorted(self._positions.items()) if not position.waiting]
+        suspects = busy or sorted(self._positions)
+        where = " and ".join(f"{self._names[rank]} in {self._positions[rank].text}" for rank in suspects)
+        trace = "".join(f"{self._names[rank]}:\n{self._positions[rank].trace}" for rank in suspects)
         verb = "hangs" if busy else "all wait, for each other or for their GPUs"
-        return Report(f"{told}: {verb}; {after}", trace, speaker=self._speaker(suspects[0]))
+        return Report(f"{where}: {verb}; {after}", trace, speaker=self._speaker(suspects[0]))
 
 
 def how_lost(error: OSError) -> str:
-    """What the end of a connection says of the process at its other end: a host that is there closes or resets it."""
+    """Tell a process that died from a host that is lost: a host that runs closes or resets a connection."""
     return DIED if isinstance(error, ConnectionError) else UNREACHABLE
 
 
 def lost_rank(name: str, how: str, speaker: int) -> Report:
-    """The verdict over a rank that was lost without a word."""
+    """Make the verdict over a rank whose connection closed."""
     return Report(f"{name} {how}", speaker=speaker, unreachable=how == UNREACHABLE)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel ask the other host every 4 s whether it is there, after 8 s of silence, three times."""
+    """Let the kernel probe the other host after 8 s of silence, three times, every 4 s."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 8), (socket.TCP_KEEPINTVL, 4), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

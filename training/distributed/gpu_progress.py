@@ -1,11 +1,11 @@
-"""Follow how far this process's GPU has come in the schedule, to find the rank at fault in a hang.
+"""Record how far this process's GPU is in the schedule, to find the rank at fault in a hang.
 
-Under NCCL no Python code shows that a rank waits for another: its GPU waits in one of NCCL's kernels, and its host for
-the next number. So an event follows each instruction in the GPU's queue. The first event that has not happened names
-the instruction in which the GPU is: its own computation, or a message or sum with others. Where ranks share layers or
-rows, forward and backward passes contain such sums too.
+Under NCCL a waiting rank does not show in Python's stack: its GPU waits in one of NCCL's kernels, and its host for the
+next result. So each instruction puts an event into the GPU's queue. The first pending event names the instruction that
+the GPU executes: a computation of its own, or a message or sum with others. If ranks share layers or rows, forward and
+backward passes contain such sums too.
 
-Cost: an event per instruction, some 2 microseconds; nobody waits for one. Does nothing on a CPU.
+Cost: some 2 microseconds per instruction, without waiting. Does nothing on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def followed(instructions: Mapping[type, Execute], shared: bool = False) -> dict
     """Add an event after each kind of instruction of an engine.
 
     Args:
-        shared: whether layers or rows are shared with other processes.
+        shared: whether other processes share the layers or rows.
     """
     _joined.clear()
     _joined.update(JOINED if shared else ())

@@ -1,8 +1,8 @@
-"""Measure how fast the processes of a run reach each other, as training uses them: `--check`.
+"""Measure the links between the processes of a run as training uses them: `--check`.
 
 Messages go from a stage to the next, in all replicas at once; all-reduces run among the replicas of each stage, in all
-stages at once. A message of one number gives the latency, larger and larger ones, until one takes `LONG_ENOUGH`, the
-bandwidth. The results are kept as links.json in the run's folder for `--plan` and `parts: auto`.
+stages at once. A message of one number gives the latency; the first of a growing size that takes `LONG_ENOUGH` gives
+the bandwidth. links.json in the run's folder keeps the results for `--plan` and `parts: auto`.
 
 Cost: half a second for each stage on a fast network, a few seconds on a slow one.
 """
@@ -24,12 +24,12 @@ from torch.distributed import ProcessGroup
 
 from common.whole_files import Tell, kept, read_regular, replace_text
 from training.config.model_topo import ModelTopo
-from training.distributed.groups import among_members
+from training.distributed.communication import among_members
 from training.distributed.processes import gather
 
 FILE = "links.json"
 LONG_ENOUGH = 0.2  # seconds of a message that measures the bandwidth
-LONG_WAYS = 20  # or this many times the latency, as a connection starts slowly
+LATENCIES = 20  # or this many times the latency, as a connection starts slowly
 LEAST, MOST, GROWTH = 2**18, 2**28, 4  # bytes of a message
 TRIES = 5  # of which the fastest counts
 
@@ -126,7 +126,7 @@ def _time(exchange: Callable[[Tensor], object], agree: Callable[[Tensor], object
 
     Args:
         agree: makes a number the same on all ranks that take part.
-        ways: how often the network is crossed; after the first time by one number only.
+        ways: how often an exchange crosses the network, after the first time with one number only.
     """
     device = get_accelerator().current_device_name()
 
@@ -141,7 +141,7 @@ def _time(exchange: Callable[[Tensor], object], agree: Callable[[Tensor], object
 
     latency = min(seconds(1) for _ in range(TRIES)) / ways
     size = LEAST
-    while (taken := seconds(size // 4)) < max(LONG_ENOUGH, LONG_WAYS * latency) and size < MOST:
+    while (taken := seconds(size // 4)) < max(LONG_ENOUGH, LATENCIES * latency) and size < MOST:
         size *= GROWTH
     taken = min(taken, seconds(size // 4))
     return Link(latency=latency, bandwidth=size / max(taken - ways * latency, taken / 100))

@@ -1,10 +1,9 @@
-"""Which process holds which stage of which replica, where a run has several hosts.
+"""Choose which process holds which stage of which replica, where a run has several hosts.
 
-Launchers number the processes host by host, and the order of `axes` says what neighbours in that row are: replicas of a
-stage ([pipe, data]), or stages of a replica ([data, pipe]). Processes that share layers or rows exchange what each
-block computes, replicas sum all gradients once a step, stages hand on what is computed of a micro-batch: in this order
-they are to stay inside a host. Where the config says nothing of `axes`, that order is taken in which fewer groups that
-share something, then fewer stages with their replicas, then fewer messages between stages cross from host to host.
+Launchers number the processes host by host. The order of `axes` decides whether neighbours are replicas of a stage
+([pipe, data]) or stages of a replica ([data, pipe]). Without `axes` in the config the run takes the order in which
+fewest groups that share layers or rows cross hosts, as they communicate in every block; then fewest stages with their
+replicas, which sum all gradients once a step; then fewest messages between stages.
 """
 
 from __future__ import annotations
@@ -19,86 +18,82 @@ from training.config.model_topo import ModelTopo
 
 Config = TypeVar("Config", bound=TrainConfig)
 
-SHOWN = 16  # replicas in a picture
+MOST_ROWS = 16  # replicas that the log shows
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A run's grid of processes on its hosts.
-
-    Attributes:
-        hosts: of each rank.
-    """
+    """A run's grid of processes on its hosts; `hosts` has the host of each rank."""
 
     topology: ModelTopo
     hosts: tuple[str, ...]
 
-    @classmethod
-    def best(cls, topology: ModelTopo, hosts: Sequence[str]) -> Placement:
-        """In the order of axes that crosses hosts less, the config's own among equals."""
-        orders = (cls(order, tuple(hosts)) for order in (topology, topology.turned()))
-        return min(orders, key=lambda each: (sum(each.split_peers.values()), each.split_sums, each.crossings))
-
     @property
     def pipelines(self) -> list[list[str]]:
-        """The hosts of each replica, or of one process of each stage of it where several share its layers, by stage."""
+        """The hosts of each replica by stage; with a tensor axis, of one process of each stage."""
         return [[self.hosts[rank] for rank in row] for row in self.topology.along("pipe").tolist()]
 
     @property
-    def split_peers(self) -> dict[str, int]:
-        """How many groups that share layers, and rows, are on several hosts."""
+    def split_groups(self) -> dict[str, int]:
+        """The number of groups on several hosts, of those that share layers and of those that share rows."""
         return {
-            what: sum(len({self.hosts[rank] for rank in peers}) > 1 for peers in self.topology.sharing(what).tolist())
+            what: sum(len({self.hosts[rank] for rank in group}) > 1 for group in self.topology.sharing(what).tolist())
             for what in ("layers", "rows")
         }
 
     @property
     def split_sums(self) -> int:
-        """How many stages have their replicas on several hosts."""
+        """The number of stages with replicas on several hosts."""
         return sum(len(set(hosts)) > 1 for hosts in zip(*self.pipelines, strict=True))
 
     @property
     def crossings(self) -> int:
-        """How many pairs of neighbouring stages lie on two hosts, over all replicas."""
+        """The number of links between stages that cross hosts, over all replicas."""
         return sum(first != second for row in self.pipelines for first, second in pairwise(row))
 
-    def picture(self) -> list[str]:
-        """Where each replica's stages are, and what crosses from host to host."""
-        topology = self.topology
-        width = max(len(f"stage {topology.stages - 1}"), *(len(host) for host in self.hosts))
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """What crosses hosts, the most expensive first."""
+        return sum(self.split_groups.values()), self.split_sums, self.crossings
+
+    def describe(self) -> list[str]:
+        """Draw each replica's stages with their hosts, and count what crosses hosts."""
+        topology, rows = self.topology, self.pipelines
+        width = max(len(f"stage {topology.stages - 1}"), *map(len, self.hosts))
         lines = ["placement:  " + "    ".join(f"{f'stage {stage}':{width}}" for stage in range(topology.stages))]
-        rows, what = self.pipelines, "replica" if topology.tensor == 1 else "pipeline"
-        for number, row in enumerate(rows[:SHOWN]):
-            joints = [" -- " if first == second else " => " for first, second in pairwise(row)]
-            cells = [f"{host:{width}}{joint}" for host, joint in zip(row, [*joints, ""], strict=True)]
-            lines.append(f"{f'{what} {number}':12}{''.join(cells).rstrip()}")
-        if len(rows) > SHOWN:
-            lines.append(f"and {len(rows) - SHOWN} {what}s more")
+        kind = "replica" if topology.tensor == 1 else "pipeline"
+        for number, row in enumerate(rows[:MOST_ROWS]):
+            arrows = [" -- " if first == second else " => " for first, second in pairwise(row)]
+            cells = [f"{host:{width}}{arrow}" for host, arrow in zip(row, [*arrows, ""], strict=True)]
+            lines.append(f"{f'{kind} {number}':12}{''.join(cells).rstrip()}")
+        if len(rows) > MOST_ROWS:
+            lines.append(f"and {len(rows) - MOST_ROWS} {kind}s more")
         links = len(rows) * (topology.stages - 1)
-        told = [f"{self.crossings} of {links} links between stages cross hosts (=>)"] if links else []
+        counts = [f"{self.crossings} of {links} links between stages cross hosts (=>)"] if links else []
         if topology.replicas > 1:
             split = f"{self.split_sums} of {topology.stages} stages sum their replicas across hosts"
-            told.append(split if self.split_sums else "replicas sum inside of their hosts")
-        told += [
-            f"{count} groups that share {what} lie on several hosts: every block waits for the network"
-            for what, count in self.split_peers.items()
-            if count
-        ]
-        axes = ", ".join(topology.process_topology.axes)
-        return [*lines, f"{'; '.join(told)}; axes: [{axes}]"]
+            counts.append(split if self.split_sums else "replicas sum inside of their hosts")
+        for what, count in self.split_groups.items():
+            if count:
+                counts.append(
+                    f"{count} groups that share {what} lie on several hosts: every block waits for the network"
+                )
+        return [*lines, f"{'; '.join(counts)}; axes: [{', '.join(topology.process_topology.axes)}]"]
 
 
-def place(config: Config, hosts: Sequence[str]) -> tuple[Config, list[str]]:
-    """The config with the order of its axes, and a picture for the log where there are several hosts.
+def choose_axes(config: Config, hosts: Sequence[str]) -> tuple[Config, list[str]]:
+    """Return the config with the order of its axes, and lines for the log where there are several hosts.
 
     Args:
         hosts: of each rank.
     """
     if len(set(hosts)) == 1:
         return config, []
-    asked, best = Placement(config.model_topo, tuple(hosts)), Placement.best(config.model_topo, hosts)
-    if best == asked or "axes" not in config.model_topo.process_topology.model_fields_set:
-        return config.model_copy(update={"model_topo": best.topology}), best.picture()
+    topology = config.model_topo
+    asked, turned = (Placement(each, tuple(hosts)) for each in (topology, topology.turned()))
+    best = min(asked, turned, key=lambda placement: placement.cost)
+    if best == asked or "axes" not in topology.process_topology.model_fields_set:
+        return config.model_copy(update={"model_topo": best.topology}), best.describe()
     grid = best.topology.process_topology
     better = f"axes: [{', '.join(grid.axes)}] with dims: {grid.dims} would cross hosts less"
-    return config, [*asked.picture(), better]
+    return config, [*asked.describe(), better]

@@ -1,7 +1,7 @@
-"""The processes of a run: where each stands, how they start, and how they give up together.
+"""Join the processes of a run, let them agree, and end them with their launcher.
 
-Every launcher (deepspeed, torchrun, srun) says in the environment which process this is. A door that finds nothing
-there starts the processes itself (`training.launch.start`).
+Every launcher (deepspeed, torchrun, srun) says in the environment which process this is. An entry point that finds
+nothing there starts the processes itself (`training.launch.start`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from training.launch import slurm
 from training.launch.agent import free_port
 
 LAUNCHER_GONE = signal.SIGRTMIN  # a process sends it to itself; one that does not handle it ends at once
-SAVED = 3600.0  # seconds for it to save; if it hangs, the failure detector ends it before
+TIME_TO_SAVE = 3600.0  # seconds; if it hangs, the failure detector ends it before
 SMALL = 256  # hidden size below which the threads of a CPU wait for each other longer than they compute
 RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "deepspeed.pt", "ds")  # what starts DeepSpeed's launch.py
 
@@ -38,8 +38,8 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among the others."""
+class ProcessInfo:
+    """Rank of this process in the run and on its host."""
 
     rank: int
     world_size: int
@@ -47,10 +47,10 @@ class Place:
     local_size: int
 
     @classmethod
-    def from_environment(cls) -> Place | None:
-        """What the launcher says, or None where no launcher started this process."""
+    def from_environment(cls) -> ProcessInfo | None:
+        """Read what the launcher says; return None if no launcher started this process."""
         environment = os.environ
-        slurm.take_up()
+        slurm.set_environment()
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
         world_size = int(environment["WORLD_SIZE"])
@@ -58,20 +58,18 @@ class Place:
         return cls(int(environment["RANK"]), world_size, int(environment.get("LOCAL_RANK", 0)), int(local_size))
 
 
-class Heard:
-    """A stream of this process whose reader may end with the launcher, which must not keep the run from saving."""
+class LossyStream:
+    """Drops what cannot be written: the reader may end with the launcher, and the run still has to save."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """What cannot be written is dropped."""
         with suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """The same."""
         with suppress(OSError):
             self._stream.flush()
 
@@ -79,15 +77,15 @@ class Heard:
         return getattr(self._stream, name)
 
 
-def end_with_launcher(place: Place) -> None:
-    """Let this process save and end when its launcher is gone, as nobody could stop it any more.
+def end_with_launcher(process: ProcessInfo) -> None:
+    """Save and end this process when its launcher is gone, as nobody could stop it any more.
 
     The launcher is the parent, and what runs DeepSpeed's launch.py: its runner, or over ssh all up to sshd, and pdsh
-    with its runner where they are on this host. Whatever stands above may end, as a shell does.
+    with its runner where they are on this host. What is above them, such as a shell, may end.
     """
     from training.launch import pdsh
 
-    sys.stdout, sys.stderr = cast(TextIO, Heard(sys.stdout)), cast(TextIO, Heard(sys.stderr))
+    sys.stdout, sys.stderr = cast(TextIO, LossyStream(sys.stdout)), cast(TextIO, LossyStream(sys.stderr))
     links, connections = [(psutil.Process(), early_signals.started_by)], []
     with suppress(psutil.Error):  # a launcher of another user may be hidden, as one outside of a container is
         launcher = psutil.Process(early_signals.started_by)
@@ -105,60 +103,57 @@ def end_with_launcher(place: Place) -> None:
         with suppress(psutil.Error):
             while all(child.ppid() == parent for child, parent in links):
                 time.sleep(0.5)
-        for ssh in connections:  # by its end the other hosts know
+        for ssh in connections:  # ends the run on the other hosts
             with suppress(psutil.Error):
                 ssh.kill()
-        if signal.getsignal(LAUNCHER_GONE) == signal.SIG_DFL and place.local_rank == 0:  # there is nothing to save yet
+        nothing_to_save = signal.getsignal(LAUNCHER_GONE) == signal.SIG_DFL
+        if nothing_to_save and process.local_rank == 0:
             print_to_stderr("error: the launcher is gone")
         os.kill(os.getpid(), LAUNCHER_GONE)
-        time.sleep(SAVED)
+        time.sleep(TIME_TO_SAVE)
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def start(
-    place: Place, topology: ModelTopo, patience: timedelta = timedelta(minutes=30), port: int | None = None
+    process: ProcessInfo, topology: ModelTopo, patience: timedelta = timedelta(minutes=30), port: int | None = None
 ) -> None:
-    """Join the other processes of a run; see `join`.
-
-    Raises:
-        ConfigError: the launcher started another number of processes than `dims` asks for.
-    """
-    if place.world_size != topology.processes:
+    """Join the other processes of a run; raise as `join`, or if there are more or fewer than `dims` asks for."""
+    if process.world_size != topology.processes:
         raise ConfigError(
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
-            f"processes, but {place.world_size} were started; expected --num_gpus {topology.processes}, "
+            f"processes, but {process.world_size} were started; expected --num_gpus {topology.processes}, "
             f"{topology.processes} slots of a hostfile, or srun --ntasks {topology.processes}"
         )
-    join(place, patience, port)
+    join(process, patience, port)
 
 
-def join(place: Place, patience: timedelta, port: int | None = None) -> None:
-    """Join the other processes of the launcher: NCCL where there are GPUs, gloo elsewhere.
+def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> None:
+    """Join the other processes of the launcher: by NCCL on GPUs, by gloo elsewhere.
 
     Args:
-        patience: how long a rank waits for the others in one operation.
-        port: where they meet, in place of the launcher's.
+        patience: timeout of one operation.
+        port: of the rendezvous, instead of the launcher's.
 
     Raises:
-        ConfigError: they cannot meet, this host has fewer GPUs than processes, or torch has no kernels for them.
-        RunRefused: on every rank, where one never comes.
+        ConfigError: no rendezvous, fewer GPUs than processes on this host, or no kernels for them in torch.
+        RunRefused: on every rank, if one never comes.
     """
     if port and os.environ["MASTER_PORT"] != str(port):
-        if place.rank == 0:
+        if process.rank == 0:
             print(f"ports.meeting: the ranks meet at port {port} instead of {os.environ['MASTER_PORT']}", flush=True)
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    # Rows of many lengths leave no holes in a GPU's memory then. torch 2.11 and 2.13 read it at the first allocation,
-    # not when torch is imported (only `backend` is read there).
+    # Keeps packed sequences of many lengths from fragmenting a GPU's memory. torch 2.11 and 2.13 read it at the first
+    # allocation, not when torch is imported (only `backend` is read there).
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # NCCL would abort who hears of a lost rank, before the failure detector can say which one it was.
+    # Else NCCL aborts the ranks that notice a lost one, before the failure detector can name it.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     import torch
 
     if not torch.cuda.is_available():
-        set_threads(place.local_size)
+        set_threads(process.local_size)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         freed_memory.keep()
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
@@ -176,18 +171,18 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
     if get_accelerator().device_name() == "cpu":
         # On a CPU DeepSpeed compiles a shared-memory collective at first use, for 100 s; gloo never calls it.
         vars(deepspeed.ops)["__compatible_ops__"] = {}
-    elif (gpus := torch.cuda.device_count()) <= place.local_rank:
+    elif (gpus := torch.cuda.device_count()) <= process.local_rank:
         raise ConfigError(
-            f"host {socket.gethostname()} has {place.local_size} processes, of which this one sees {gpus} GPUs; "
-            f"expected {gpus} slots there, or with srun --gpus-per-node {place.local_size} --gpu-bind none"
+            f"host {socket.gethostname()} has {process.local_size} processes, of which this one sees {gpus} GPUs; "
+            f"expected {gpus} slots there, or with srun --gpus-per-node {process.local_size} --gpu-bind none"
         )
     else:
-        get_accelerator().set_device(place.local_rank)
+        get_accelerator().set_device(process.local_rank)
         check_wheel()
     try:
-        store = meet(place.rank, place.world_size, place.local_size, patience)
+        store = meet(process.rank, process.world_size, process.local_size, patience)
         deepspeed.init_distributed(verbose=False, timeout=patience)
-        del store  # the process group has found it by its port, and keeps it
+        del store  # the process group has its own reference
     except (torch.distributed.DistError, OSError) as error:
         raise ConfigError(
             f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
@@ -197,7 +192,7 @@ def join(place: Place, patience: timedelta, port: int | None = None) -> None:
 
 
 def set_threads(processes: int, hidden_size: int = SMALL) -> None:
-    """Divide this host's cores among its processes, unless the user set OMP_NUM_THREADS; a small model takes one."""
+    """Divide this host's cores among its processes, one each for a small model; the user's OMP_NUM_THREADS counts."""
     import torch
 
     asked = os.environ.get("OMP_NUM_THREADS")
@@ -211,7 +206,7 @@ def set_threads(processes: int, hidden_size: int = SMALL) -> None:
 
 
 def stop() -> None:
-    """Leave the process group, where there is one."""
+    """Leave the process group, if there is one."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -219,13 +214,10 @@ def stop() -> None:
 
 
 def start_over(port: int | None = None) -> NoReturn:
-    """Replace this process by one of the same command, as its launcher started it; all ranks call it together.
+    """Replace this process by a new one of the same command; all ranks call it together.
 
-    With the process goes all that the run holds: memory, the GPU's too, threads and connections. The launcher sees the
-    same process go on. The new ones meet at a port of their own, as nobody knows when the old one is free.
-
-    Args:
-        port: where they meet all the same, if it has to be that one.
+    This frees all that the run holds: memory, the GPU's too, threads and connections. The launcher sees the same
+    process. The new ones meet at `port`, or at a new one, as nobody knows when the old one is free.
     """
     import torch
 
@@ -238,7 +230,7 @@ def start_over(port: int | None = None) -> NoReturn:
     (free, *_) = gather(free_port() if torch.distributed.get_rank() == 0 else 0)
     stop()
     os.environ |= {"MASTER_PORT": str(port or free), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    signal.setitimer(signal.ITIMER_REAL, 0)  # of a signal that came too late; whoever sent it has to send another
+    signal.setitimer(signal.ITIMER_REAL, 0)  # of a request that came too late and has to be repeated
     for number in REQUESTS:
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
@@ -247,7 +239,7 @@ def start_over(port: int | None = None) -> NoReturn:
 
 
 def gather(value: Value) -> list[Value]:
-    """What every rank gives, by rank; all ranks call it together."""
+    """Return every rank's value, by rank; all ranks call it together."""
     import torch
 
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -257,19 +249,19 @@ def gather(value: Value) -> list[Value]:
 
 @contextmanager
 def agreed() -> Iterator[None]:
-    """Let all ranks do something that may fail on some of them, without communication inside.
+    """Do something that may fail on some ranks, without communication inside; all ranks call it together.
 
     Raises:
-        RunRefused: on every rank, with the text of the lowest rank that failed, and its host where others have no such
-            failure; so nobody waits for somebody who left.
+        RunRefused: on every rank, with the error of the lowest rank that failed, so that none waits for one that left;
+            with its host, if it did not fail on another one.
     """
     failure: str | None = None
     try:
         yield
     except USER_ERRORS as error:
         failure = describe_and_save(error)[1]
-    told = gather((socket.gethostname(), failure))
-    for host, text in told:
+    outcomes = gather((socket.gethostname(), failure))
+    for host, text in outcomes:
         if text is not None:
-            elsewhere = any(other != host and failed is None for other, failed in told)
-            raise RunRefused(*(f"host {host}: {text}" if elsewhere else text).split("\n"))
+            only_here = any(other != host and failed is None for other, failed in outcomes)
+            raise RunRefused(*(f"host {host}: {text}" if only_here else text).split("\n"))

@@ -1,11 +1,9 @@
-"""A rank's connection to the failure detector: by it a run ends everywhere when it has failed somewhere.
+"""Connect a rank to the failure detector, which ends all ranks when one fails, and hold the lease of the run's folder.
 
-Each rank keeps one connection to the detector in rank 0's process (`training.distributed.failure_detector`), served by
-a thread. The main thread marks progress on it and reports what made it fail; when a process dies, it closes. The
-detector answers with a verdict, the same for all. Every rank leaves then, from this thread, as the main thread may be
-waiting for a rank that is no more. The one that speaks leaves last, so its line is the last of the run but for the
-launcher's own. Who keeps the run's folder (`training.distributed.disk`) holds its lease, and gives it back however the
-run ends.
+A thread of each rank holds the connection to the detector in rank 0's process
+(`training.distributed.failure_detector`). The main thread reports its errors there; a process that dies closes it. The
+detector sends all ranks the same verdict. The thread then ends the process, as the main thread may be waiting for a
+lost rank. The rank that prints the verdict leaves last, so only the launcher's own lines follow it.
 
 Costs nothing while all is well: no message is sent between joining and leaving.
 """
@@ -39,62 +37,60 @@ from training.distributed.failure_detector import (
     lost_rank,
 )
 from training.distributed.gpu_progress import current_instruction, needs_no_other_rank
-from training.distributed.processes import Place, agreed, gather
+from training.distributed.processes import ProcessInfo, agreed, gather
 from training.distributed.rendezvous import listen
 from training.errors import ConfigError, RunRefused, describe_error, with_traceback
 from training.launch.pdsh import end_soon
 
-# Where a rank waits for others.
-COMMUNICATION = ("torch/distributed/", "deepspeed/comm/", "training/distributed/communication_wait.py")
+# Files in which a rank waits for others.
+COMMUNICATION = ("torch/distributed/", "deepspeed/comm/", "training/distributed/communication.py")
 LEASE = "pipetune-lease"  # of a run's folder
 LOOK = 0.1  # seconds between two looks at a lease whose holder may be dead
-LAST_WORDS = 2.5  # seconds; by then the launcher has noticed that the other ranks left, and has said so
+LAST_WORDS = 2.5  # seconds until the launcher has printed that the other ranks left
 CONNECT = 60.0  # seconds to reach the detector
 
 
 class RankMonitor:
-    """`with RankMonitor(place, stage, minutes) as monitor:` around all that a rank does together with others.
+    """`with RankMonitor(process, stage, minutes) as monitor:` around all that a rank does together with others.
 
     Args:
-        stage: of the pipeline, from 0.
-        timeout_minutes: how long the run may go without a `mark`, once there was one.
+        timeout_minutes: how long the run may go without a `mark`, after the first one.
         port: of the detector; 0 for any free one.
 
     Raises:
         RunRefused: some rank cannot reach the detector, or its port is in use.
     """
 
-    def __init__(self, place: Place, stage: int, timeout_minutes: float, port: int = 0) -> None:
-        self._place = place
+    def __init__(self, process: ProcessInfo, stage: int, timeout_minutes: float, port: int = 0) -> None:
+        self._process = process
         self._lease: Lease | None = None
         self._detector: FailureDetector | None = None
         listener = None
         with agreed():
-            if place.rank == 0:
-                listener = open_port(place, port)
-        name = f"rank {place.rank} (stage {stage}, host {socket.gethostname()})"
-        # Names, port and secret go round in the process group; without the secret nobody can join.
-        told = gather((name, listener.getsockname()[1] if listener else 0, secrets.token_hex()))
-        self._first = told[0][0]
+            if process.rank == 0:
+                listener = open_port(process, port)
+        name = f"rank {process.rank} (stage {stage}, host {socket.gethostname()})"
+        ranks = gather((name, listener.getsockname()[1] if listener else 0, secrets.token_hex()))
+        self._rank_0, open_at, secret = ranks[0]
         if listener:
-            self._detector = FailureDetector([each for each, _, _ in told], timeout_minutes, listener, told[0][2])
+            self._detector = FailureDetector([each for each, _, _ in ranks], timeout_minutes, listener, secret)
         with agreed():
-            self._connection = connect(told[0][1], f"{told[0][2]} {place.rank}\n")
+            self._connection = connect(open_at, f"{secret} {process.rank}\n")
         self._thread = threading.Thread(target=self._listen, name="monitor", daemon=True)
         self._thread.start()
 
     def hold(self, folder: Path, disk: Disk) -> None:
-        """Take the lease of the run's folder, for all that write there, to the end.
+        """Take the lease of the run's folder until the end of the run, for all ranks of a disk.
 
         Raises:
             ConfigError: another run has it, or it cannot be written.
         """
-        if disk.keeps:
+        if disk.owns_folder:
             self._lease = take_folder(folder, self._report)
             self._folder = folder
 
     def mark(self, what: str) -> None:
-        """Note that the run has got somewhere; rank 0's word counts, as each step needs all ranks.
+        """Note progress of the run; rank 0's counts, as each step needs all ranks.
 
         Raises:
             ConfigError: another run has taken over the folder.
@@ -105,7 +101,7 @@ class RankMonitor:
             raise taken_over(self._folder, successor)
 
     def rest(self) -> None:
-        """From now on the run may take its time, as no marks come; a rank that dies is noticed all the same."""
+        """Expect no further mark; a rank that dies is noticed all the same."""
         if self._detector:
             self._detector.rest()
 
@@ -125,7 +121,7 @@ class RankMonitor:
         self._send("failed", **asdict(failure_of(error)))
 
     def _send(self, kind: str, **fields: Any) -> None:
-        with suppress(OSError):  # where the detector is gone, the thread hears of it as well
+        with suppress(OSError):  # if the detector is gone, the thread notices
             self._connection.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
     def _listen(self) -> None:
@@ -138,38 +134,38 @@ class RankMonitor:
                     if kind == "end":
                         return
                     if kind == "where":
-                        self._send("place", **asdict(whereabouts(self._place.local_rank)))
+                        self._send("position", **asdict(current_position(self._process.local_rank)))
                     else:
                         self._leave(Report(**message))
         except OSError as error:
             lost = how_lost(error)
-        self._leave(lost_rank(self._first, lost, speaker=self._place.world_size - 1))
+        self._leave(lost_rank(self._rank_0, lost, speaker=self._process.world_size - 1))
 
     def _leave(self, verdict: Report) -> None:
-        if verdict.unreachable and self._place.local_rank == 0:
+        if verdict.unreachable and self._process.local_rank == 0:
             end_soon()
         if self._lease:
             self._lease.release()
-        if verdict.speaker == self._place.rank:
+        if verdict.speaker == self._process.rank:
             time.sleep(LAST_WORDS)
             print(f"error: {with_traceback(verdict.text, verdict.trace)}", file=sys.stderr, flush=True)
         os._exit(verdict.code)
 
 
 def failure_of(error: BaseException) -> Report:
-    """What the detector is told of an exception."""
+    """Describe an exception for the detector."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
     code, text, trace = describe_error(error)
     return Report(text, trace, waiting=any(part in innermost for part in COMMUNICATION), code=code)
 
 
-def whereabouts(device: int) -> Report:
-    """Where the main thread is, and whether this process waits for other ranks.
+def current_position(device: int) -> Report:
+    """Find where the main thread is, and whether this process waits for other ranks.
 
-    It does where some thread is inside communication, or where the GPU has not finished what it was given: NCCL's
-    kernels wait there, while Python waits for some number of theirs. It does not where the GPU stands in a computation
-    of the schedule (`training.distributed.gpu_progress`): then the others wait for this one. A GPU whose host hangs
-    comes to the end of what it was given, or waits for one whose host does: schedules have no circles.
+    It waits if a thread is inside communication, or if the GPU has not finished its queue: NCCL's kernels wait there
+    while Python waits for their result. It does not if the GPU is in a computation of the schedule
+    (`training.distributed.gpu_progress`): then the others wait for this one. A GPU whose host hangs finishes its queue,
+    or waits for one whose host hangs, as schedules have no cycles.
     """
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     stacks = {ident: "".join(traceback.format_stack(frame)) for ident, frame in frames.items()}
@@ -187,10 +183,10 @@ def whereabouts(device: int) -> Report:
 
 
 def take_folder(folder: Path, lost: Callable[[ConfigError], object]) -> Lease:
-    """The lease of a run's folder.
+    """Take the lease of a run's folder; wait while its holder may be dead.
 
     Args:
-        lost: told by another thread when another run has taken over.
+        lost: called in another thread when another run has taken over.
 
     Raises:
         ConfigError: another run has it, or the folder cannot be written.
@@ -216,15 +212,15 @@ def take_folder(folder: Path, lost: Callable[[ConfigError], object]) -> Lease:
 
 
 def taken_over(folder: Path, successor: str) -> ConfigError:
-    """Why a run whose folder another one writes to must end."""
+    """Make the error of a run whose folder another one writes to."""
     lost = f"this run stood still and lost its lease, or somebody removed it; held now by {successor}"
     return ConfigError(f"save_path: {folder}: {lost}; expected one run a folder")
 
 
-def open_port(place: Place, port: int) -> socket.socket:
-    """Where the detector listens."""
+def open_port(process: ProcessInfo, port: int) -> socket.socket:
+    """Open the detector's port."""
     try:
-        return listen(place.world_size, place.local_size, port)
+        return listen(process.world_size, process.local_size, port)
     except OSError as error:
         raise ConfigError(
             f"ports.failure_detector: {port}: {error.strerror} on host {socket.gethostname()}; expected a free port"

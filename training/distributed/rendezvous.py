@@ -1,9 +1,9 @@
 """Rendezvous: let the ranks of a run find each other at MASTER_ADDR, or report which ones are missing.
 
-Each rank registers in a store; rank 0 waits for all of them. On several hosts, gloo and NCCL get the network interface
-by which a host reaches the others: its own name is often a loopback address in /etc/hosts.
+Each rank registers in torch's store; rank 0 waits for all of them. On several hosts, gloo and NCCL get the network
+interface by which a host reaches the others: its own name is often a loopback address in /etc/hosts.
 
-Nothing is encrypted, and torch's store has no password: the network has to be trusted.
+Nothing is encrypted, and the store has no password: the network has to be trusted.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from training.launch.pdsh import end_soon
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
-PATIENCE = 90.0  # seconds without another rank, after which the missing ones are given up
+PATIENCE = 90.0  # seconds without a new rank until the missing ones are given up
 POLL = 0.2  # seconds between two looks at the store
 
 
 def listen(ranks: int, on_this_host: int, port: int = 0) -> socket.socket:
-    """Open a socket for the other ranks at MASTER_ADDR's address alone.
-
-    Listens at every address, with a warning, where that address is not of this host or others cannot reach it.
+    """Listen for the other ranks at MASTER_ADDR; at every address, with a warning, if they could not reach that one.
 
     Args:
         ranks: number of ranks of the run.
@@ -58,14 +56,14 @@ def listen(ranks: int, on_this_host: int, port: int = 0) -> socket.socket:
 
 
 def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPStore:
-    """Wait for all ranks; return the store, by which the process group finds them too.
+    """Wait for all ranks; return the store, which the process group uses too.
 
     Args:
         patience: timeout of a rank that has reached rank 0.
 
     Raises:
         RunRefused: on every rank that came, if another one did not.
-        OSError: another run, or another program, has the port.
+        OSError: another run or program has the port.
         torch.distributed.DistError: rank 0 cannot be reached, or left.
     """
     import torch
@@ -109,7 +107,7 @@ def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPSt
 
 
 def missing_ranks(store: Store, ranks: int) -> list[int]:
-    """Wait for ranks until none has come for PATIENCE; return those that are missing."""
+    """Wait for ranks until no new one has come for PATIENCE; return those that are missing."""
     missing, last = set(range(ranks)), time.monotonic()
     while missing and time.monotonic() - last < PATIENCE:
         if came := {rank for rank in missing if store.check([str(rank)])}:
@@ -119,7 +117,7 @@ def missing_ranks(store: Store, ranks: int) -> list[int]:
 
 
 def describe_ranks(ranks: list[int]) -> str:
-    """Name ranks, with their hosts where DeepSpeed's launcher, the parent of this process, knows them."""
+    """Name ranks, with their hosts if this process's parent is DeepSpeed's launcher, which knows them."""
     hosts: list[str] = []
     with suppress(psutil.Error, ValueError):
         words = psutil.Process(os.getppid()).cmdline()

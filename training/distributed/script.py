@@ -1,4 +1,4 @@
-"""One rank's part in a run, whoever asks for it: a door, or a script that has more to do afterwards."""
+"""Run one rank's job, for an entry point or for a script that goes on afterwards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from common import early_signals
 from common.early_signals import REQUESTS
 from training.config.yaml_file import Config
-from training.distributed import placement, processes
-from training.distributed.processes import LAUNCHER_GONE, Place
+from training.distributed import processes
+from training.distributed.placement import choose_axes
+from training.distributed.processes import LAUNCHER_GONE, ProcessInfo
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.agent import RUN
 from training.launch.start import launch
@@ -26,13 +27,15 @@ if TYPE_CHECKING:
 _trained = False  # in this process
 
 
-def in_processes(config: Config, place: Place | None, run: Callable[[Config, Place, RankMonitor], bool]) -> None:
-    """Be one rank of a run; where no launcher started this process, have the same command started in processes.
+def run_or_launch(
+    config: Config, process: ProcessInfo | None, run: Callable[[Config, ProcessInfo, RankMonitor], bool]
+) -> None:
+    """Run one rank's job; if no launcher started this process, launch the same command in processes.
 
     Args:
-        run: the whole job of one rank; whether to start over.
+        run: does the whole job; returns whether the processes are to start over.
     """
-    if place is None:
+    if process is None:
         launch(config)
     if config.max_restarts and RUN not in os.environ:
         raise ConfigError(
@@ -44,39 +47,40 @@ def in_processes(config: Config, place: Place | None, run: Callable[[Config, Pla
 
     # The failure detector must find a hang, and name the rank, before the process group gives up.
     patience = timedelta(minutes=max(30, 2 * config.timeout_minutes))
-    processes.start(place, config.model_topo, patience, config.ports.meeting)
-    config, picture = placement.place(config, processes.gather(socket.gethostname()))
-    if place.rank == 0 and picture:
-        print("\n".join(picture), flush=True)
-    stage, port = config.model_topo.stage_of(place.rank), config.ports.failure_detector or 0
-    with RankMonitor(place, stage, config.timeout_minutes, port) as monitor:
-        again = run(config, place, monitor)
+    processes.start(process, config.model_topo, patience, config.ports.meeting)
+    config, lines = choose_axes(config, processes.gather(socket.gethostname()))
+    if process.rank == 0 and lines:
+        print("\n".join(lines), flush=True)
+    stage, port = config.model_topo.stage_of(process.rank), config.ports.failure_detector or 0
+    with RankMonitor(process, stage, config.timeout_minutes, port) as monitor:
+        again = run(config, process, monitor)
     if again:
         processes.start_over(config.ports.meeting)
     processes.stop()
 
 
-def run_from_script(load: Callable[[Place | None], Config], run: Callable[[Config, Place, RankMonitor], bool]) -> None:
-    """What a door does to train; where all goes well, it returns. Once in a process: the ranks cannot meet again.
+def run_from_script(
+    load: Callable[[ProcessInfo | None], Config], run: Callable[[Config, ProcessInfo, RankMonitor], bool]
+) -> None:
+    """Train as an entry point does, and return afterwards. Once in a process: its ranks cannot meet again.
 
     Args:
-        load: gives the checked config.
-        run: see `in_processes`; the script itself starts over then.
+        load: returns the checked config.
+        run: see `run_or_launch`; the script itself starts over.
     """
-    place = Place.from_environment()
-    if place is not None:
-        processes.end_with_launcher(place)
-    with exit_with_one_line(place.rank if place else None, goes_on=True):
-        global _trained  # noqa: PLW0603  # it is so of the process
+    process = ProcessInfo.from_environment()
+    if process is not None:
+        processes.end_with_launcher(process)
+    with exit_with_one_line(process.rank if process else None, goes_on=True):
+        global _trained  # noqa: PLW0603  # a fact about the process
         if _trained:
             raise ConfigError("train: a process trains once; expected a script of its own for each training")
-        _trained = place is not None
-        config = load(place)
+        _trained = process is not None
+        config = load(process)
         config.check_entry_point(in_stages=True)
         keep_tracebacks_in(config.save_path)
         preemption = [signal.Signals[name] for name in config.preemption_signals]
-        numbers = (*REQUESTS, LAUNCHER_GONE, *preemption)
-        handlers = {number: signal.getsignal(number) for number in numbers}
-        in_processes(config, place, run)
-        for number, handler in handlers.items():  # a run makes them a wish to save, which nobody hears any more
+        handlers = {number: signal.getsignal(number) for number in (*REQUESTS, LAUNCHER_GONE, *preemption)}
+        run_or_launch(config, process, run)
+        for number, handler in handlers.items():  # those of the run would ask it to save
             signal.signal(number, handler)

@@ -1,12 +1,12 @@
 """Stop requests: SIGTERM, SIGINT or SIGHUP saves after the current step and ends the run; a later one ends it at once.
 
-A signal of `preemption_signals`, by which a cluster announces that it takes the machines away, does the same, asks
-Slurm to requeue the job, and may be repeated.
+A signal of `preemption_signals`, which a cluster sends before it takes the machines away, does the same, asks Slurm to
+requeue the job, and may be repeated. A launcher that is gone is a request too.
 
 Launchers pass a signal on as other ones (Ctrl-C arrives as SIGINT and, from the launcher, as SIGTERM), so signals
-within SAME_REQUEST of the first belong to the same request. The kernel drops them, and ends the process by later ones,
-however long Python takes to handle a signal. Ranks receive a request at different steps; `StopRequest.agreed`, one
-all-reduce a step, lets them stop after the same one. A launcher that is gone is a request too.
+within SAME_REQUEST of the first belong to the same request. The kernel ignores them, and ends the process by later
+ones, however long Python takes to handle a signal. Ranks receive a request at different steps; `StopRequest.agreed`,
+one all-reduce a step, lets them stop after the same one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StopRequest:
     """Records a signal until the training loop asks.
 
     Args:
-        preemption: names of the signals by which a cluster takes the machines away.
+        preemption: names of `preemption_signals`.
 
     Attributes:
         signal: number of the signal; None without a request.
@@ -59,7 +59,7 @@ class StopRequest:
         """Return whether any rank was asked to stop, and whether `other` holds on any; the same on all ranks."""
         device = get_accelerator().current_device_name()
         asked = torch.zeros(3, device=device)
-        # Filled there, as the host would wait for a copy.
+        # Filled on the device, as the host would wait for a copy.
         asked[0], asked[1], asked[2] = self.signal or 0, other, self.preempted
         torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
         number, anybody, preempted = asked.tolist()

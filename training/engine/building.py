@@ -24,7 +24,7 @@ from training.config.deepspeed_config import check_device, deepspeed_config, rou
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
-from training.distributed.groups import among_members
+from training.distributed.communication import among_members
 from training.distributed.processes import agreed
 from training.engine.clipping import clip_in_update
 from training.engine.gradient_sums import sum_without_copies

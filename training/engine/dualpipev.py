@@ -18,7 +18,7 @@ from deepspeed import comm
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 
-from training.distributed.communication_wait import wait
+from training.distributed.communication import wait
 from training.engine.stage_engine import StageEngine
 from training.schedule.zero_bubble import FilledSchedule, LaunchP2P, WeightPass
 

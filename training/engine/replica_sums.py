@@ -29,7 +29,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, distributed
 
-from training.distributed.communication_wait import wait
+from training.distributed.communication import wait
 
 
 class ReplicaSums(ABC):

@@ -1,13 +1,12 @@
-"""Starts a run's ranks on one host, and ends them, as the supervisor says (`training.launch.supervisor`).
+"""Start and end a run's ranks on one host for its supervisor (`training.launch.supervisor`).
 
-Its order comes as a line of JSON on standard input. Each further line asks the ranks to save and leave, by the signal
-that it names; so do a signal to this process and the input's end, which comes as well when the supervisor is killed or
-its connection breaks. Saving may take as long as a run may go without progress (the order's `patience`): one that hangs
-ends itself before. What is left then is killed, and with the ranks ends all that they started. Where a rank has failed,
-here or, as the line says, elsewhere, there is nothing to save: the others get FAREWELL seconds for a few words.
+The order is a line of JSON on standard input. Each further line is a signal by which the ranks are asked to save and
+leave; so are a signal to this process and the end of the input, as when the supervisor is killed or its connection
+breaks. Saving may take the order's `patience`: a rank that hangs ends itself before. Then the ranks and all that they
+started are killed. If a rank has failed, here or elsewhere (FAILED), there is nothing to save, and the others get
+FAREWELL seconds to print the verdict.
 
-A run's processes carry its name in their environment, by which those that a fault left behind are found (`look`).
-This file is imported by nothing heavy, so that a start over ssh takes little more than ssh itself.
+A run's processes have its name in their environment, by which `inspect_host` finds what a fault left behind.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ import psutil
 from common.whole_files import read_regular, regular
 
 RUN = "PIPETUNE_RUN"  # in the environment: the name of a run that a supervisor has started
-FAREWELL = 10.0  # seconds to hear the failure detector's verdict, tell it and leave
-FAILED = b"failed"  # the line of a supervisor that knows of a failure
-LOOK = 0.1  # seconds between two looks
-GONE = 30.0  # seconds for what was killed to be gone
+FAREWELL = 10.0  # seconds to receive and print the failure detector's verdict
+FAILED = b"failed"  # line on standard input: a rank failed on another host
+POLL = 0.1  # seconds between two looks
+GONE = 30.0  # seconds for killed processes to be gone
 TAIL = 2**16  # bytes at the end of metrics.jsonl
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl.h: orphans below this process become its children
 
 
 def main() -> None:
-    """Obey the order on standard input, or say what there is on this host."""
+    """Follow the order on standard input; with arguments, print what `inspect_host` finds."""
     if len(sys.argv) > 1:
-        print(json.dumps(look(*sys.argv[1:])))
+        print(json.dumps(inspect_host(*sys.argv[1:])))
         return
     with open(0, "rb", buffering=0, closefd=False) as orders:
         order = json.loads(orders.readline())
@@ -53,43 +52,43 @@ def main() -> None:
 def serve(
     command: list[str], environment: dict[str, str], numbers: list[int], patience: float, signals: list[int]
 ) -> int:
-    """Run a command as these ranks; the exit code of the one that failed first, as a shell would give it.
+    """Run a command as these ranks; return the exit code of the first that failed, as a shell would give it.
 
     Args:
         patience: seconds for them to save and leave.
-        signals: what asks for that besides SIGTERM, and is passed on as it is.
+        signals: those of `preemption_signals`, which are passed on.
     """
     ranks = []
     for local, rank in enumerate(numbers):
         place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_SIZE": str(len(numbers))}
         words = [sys.executable, "-u", *command]
         ranks.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, env=os.environ | environment | place))
-    ends: list[float] = []
+    deadlines: list[float] = []
 
-    def ask(number: int = signal.SIGTERM, seconds: float = patience) -> None:
-        ends.append(time.monotonic() + seconds)
+    def ask_to_leave(number: int = signal.SIGTERM, seconds: float = patience) -> None:
+        deadlines.append(time.monotonic() + seconds)
         for rank in ranks:
             rank.send_signal(number)
 
-    def obey() -> None:
+    def read_input() -> None:
         while words := os.read(0, 64).split():
             if FAILED in words:
-                ask(seconds=FAREWELL)
+                ask_to_leave(seconds=FAREWELL)
             else:
-                ask(int(words[-1]))
-        ask()
+                ask_to_leave(int(words[-1]))
+        ask_to_leave()
 
     for number in (signal.SIGTERM, *signals):  # which Slurm sends to each process of a step
-        signal.signal(number, lambda number, _: ask(number))
-    threading.Thread(target=obey, daemon=True).start()
+        signal.signal(number, lambda number, _: ask_to_leave(number))
+    threading.Thread(target=read_input, daemon=True).start()
     failed = 0
     while None in (codes := [rank.poll() for rank in ranks]):
         failed = failed or next(filter(None, codes), 0)
-        if failed and not ends:
-            ask(seconds=FAREWELL)
-        if ends and time.monotonic() > min(ends):
+        if failed and not deadlines:
+            ask_to_leave(seconds=FAREWELL)
+        if deadlines and time.monotonic() > min(deadlines):
             break
-        time.sleep(LOOK)
+        time.sleep(POLL)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
@@ -97,12 +96,12 @@ def serve(
     return failed if failed >= 0 else 128 - failed
 
 
-def look(save_path: str, run: str) -> dict[str, Any]:
-    """End what is left of a run on this host; how the others can reach it, and how far the run has come.
+def inspect_host(save_path: str, run: str) -> dict[str, Any]:
+    """Kill what is left of a run on this host; find its address and how far the run is.
 
     Returns:
-        address, port: where ranks can meet.
-        changed, step: when metrics.jsonl was written to, and the last step in it; 0 without.
+        address, port: for a rendezvous.
+        changed, step: when metrics.jsonl was last written, and the last step in it; 0 without.
         saved: the step of the newest checkpoint; 0 without.
     """
     left = []
@@ -123,7 +122,7 @@ def look(save_path: str, run: str) -> dict[str, Any]:
 
 
 def reached_address() -> str:
-    """That by which the supervisor has reached this host, which is in the network that the hostfile's names mean."""
+    """Return the address by which the supervisor reached this host, in the network of the hostfile's names."""
     reached = os.environ.get("SSH_CONNECTION", "127.0.0.1").split()[-2:][0]
     if not reached.startswith("127.") and reached != "::1":
         return reached
@@ -133,9 +132,9 @@ def reached_address() -> str:
 
 
 def free_port() -> int:
-    """A port for the processes of a run to meet at, which stays theirs while this process lives, also through an exec.
+    """Reserve a port for a rendezvous while this process lives, also through an exec.
 
-    A socket that is bound and does not listen keeps the kernel from giving the port to others; who asks for it gets it.
+    While a bound socket does not listen, the kernel assigns its port to nobody, but who asks for that port gets it.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The hosts that a hostfile names: which slots of them a run takes, how they are reached, and whether they answer."""
+"""Read a hostfile, and reach its hosts over ssh."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from training.launch.agent import RUN
 
 Answer = dict[str, Any]  # of `training.launch.agent.look`
 
-ROOT = Path(__file__).parents[__name__.count(".")]  # where imports begin, whatever the folder that it starts in
+ROOT = Path(__file__).parents[__name__.count(".")]  # of the packages
 PREFIX = f"import sys; sys.path.insert(0, {str(ROOT)!r});"
 AGENT = (sys.executable, "-c", f"{PREFIX} from {agent.__name__} import main; main()")
 FILTER = re.compile(r"[^@:]+(:\d+(,\d+)*)?(@[^@:]+(:\d+(,\d+)*)?)*")  # of --include and --exclude
-ANSWER = 10  # seconds for a host to let ssh in, and as many for what is asked there
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER}")  # asks no question
-LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # a host that is gone is known after 15 s
+CONNECT = 10  # seconds for ssh to connect
+ANSWER = 30  # seconds for a host to answer
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}")  # asks no questions
+KEEPALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # notices a lost host after 15 s
 SAME = "the same folder, Python and packages on every host"
-# What ssh says, and what was expected then.
-EXPECTED = {
+EXPECTED = {  # part of ssh's message -> what was expected
     "Permission denied": "a key that it accepts without a password: ssh-copy-id {host}",
     "Host key verification failed": "its key in ~/.ssh/known_hosts: log in once by hand, ssh {host}",
     "Could not resolve": "a name that this machine knows",
@@ -43,10 +43,10 @@ EXPECTED = {
 
 
 def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]:
-    """The slots of each host, as DeepSpeed's launcher understands a hostfile and its two filters.
+    """Read the slots of each host as DeepSpeed's launcher does.
 
     Raises:
-        ConfigError: the file or a filter makes no hosts, or leaves no slot.
+        ConfigError: the file or a filter is wrong, or leaves no slot.
     """
     from deepspeed.launcher import runner
 
@@ -58,13 +58,13 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
             )
     expected = "lines such as: node1 slots=8"
     try:
-        # Its own reader would take a byte order mark, as Windows writes it, for a part of the first name.
+        # DeepSpeed's own reader takes the byte order mark of Windows for a part of the first name.
         pool = runner._parse_hostfile(read_small(path).decode("utf-8-sig").splitlines())
         expected = "hosts and slots that stand in it"
         chosen: dict[str, list[int]] = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--hostfile {path}: {told}; expected {expected}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--hostfile {path}: {reason}; expected {expected}") from None
     if not any(chosen.values()):
         raise ConfigError(
             f"--hostfile {path}: no slot is left; expected hosts that --include and --exclude leave, with slots="
@@ -73,7 +73,7 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
 
 
 def exported() -> dict[str, str]:
-    """The environment for every host: what DeepSpeed's launcher gives them, `.deepspeed_env`, gloo's and OpenMP's."""
+    """Return the variables for every host: what DeepSpeed's launcher exports, gloo's, OpenMP's, `.deepspeed_env`."""
     from deepspeed.launcher import runner
 
     names = (*runner.EXPORT_ENVS, "NCCL", "GLOO", "LD_LIBRARY", "OMP", "PATH")
@@ -86,44 +86,43 @@ def exported() -> dict[str, str]:
 
 
 def start_agent(host: str, run: str) -> subprocess.Popen[bytes]:
-    """An agent that waits for its order on standard input; Ctrl-C does not reach it."""
-    words = [*SSH, *LIVELY, "--", host, there("env", f"{RUN}={run}", *AGENT)] if host else [*AGENT]
+    """Start an agent, which reads its order from standard input; Ctrl-C does not reach it."""
+    words = [*SSH, *KEEPALIVE, "--", host, remote_command("env", f"{RUN}={run}", *AGENT)] if host else [*AGENT]
     return subprocess.Popen(words, stdin=subprocess.PIPE, env=os.environ | {RUN: run}, start_new_session=True)
 
 
-def look(hosts: list[str], run: str, save_path: str) -> dict[str, Answer | str]:
-    """Ask all hosts at once what `agent.look` finds there; of one that does not answer, why."""
+def inspect_hosts(hosts: list[str], run: str, save_path: str) -> dict[str, Answer | str]:
+    """Run `agent.inspect_host` on all hosts at once; return its answer, or why a host does not answer."""
     with ThreadPoolExecutor(len(hosts)) as threads:
-        return dict(zip(hosts, threads.map(lambda host: _look(host, run, save_path), hosts), strict=True))
+        return dict(zip(hosts, threads.map(lambda host: _inspect(host, run, save_path), hosts), strict=True))
 
 
-def there(*words: str) -> str:
-    """What the shell of another host is to do."""
+def remote_command(*words: str) -> str:
+    """Quote a command for the shell of another host, in the same folder."""
     return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
 
 
-def _look(host: str, run: str, save_path: str) -> Answer | str:
+def _inspect(host: str, run: str, save_path: str) -> Answer | str:
     if not host:
-        return agent.look(save_path, run)
-    limit = 3 * ANSWER
-    # It does not carry the run's name: where two names are one machine, each would end the other as a part of the run.
+        return agent.inspect_host(save_path, run)
+    # Without the run's name in the environment: if two names are one machine, each would kill the other.
     try:
         done = subprocess.run(
-            [*SSH, "--", host, there(*AGENT, save_path, run)],
+            [*SSH, "--", host, remote_command(*AGENT, save_path, run)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=limit,
+            timeout=ANSWER,
             check=False,
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
-        return f"host {host}: no answer within {limit} s"
+        return f"host {host}: no answer within {ANSWER} s"
     except FileNotFoundError:
         return "ssh: not found; expected OpenSSH's client"
     if done.returncode == 0:
         found: Answer = json.loads(done.stdout.splitlines()[-1])
         return found
-    said = next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}").strip()
-    expected = next((text for words, text in EXPECTED.items() if words in said), "this to work: ssh {host} true")
-    return safe_line(f"host {host}: {said}; expected {expected.format(host=host)}")
+    message = next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}").strip()
+    expected = next((text for words, text in EXPECTED.items() if words in message), "this to work: ssh {host} true")
+    return safe_line(f"host {host}: {message}; expected {expected.format(host=host)}")

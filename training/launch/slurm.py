@@ -1,8 +1,8 @@
-"""Slurm: its `srun` starts the processes of a run where no other launcher does, and its jobs can go on later.
+"""Slurm: let `srun` start the processes of a run, and requeue its job.
 
-What srun says of a task is said again by the names that other launchers use, and where the ranks meet is worked out
-from what all tasks know. A step of one task stands for no process of a run: a shell in a job is one, and what is
-started there begins a launcher of its own.
+srun's variables are translated into those of other launchers; address and port of the rendezvous follow from what all
+tasks know. A step of one task is no process of a run but, for example, a shell in a job, from which a run launches its
+own processes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 import re
 import subprocess
 
-PORTS = range(20_000, 32_000)  # below those that the kernel gives to whoever asks for any
+PORTS = range(20_000, 32_000)  # below those that the kernel assigns
 REQUEUE = 60  # seconds for Slurm's controller to answer
 
 
-def take_up() -> None:
-    """Put into the environment what a launcher would, where this process is one of a step's several tasks."""
+def set_environment() -> None:
+    """Set a launcher's variables if this process is one of a step's several tasks."""
     environment = os.environ
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in environment or int(tasks) < 2:
@@ -33,19 +33,19 @@ def take_up() -> None:
     environment.setdefault("MASTER_PORT", str(PORTS[(16 * job + step) % len(PORTS)]))
 
 
-def tasks_by_host(told: str) -> list[int]:
-    """How many tasks each host has, of `2(x3),1`."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", told)
+def tasks_by_host(counts: str) -> list[int]:
+    """Parse the number of tasks of each host, such as `2(x3),1`."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(tasks) for tasks, hosts in found for _ in range(int(hosts or 1))]
 
 
-def first_host(told: str) -> str:
-    """The first of `node[01-03,07],other`."""
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", told).split(",")[0]
+def first_host(hosts: str) -> str:
+    """Return the first of `node[01-03,07],other`."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts).split(",")[0]
 
 
 def requeue() -> None:
-    """Have the job that this process belongs to, if any, start again from its script; says so, or why it cannot."""
+    """Ask Slurm to start this process's job, if any, again from its script; print that, or why it fails."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
         return
@@ -54,9 +54,9 @@ def requeue() -> None:
         done = subprocess.run(
             ["scontrol", "requeue", job], capture_output=True, text=True, timeout=REQUEUE, check=False
         )
-        why = (done.stderr or done.stdout).strip() if done.returncode else ""
+        reason = (done.stderr or done.stdout).strip() if done.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
-        why = str(error)
-    if why:
-        told = why.splitlines()[-1]
-        print(f"warning: requeue: job {job} is not started again: {told}; submit it once more", flush=True)
+        reason = str(error)
+    if reason:
+        last = reason.splitlines()[-1]
+        print(f"warning: requeue: job {job} is not started again: {last}; submit it once more", flush=True)

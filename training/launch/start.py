@@ -1,4 +1,4 @@
-"""From a door that no launcher started to the supervisor: on this machine, or on the hosts of a hostfile."""
+"""Replace an entry point that no launcher started by a supervisor, for this machine or the hosts of a hostfile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.launch.hosts import PREFIX, exported
 from training.launch.slurm import requeue
-from training.launch.supervisor import JOB
+from training.launch.supervisor import JOB, Shape
 
-FEW, A_CORE = 16, 4  # processes that a machine without GPUs is taken to bear: so many, or so many for each core
+FEW, PER_CORE = 16, 4  # processes that a machine without GPUs may have: 16, or 4 for each core
 SUPERVISOR = f"{PREFIX} from {__package__}.supervisor import main; main()"
 
 Hosts = dict[str, list[int]]  # the devices of each
@@ -29,12 +29,11 @@ def launch(
     """Replace this process by a supervisor that runs the same command in as many processes as the topology has.
 
     Args:
-        hosts: this machine where absent.
-        reload: gives the config with one more override, by which a run goes on over fewer hosts.
+        hosts: None for this machine.
+        reload: returns the config with one more override, with which a run goes on over fewer hosts.
 
     Raises:
-        ConfigError: the hosts have another number of slots than that. Or this machine has GPUs, but fewer; or none,
-            and too few cores.
+        ConfigError: the hosts have more or fewer slots, or this machine has too few GPUs or cores.
     """
     grid, processes = config.model_topo.process_topology, config.model_topo.processes
     early_signals.note(config.preemption_signals)
@@ -48,14 +47,13 @@ def launch(
             f"--hostfile: {slots} slots on {', '.join(hosts)}, but model_topo.process_topology.dims: {grid.dims} ask "
             f"for {processes} processes; expected as many, by slots=, --include or --exclude"
         )
-    shapes: list[tuple[int, list[str], str]] = [(processes, [], f"dims {grid.dims}")]
-    for replicas in range(config.model_topo.replicas - 1, 0, -1):
-        if reload is None or not config.max_restarts:
-            break
-        dims = config.model_topo.spread(config.model_topo.stages, replicas).process_topology.dims
-        word = f"model_topo.process_topology.dims={dims}"
-        with suppress(ConfigError):  # such as a batch that so many replicas cannot share
-            shapes.append((reload(word).model_topo.processes, [word], f"dims {dims}"))
+    shapes: list[Shape] = [(processes, [], f"dims {grid.dims}")]
+    if reload and config.max_restarts:
+        for replicas in range(config.model_topo.replicas - 1, 0, -1):
+            dims = config.model_topo.spread(config.model_topo.stages, replicas).process_topology.dims
+            override = f"model_topo.process_topology.dims={dims}"
+            with suppress(ConfigError):  # such as a batch that these replicas cannot share
+                shapes.append((reload(override).model_topo.processes, [override], f"dims {dims}"))
     job = {
         "environment": exported() if hosts else {},
         "hosts": hosts or {"": list(range(processes))},
@@ -70,12 +68,12 @@ def launch(
         requeue()
         early_signals.leave(early_signals.received[0])
     sys.stdout.flush()
-    os.environ[JOB] = json.dumps(job)  # where no other user reads what .deepspeed_env may hold
+    os.environ[JOB] = json.dumps(job)  # not in the arguments, as .deepspeed_env may hold secrets
     os.execv(sys.executable, [sys.executable, "-c", SUPERVISOR, *sys.argv])
 
 
 def name_accelerator() -> None:
-    """Tell DeepSpeed, before it is imported, of a machine without GPUs; or it prints that it found nothing better."""
+    """Name the CPU as DeepSpeed's accelerator on a machine without GPUs, before an import that prints a warning."""
     import torch
 
     if not torch.cuda.is_available():
@@ -83,15 +81,11 @@ def name_accelerator() -> None:
 
 
 def check_machine(config: TrainConfig) -> None:
-    """See that this machine can bear the processes.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise a ConfigError if this machine has too few GPUs or cores for the processes."""
     import torch
 
     topology, gpus, cores = config.model_topo, torch.cuda.device_count(), len(os.sched_getaffinity(0))
-    most = gpus or max(FEW, A_CORE * cores)
+    most = gpus or max(FEW, PER_CORE * cores)
     if topology.processes > most:
         has = f"no GPU and {cores} cores; expected at most {most}"
         if gpus:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from common.quantities import GIGA
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-GIGA, TERA = 1e9, 1e12
+TERA = 1e12
 USABLE = 0.96
 GIB = 2**30
 BEST = 0.8  # share of the peak for GPUs whose fastest product was not measured: the median of the others

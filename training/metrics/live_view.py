@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common import terminal
-from training.metrics.devices import GIGA
+from common.quantities import GIGA
 from training.metrics.step_metrics import StepMetrics
 
 BETWEEN = 0.25  # seconds between two drawings, at least

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from common.log import Log
+from common.quantities import GIGA, counted, duration, gigabytes
 from common.terminal import reason_of
 from data.errors import DataError
 from data.tokenized.dataset import Dataset
@@ -34,7 +35,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.distributed.links import FILE as LINKS_FILE
 from training.errors import ConfigError
-from training.metrics.devices import GIGA, TERA, parse_devices, this_device
+from training.metrics.devices import TERA, parse_devices, this_device
 from training.plan.communication import PER_HOST, Fabric, stage_messages
 from training.plan.inputs import MEASURED_FILE, Basis, Workload
 from training.plan.plan import ERROR, Plan
@@ -46,6 +47,15 @@ WIDTH = 160  # columns of a plan that is written to a file
 PICTURE = "plan.png"
 MEMORY = "weights gradients optimizer activations step peak".split()  # columns of a plan, and of `StageMemory`
 DPI = 120
+# What plan.png shows of `StageMemory`, from below.
+DRAWN = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "step": "the optimizer's step,\nwhere it needs more\nthan activations",
+    "beyond": "measured on top",
+}
 
 
 def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
@@ -83,7 +93,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     basis, ignored = Basis.of_run(config, spec, workload, device, calibrated=here)
     basis = replace(basis, named=fabric)
     processes = count or config.model_topo.processes
-    where = f"{processes} x {device.name}" if device.memory else f"{processes} processes on a {device.name}"
+    where = f"{processes} x {device.name}" if device.memory else f"{counted(processes, 'process')} on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
     for line in [*ignored, *describe_ignored_keys(config, plan=True)]:
         log.print(line)
@@ -159,7 +169,7 @@ def stages_table(plan: Plan) -> Table:
     what = "memory, and messages of a process in a step," if any([*exchanges, *all_reduces]) else "memory"
     shape = ", V schedule" if basis.config.v_schedule else ""
     headings = ["stage", "layers", "parameters", *columns, "time"]
-    made = _table(f"{len(plan.stages)} stages of {plan.parts}{shape}, {what} in GB", headings)
+    made = _table(f"{counted(len(plan.stages), 'stage')} of {plan.parts}{shape}, {what} in GB", headings)
     slowest = max(stage.seconds for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
         made.add_row(
@@ -187,10 +197,11 @@ def plan_summary(plan: Plan) -> list[str]:
     """Summarize the plan and its assumptions in lines."""
     basis, device = plan.basis, plan.basis.device
     work, config = basis.workload, basis.config
+    a_step = f"{counted(basis.micro_batches, 'micro-batch')} of {counted(work.rows, 'row')}"
     lines = [
         f"data: {work.source}",
-        f"step: {basis.micro_batches} micro-batches of {work.rows} x {work.length:.0f} tokens a replica, "
-        f"{work.supervised:.0%} of them supervised; {config.schedule}",
+        f"step: {a_step} x {work.length:.0f} tokens a replica, {work.supervised:.0%} of them supervised; "
+        f"{config.schedule}",
         f"bubble: {plan.bubble:.1%} of the devices' time",
     ]
     if basis.in_fp8:
@@ -206,17 +217,24 @@ def plan_summary(plan: Plan) -> list[str]:
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
     lines += _links(plan)
-    if basis.measured or basis.calibration or device.known:
-        mfu = "" if plan.mfu is None else f", {plan.mfu:.0%} MFU"
-        lines.append(f"speed: {plan.seconds:.2f} s a step, {plan.tokens_per_s:,.0f} tokens/s{mfu}")
-        if plan.days is not None:
-            duration = f"{plan.days:.1f} days" if plan.days >= 1 else f"{plan.days * 24:.1f} hours"
-            lines.append(f"the whole run: {work.steps} steps, {duration}")
-    peak = f"at most {plan.peak / GIGA:.2f} GB of tensors"
-    if device.memory is None:
-        return [*lines, f"memory: {peak} a process; no known limit"]
-    word = "fits" if plan.fits else "does not fit"
-    return [*lines, f"memory: {word}: {peak} of {device.memory / GIGA:.2f} GB usable"]
+    if plan.knows_seconds:
+        lines.append(f"speed: {_speed(plan)}")
+        if work.steps and plan.run_seconds is not None:
+            lines.append(f"the whole run: {counted(work.steps, 'step')}, {duration(plan.run_seconds)}")
+    return [*lines, f"memory: {_room(plan)}"]
+
+
+def _speed(plan: Plan) -> str:
+    mfu = "" if plan.mfu is None else f", {plan.mfu:.0%} MFU"
+    return f"{duration(plan.seconds)} a step, {plan.tokens_per_s:,.0f} tokens/s{mfu}"
+
+
+def _room(plan: Plan) -> str:
+    """Say whether the plan fits; what a process holds besides its tensors is not planned."""
+    peak, memory = f"at most {gigabytes(plan.peak)} of tensors", plan.basis.device.memory
+    if memory is None:
+        return f"{peak} a process, which holds Python and its libraries too; no known limit"
+    return f"{'fits' if plan.fits else 'does not fit'}: {peak} of {gigabytes(memory)} usable"
 
 
 def _links(plan: Plan) -> list[str]:
@@ -291,25 +309,38 @@ def search_table(plans: Sequence[Plan]) -> Table:
 def draw(plan: Plan, path: Path) -> Path:
     """Draw memory and time of the stages as a PNG."""
     from matplotlib.figure import Figure  # takes a second
+    from matplotlib.ticker import MaxNLocator
 
-    memory, device = [stage.memory for stage in plan.stages], plan.basis.device
-    stages = numpy.arange(len(memory))
-    figure = Figure(figsize=(max(7.0, 1.5 + 0.35 * len(stages)), 6), dpi=DPI, layout="constrained")
+    basis, device = plan.basis, plan.basis.device
+    memory = {name: numpy.array([getattr(stage.memory, name) for stage in plan.stages]) / GIGA for name in DRAWN}
+    stepping = memory["step"] > memory["activations"]  # they are never in memory together
+    memory["activations"], memory["step"] = memory["activations"] * ~stepping, memory["step"] * stepping
+    stages, bottom = numpy.arange(len(plan.stages)), numpy.zeros(len(plan.stages))
+    figure = Figure(figsize=(max(9.0, 4.0 + 0.35 * len(stages)), 6), dpi=DPI, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    bottom = numpy.zeros(len(memory))
-    for names in (["weights"], ["gradients"], ["optimizer"], ["activations", "step"]):
-        heights = numpy.array([max(getattr(each, name) for name in names) for each in memory]) / GIGA
-        above.bar(stages, heights, bottom=bottom, label=" or ".join(names))
+    for name, heights in memory.items():
+        if heights.any():
+            above.bar(stages, heights, bottom=bottom, label=DRAWN[name])
         bottom += heights
     if device.memory is not None:
-        above.axhline(device.memory / GIGA, color="black", linewidth=0.8, linestyle="--", label=device.name)
-    above.set_ylabel("peak memory, GB")
-    above.legend(fontsize="small")
-    above.set_title(f"{plan.basis.spec.family.name}, parts {plan.parts}", fontsize="medium", wrap=True)
-    seconds = numpy.array([stage.seconds for stage in plan.stages])
-    below.bar(stages, seconds / seconds.max(), color="tab:gray")
-    below.set_ylabel("time, of the slowest stage")
+        usable = f"{device.name}: {gigabytes(device.memory)} usable"
+        above.axhline(device.memory / GIGA, color="black", linewidth=0.8, linestyle="--", label=usable)
+    above.set_ylabel("peak of a process, GB")
+    times = numpy.array([stage.seconds for stage in plan.stages])
+    if not plan.knows_seconds:
+        times /= plan.seconds
+    below.bar(stages, times, color="tab:gray", label="a stage's own work in a step")
+    step = plan.seconds if plan.knows_seconds else 1.0
+    below.axhline(step, color="tab:red", linewidth=0.8, label=f"the whole step; bubble {plan.bubble:.1%}")
+    below.set_ylabel("time, s" if plan.knows_seconds else "time, of the step")
     below.set_xlabel("stage")
+    below.set_xlim(-0.75, len(stages) - 0.25)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for panel, top in ((above, max(bottom.max(), (device.memory or 0) / GIGA)), (below, step)):
+        panel.set_ylim(0, 1.05 * top)
+        panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    lines = [f"{basis.spec.family.name}, {counted(len(stages), 'stage')} of {plan.parts}", f"memory {_room(plan)}"]
+    figure.suptitle("\n".join([*lines, _speed(plan)] if plan.knows_seconds else lines), fontsize="medium", wrap=True)
     figure.savefig(path, format="png")
     return path
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from common.quantities import GIGA
 from models.process_groups import RankGroup
 from models.spec import ModelSpec, key_heads
 from models.tensor_parallel import plan_of
@@ -31,7 +32,7 @@ from training.config.deepspeed_config import training_dtype
 from training.config.model_topo import ModelTopo
 from training.distributed.links import Link
 from training.errors import ConfigError
-from training.metrics.devices import GIGA, HOST_LINK, LINKED, Device
+from training.metrics.devices import HOST_LINK, LINKED, Device
 
 if TYPE_CHECKING:
     from training.plan.inputs import Basis
@@ -78,16 +79,16 @@ class Group:
         return min(self.inside.bandwidth, self.between.bandwidth * self.size / self.hosts)
 
     def gather(self, size: float) -> float:
-        """Seconds of a ring all-gather, or reduce-scatter, of a tensor of `size` bytes."""
+        """Return seconds of a ring all-gather, or reduce-scatter, of a tensor of `size` bytes."""
         steps = (self.size - self.hosts) * self.inside.latency + (self.hosts - 1) * self.between.latency
         return steps + (1 - 1 / self.size) * size / self.bandwidth
 
     def all_reduce(self, size: float) -> float:
-        """Seconds of a ring all-reduce of `size` bytes."""
+        """Return seconds of a ring all-reduce of `size` bytes."""
         return 2 * self.gather(size)
 
     def all_to_all(self, size: float) -> float:
-        """Seconds in which each process sends each an equal part of its `size` bytes."""
+        """Return seconds in which each process sends each an equal part of its `size` bytes."""
         here = self.size / self.hosts
         parts = [(self.inside, (here - 1) / self.size), (self.between, (self.size - here) / self.size)]
         return max(link.seconds(share * size) for link, share in parts if share)
@@ -138,7 +139,7 @@ class Fabric:
         return Group(ranks.shape[1], hosts, self.inside, self.between)
 
     def to_next(self, topo: ModelTopo) -> list[Link]:
-        """Slowest link from each stage to the next."""
+        """Return the slowest link from each stage to the next."""
         ends = pairwise((topo.along("pipe") // self.per_host).T)
         return [self.between if (first != second).any() else self.inside for first, second in ends]
 
@@ -172,12 +173,12 @@ class Messages:
         return Messages(self.exchanged + other.exchanged, self.summed + other.summed, self.gathered + other.gathered)
 
     def sent(self, topo: ModelTopo) -> tuple[float, float]:
-        """Bytes that a process sends: in exchanges, and in sums and gathers."""
+        """Return bytes that a process sends: in exchanges, and in sums and gathers."""
         rounds = 2 * sum(self.summed) + sum(self.gathered)
         return (1 - 1 / topo.sequence) * sum(self.exchanged), (1 - 1 / topo.tensor) * rounds
 
     def seconds(self, basis: Basis) -> dict[str, float]:
-        """Seconds of exchanges, and of sums and gathers; nothing is computed meanwhile."""
+        """Return seconds of exchanges, and of sums and gathers; nothing is computed meanwhile."""
         topo, group = basis.config.model_topo, basis.fabric.group
         rows, layers = group(topo.sharing("rows")), group(topo.sharing("layers"))
         joined = sum(map(layers.all_reduce, self.summed)) + sum(map(layers.gather, self.gathered))

@@ -160,7 +160,7 @@ def layer_times(basis: Basis) -> list[LayerTime]:
 
 
 def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
-    """Bytes read and written to add up the gradient of one parameter of a layer in a micro-batch."""
+    """Return bytes read and written to add up the gradient of one parameter of a layer in a micro-batch."""
     config, itemsize = basis.config, training_dtype(basis.config).itemsize
     if StateBytes.of(config).gradient <= itemsize:
         return 3 * itemsize
@@ -170,7 +170,7 @@ def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
 
 
 def _sum_time(config: TrainConfig, bandwidth: float, weights: int, hidden: float) -> float:
-    """Seconds in which replicas sum gradients and gather weights, with nothing to compute.
+    """Return seconds in which replicas sum gradients and gather weights, with nothing to compute.
 
     In a ring, an all-reduce takes each byte twice over a link, a reduce once, and an all-gather of the weights once.
 

@@ -31,6 +31,7 @@ import numpy
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from common.quantities import GIGA, gigabytes
 from common.whole_files import replace_text
 from data.loader import GlobalBatch
 from training.callbacks import Callback
@@ -38,7 +39,7 @@ from training.distributed.processes import gather
 from training.job import Job
 from training.language_model import LanguageModel
 from training.loop import Run
-from training.metrics.devices import GIGA, Device, this_device
+from training.metrics.devices import Device, this_device
 from training.metrics.peak_memory import peak_memory
 from training.metrics.step_metrics import StepMetrics
 from training.plan.inputs import MEASURED_FILE, Basis, Measured, Workload, layer_kinds
@@ -111,9 +112,6 @@ class Feedback(Callback):
         self._before = 0 if torch.cuda.is_available() else peak_memory()
         self._clock = StageClock()
         self._steps = progress.done + 1 + WARM_UP, progress.done + WARM_UP + COUNTED
-        left = progress.total_steps - progress.done
-        if 0 < left < WARM_UP + COUNTED:
-            self._log.print(f"skipping plan check: needs {WARM_UP + COUNTED} steps, {left} left")
 
     def around_step(self, run: Run, step: int, batch: GlobalBatch) -> AbstractContextManager[None]:
         if self._steps[0] <= step <= self._steps[1]:
@@ -225,7 +223,7 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
         lines.append(
             f"plan: stage {stage}: {1000 * seconds[stage]:.3g} ms a micro-batch, "
             f"{seconds[stage] / sum(seconds):.1%} of all stages' time (planned {planned[stage] / sum(planned):.1%}); "
-            f"peak {peak / GIGA:.2f} GB (planned {plan.stages[stage].memory.peak / GIGA:.2f})"
+            f"peak {gigabytes(peak)} (planned {plan.stages[stage].memory.peak / GIGA:.2f})"
         )
     slow = max(seconds)
     return [*lines, f"plan: stage {seconds.index(slow)} takes {slow / mean(seconds) - 1:.0%} longer than the mean"]

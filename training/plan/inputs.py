@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from common.quantities import counted
 from common.whole_files import Tell, kept, read_regular, replace_text
 from data.loader import Loader
 from models.attention.positions import attention_kind
@@ -98,7 +99,7 @@ class Workload:
             micro_batches=round(mean(batch.n_micro_batches for batch in batches)),
             tokens=mean(batch.tokens for batch in batches),
             steps=config.max_steps or config.n_epoches * loader.steps_per_epoch,
-            source=f"the first {len(batches)} batches of data_path",
+            source=f"measured on {counted(len(batches), 'batch')} of data_path",
         )
 
     def shared(self, sequence: int) -> Workload:
@@ -280,7 +281,7 @@ class Basis:
         return self.workload.shared(self.config.model_topo.sequence)
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
-        """Shapes of a layer's weights, or of one rank's shards of them."""
+        """Return shapes of a layer's weights, or of one rank's shards of them."""
         return self.once(part_shapes, layer, self.config.model_topo.tensor)
 
     @cached_property
@@ -289,7 +290,7 @@ class Basis:
         return [sum(map(prod, self.shapes(layer).values())) for layer in range(self.spec.n_layers)]
 
     def transfers(self, size: float) -> list[float]:
-        """Seconds of a message of `size` bytes from each stage to the next."""
+        """Return seconds of a message of `size` bytes from each stage to the next."""
         if self.measured_links:
             return [link.seconds(size) for link in self.measured_links.stages]
         return [link.seconds(size) for link in self.fabric.to_next(self.config.model_topo)]

@@ -83,12 +83,12 @@ class StateBytes:
         return replace(sharded, step=decayed + copies / replicas, bucket=bucket)
 
     def checkpoint(self, replicas: int) -> float:
-        """Bytes per parameter in a checkpoint: the weight, and the master weight and states of all replicas."""
+        """Return bytes per parameter in a checkpoint: the weight, and the master weight and states of all replicas."""
         return self.weight + max(self.optimizer * replicas, self.host * replicas - 4 - self.weight)
 
 
 def sent_bytes(config: TrainConfig) -> int:
-    """Bytes of a gradient's element between replicas."""
+    """Return bytes of a gradient's element between replicas."""
     dtype = config.communication_data_type
     return training_dtype(config).itemsize if dtype is None else 4 if dtype == "fp32" else 2
 
@@ -182,7 +182,7 @@ class MemoryModel:
         )
 
     def fits(self, rank: int, ranges: Sequence[LayerRange]) -> bool:
-        """Whether the device has the memory; always, where that is not known."""
+        """Say whether the device has the memory; always, where that is not known."""
         return self._device.memory is None or self.rank(rank, ranges).peak <= self._device.memory
 
     def fewest_recomputed(self, rank: int, ranges: Sequence[LayerRange]) -> frozenset[int]:
@@ -208,7 +208,7 @@ class MemoryModel:
         return kept, waiting, self._temporary(begin, end), max(self._offloaded[begin:end])
 
     def _temporary(self, begin: int, end: int) -> int:
-        """Temporary bytes of a pass: of one block and its arriving gradients, or of the loss."""
+        """Return temporary bytes of a pass: of one block and its arriving gradients, or of the loss."""
         blocks = [layer for layer in range(begin, end) if 0 < layer < self._head]
         whole = [block for block in blocks if self._offloaded[block] or block in self._basis.recomputed]
         again = max((self._saved[block].inside for block in whole), default=0)
@@ -221,7 +221,7 @@ class MemoryModel:
         return max(again + backward + arriving, self._loss() if end > self._head else 0)
 
     def _loss(self) -> int:
-        """Temporary bytes of the loss, beside the normalised hidden states."""
+        """Return temporary bytes of the loss, beside the normalised hidden states."""
         shape = self._basis.shapes(self._head)[HEAD_WEIGHT]
         tokens = int(self._tokens * self._basis.workload.supervised)
         chunk = min(GPU_CHUNK if self._device.reserves else CPU_CHUNK, 4 * tokens * shape[0])

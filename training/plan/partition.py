@@ -77,13 +77,13 @@ def _best(
         return total[end] - total[begin]
 
     def first_ends(begin: int, end: int, others: int) -> range:
-        """Where the first range of a rank in [begin, end) may end, with `others` ranks to follow."""
+        """Say where the first range of a rank in [begin, end) may end, with `others` ranks to follow."""
         if v_schedule:
             return range(begin + 1, end - 2 * others)
         return range(begin + 1, end - others + 1) if others else range(end, end + 1)
 
     def last_begins(x: int, end: int, others: int) -> range:
-        """Where its last range may begin; at the end where there is one stage a rank."""
+        """Say where its last range may begin; at the end where there is one stage a rank."""
         if not v_schedule:
             return range(end, end + 1)
         return range(x + 2 * others, end) if others else range(x, x + 1)

@@ -15,7 +15,6 @@ from training.plan.memory import MemoryModel, StageMemory
 from training.plan.partition import Fits, LayerRange, best_split, held_layers, layer_ranges, layers_of
 from training.schedule.simulation import simulate
 
-DAY = 86_400.0
 ERROR = 0.05  # of a plan's memory, as measured (docs/performance.md#the-planner)
 RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact
 TOLERANCE = 1.01  # step by which the least memory is searched where nothing fits
@@ -121,10 +120,15 @@ class Plan:
         return total / self.seconds / (self.basis.device.half * config.model_topo.processes)
 
     @property
-    def days(self) -> float | None:
-        """Days of the whole run; None where the data are not known."""
+    def run_seconds(self) -> float | None:
+        """Time of the whole run; None where the data are not known."""
         steps = self.basis.workload.steps
-        return None if steps is None else steps * self.seconds / DAY
+        return None if steps is None else steps * self.seconds
+
+    @property
+    def knows_seconds(self) -> bool:
+        """Whether times are seconds; else only their proportions are known."""
+        return bool(self.basis.measured or self.basis.calibration) or self.basis.device.known
 
     @property
     def peak(self) -> int:

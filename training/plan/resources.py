@@ -17,6 +17,7 @@ import psutil
 import torch
 from pydantic import ByteSize, TypeAdapter
 
+from common.quantities import gigabytes
 from data.loader import Loader
 from models.spec import ModelSpec
 from models.tensor_parallel import part_shapes
@@ -24,7 +25,7 @@ from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
 from training.errors import ConfigError
-from training.metrics.devices import GIGA, this_device
+from training.metrics.devices import this_device
 from training.metrics.peak_memory import peak_memory
 from training.plan.inputs import Basis, Workload
 from training.plan.memory import StateBytes
@@ -62,14 +63,14 @@ def check_resources(config: TrainConfig, spec: ModelSpec, layers: Sequence[int],
         if held > free:
             copies = " with the copies of save_async" if config.save_async else ""
             raise ConfigError(
-                f"memory: {free / GIGA:.1f} GB are free; expected more than {held / GIGA:.1f} GB, which weights, "
+                f"memory: {gigabytes(free)} are free; expected more than {gigabytes(held)}, which weights, "
                 f"gradients and optimizer states of its processes take{copies}"
             )
         free = shutil.disk_usage(config.save_path).free
-        if disk.keeps and saved > free:
+        if disk.owns_folder and saved > free:
             raise ConfigError(
-                f"save_path: {Path(config.save_path)}: {free / GIGA:.3f} GB are free; expected more than "
-                f"{saved / GIGA:.3f} GB, which a checkpoint takes"
+                f"save_path: {Path(config.save_path)}: {gigabytes(free)} are free; expected more than "
+                f"{gigabytes(saved)}, which a checkpoint takes"
             )
 
 
@@ -93,9 +94,9 @@ def explain_out_of_memory(config: TrainConfig, spec: ModelSpec, stage: int, load
             where = "this machine's memory"
             if torch.cuda.is_available():
                 total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-                where = f"the {total / GIGA:.1f} GB of {torch.cuda.get_device_name()}"
-            peak = f"out of memory: stage {stage} had at most {_gb(peak_memory())} of {where}"
-            line = f"{peak}, and asked for {_gb(size)}"
+                where = f"the {gigabytes(total)} of {torch.cuda.get_device_name()}"
+            peak = f"out of memory: stage {stage} had at most {gigabytes(peak_memory())} of {where}"
+            line = f"{peak}, and asked for {gigabytes(size)}"
             raise ConfigError(line + _planned(config, spec, stage, loader)) from error
         raise
 
@@ -104,10 +105,6 @@ def _planned(config: TrainConfig, spec: ModelSpec, stage: int, loader: Loader | 
     if config.model_topo.parts is None:
         return ""
     plan = Plan.make(Basis.of_run(config, spec, Workload.of(loader, config), this_device())[0])
-    line = f"; --plan says {_gb(plan.stages[stage].memory.peak)}"
+    line = f"; --plan says {gigabytes(plan.stages[stage].memory.peak)}"
     advice = next_change(plan, stage)
-    return f"{line}; next: {advice[0]}, with which it says {_gb(advice[1])}" if advice else line
-
-
-def _gb(n_bytes: int) -> str:
-    return f"{n_bytes / GIGA:.2f} GB"
+    return f"{line}; next: {advice[0]}, with which it says {gigabytes(advice[1])}" if advice else line

@@ -108,7 +108,7 @@ def candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Ba
 
 
 def _grids(basis: Basis, devices: int) -> list[ModelTopo]:
-    """All (stages, replicas) grids for N devices, with tensor and sequence parallelism where they may help."""
+    """Return all (stages, replicas) grids for N devices, with tensor and sequence parallelism where they may help."""
     fabric, gpus = basis.fabric, basis.device.reserves
     grids = []
     for stages, tensor in product(_divisors(devices), _divisors(devices)):
@@ -138,7 +138,7 @@ def _grid(topo: ModelTopo, stages: int, replicas: int, tensor: int, sequence: in
 
 
 def _can_share(basis: Basis) -> bool:
-    """Whether the model allows the config's tensor and sequence parallelism."""
+    """Say whether the model allows the config's tensor and sequence parallelism."""
     try:
         check_sharing(basis.config, basis.spec)
     except ConfigError:
@@ -151,14 +151,14 @@ def _divisors(number: int) -> list[int]:
 
 
 def _may_fit(basis: Basis) -> bool:
-    """Whether weights, gradients and states would fit if they could be divided evenly."""
+    """Say whether weights, gradients and states would fit if they could be divided evenly."""
     states = StateBytes.of(basis.config)
     held = sum(basis.parameters) * (states.weight + states.gradient + states.optimizer)
     return basis.device.memory is None or held <= basis.config.model_topo.stages * basis.device.memory
 
 
 def _lower_bound(basis: Basis) -> float:
-    """Seconds of a step if layers could be divided evenly."""
+    """Return seconds of a step if layers could be divided evenly."""
     times, topo, number = layer_times(basis), basis.config.model_topo, basis.micro_batches
     forward = sum(layer.forward.total for layer in times) / topo.stages
     backward = sum(layer.backward.total for layer in times) / topo.stages

@@ -94,7 +94,7 @@ def _calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload, device:
 
 
 def _rank_rows(config: TrainConfig, workload: Workload) -> Workload:
-    """One rank's share of the rows, each a document of its own."""
+    """Return one rank's share of the rows, each a document of its own."""
     share = workload.shared(config.model_topo.sequence)
     return replace(share, attended=min(share.attended, share.length))
 
@@ -159,7 +159,7 @@ def time_layer(
 
 
 def _time_update(config: TrainConfig, spec: ModelSpec, device: torch.device) -> float:
-    """Seconds of the optimizer for one parameter."""
+    """Return seconds of the optimizer for one parameter."""
     where = torch.device("cpu") if config.zero_optimization.offloads else device
     weights = {name: nn.Parameter(torch.zeros(shape, device=where)) for name, shape in spec.shapes(1).items()}
     for weight in weights.values():
@@ -252,7 +252,7 @@ def choose_kernels(config: TrainConfig, spec: ModelSpec, loader: Loader | None) 
 
 
 def _attention(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> tuple[str, str]:
-    """The kernel, and why."""
+    """Return the kernel, and why."""
     dtype = training_dtype(config)
     if config.use_flash_attn != "auto":
         return choose_attention(config.use_flash_attn, dtype, spec.attention)
@@ -314,7 +314,7 @@ def _ranking(trial: Trial, what: str) -> tuple[str, str]:
 
 
 def _compilation(config: TrainConfig, experts: bool, trial: Callable[[], str | None]) -> tuple[bool, list[str]]:
-    """Whether blocks, with experts or without, are compiled, and lines for the log.
+    """Say whether blocks, with experts or without, are compiled, and lines for the log.
 
     Args:
         trial: says why they cannot be.
@@ -330,7 +330,7 @@ def _compilation(config: TrainConfig, experts: bool, trial: Callable[[], str | N
 
 
 def _compile_trial(config: TrainConfig, spec: ModelSpec, loader: Loader | None) -> str | None:
-    """Why torch.compile cannot compile a block, such as for want of a C compiler."""
+    """Say why torch.compile cannot compile a block, such as for want of a C compiler."""
     options = BlockOptions(compile=True, fp8=config.fp8.enabled)
     try:
         time_layer(1, config, spec, _rank_rows(config, Workload.of(loader, config)), _device(), options)
@@ -340,5 +340,5 @@ def _compile_trial(config: TrainConfig, spec: ModelSpec, loader: Loader | None) 
 
 
 def _device() -> torch.device:
-    """The device of this process."""
+    """Return the device of this process."""
     return torch.device(get_accelerator().current_device_name())

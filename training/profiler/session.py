@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.quantities import duration
 from common.whole_files import replace_text
 from training.callbacks import Callback
 from training.distributed.processes import gather
@@ -85,14 +86,17 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[Span]]])
     folder, log = Path(run.config.save_path), run.progress.log
     first, last = min(spans), max(spans)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    log.print(f"timeline of {steps}: {describe(Figures.from_spans(spans.values()), max(stages) + 1)}")
+    whole = Figures.from_spans(spans.values())
+    log.print(f"timeline of {steps}: {describe(whole, max(stages) + 1)}")
     names = [f"rank {rank}" for rank in range(len(stages))]
     if run.topology.parts:
         held = held_layers(run.topology.parts, max(stages) + 1)
         layers = [" and ".join(f"{begin}-{end - 1}" for begin, end in held[stage]) for stage in stages]
         names = [f"{name}: stage {stages[rank]}, layers {layers[rank]}" for rank, name in enumerate(names)]
     drawn = Figures.from_spans([spans[last]])
-    title = f"step {last}: {drawn.seconds:.3g} s without the optimizer, bubble {drawn.bubble:.1%}"
+    title = f"step {last}: {duration(drawn.seconds)} without the optimizer, bubble {drawn.bubble:.1%}"
+    if first < last:  # the log's number
+        title += f" ({steps}: {whole.bubble:.1%})"
     try:
         replace_text(folder / TRACE_FILE, json.dumps(trace(spans, names)))
         draw(spans[last], names, title, folder / CHART_FILE)
@@ -104,12 +108,12 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[Span]]])
 
 def describe(figures: Figures, ranks: int) -> str:
     """Describe the bubble and, in a pipeline, the slowest stage."""
-    bubble = f"bubble {figures.bubble:.1%} of {figures.seconds:.3g} s"
+    bubble = f"bubble {figures.bubble:.1%} of {duration(figures.seconds)}"
     if ranks == 1:
         return bubble
     by_rank = figures.by_rank(ranks)
     slowest = max(by_rank)
-    stage = f"stage {by_rank.index(slowest)} is the slowest, {slowest * 1000:.3g} ms a micro-batch"
+    stage = f"stage {by_rank.index(slowest)} is the slowest, {duration(slowest)} a micro-batch"
     return f"{bubble}; {stage}, {slowest * ranks / sum(by_rank) - 1:.1%} above the mean"
 
 

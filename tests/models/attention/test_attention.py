@@ -6,18 +6,8 @@ import pytest
 import torch
 
 from models.attention import kernels
-from models.attention.kernels import (
-    ALL,
-    CUDNN,
-    EAGER,
-    FLASH,
-    FLASH_3,
-    FLEX,
-    TORCH,
-    VARLEN,
-    candidates,
-    choose_attention,
-)
+from models.attention.kernels import ALL, CUDNN, EAGER, FLASH, FLASH_3, FLEX, TORCH, candidates, choose_attention
+from models.attention.packed import VARLEN
 
 GEMMA2, BLOOM = (EAGER, FLASH, FLEX), (EAGER, FLEX)
 

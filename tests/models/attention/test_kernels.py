@@ -26,7 +26,6 @@ from models.attention.kernels import ALL, CUDNN, FLASH, FLASH_3, FLEX, VARLEN
 from models.attention.packed import Documents, unmarked
 from models.checkpoint.source import open_source
 from tests.closeness import assert_near
-from tests.models.cases import CASES
 from tests.models.helpers import gradients, random_ids
 
 NAMES = """llama-tied mistral-window mixtral-window qwen2-some-windows qwen3 qwen3_moe phi3 olmo2 glm glm4 gemma2 gemma3
@@ -55,30 +54,18 @@ def outcome(folder: Path, kernel: str | None, rows: list[list[int]]) -> tuple[st
     return spec.config._attn_implementation, logits.detach(), gradients(model)
 
 
-def varlen_by_definition(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
+def varlen_by_definition(*positional: Any, window_size: Any, scale: float | None, enable_gqa: bool = False) -> Tensor:
     """What varlen_attn of torch 2.13 computes for [T, heads, D], a document after the other."""
+    query, key, value, *lengths = positional
     assert enable_gqa or query.shape[1] == key.shape[1]
-    left, right = window_size
-    assert right == 0
-    return by_definition((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), scale, left)
+    assert window_size[1] == 0
+    return by_definition((query, key, value), lengths[:2], lengths[2:], scale, window_size[0])
 
 
 def by_definition(
     packed: tuple[Tensor, Tensor, Tensor],
-    ends_given: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
+    ends_given: list[Tensor],
+    longest: list[int],
     scale: float | None,
     left: int,
     softcap: float = 0.0,
@@ -88,7 +75,7 @@ def by_definition(
     assert all(each.dtype == torch.int32 for each in ends_given)
     ends, ends_of_keys = (each.tolist() for each in ends_given)
     assert ends == ends_of_keys and ends[0] == 0 and ends[-1] == len(query) == len(key) == len(value)
-    assert longest == (max(end - begin for begin, end in pairwise(ends)),) * 2
+    assert longest == [max(end - begin for begin, end in pairwise(ends))] * 2
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     outputs = []
     for begin, end in pairwise(ends):
@@ -132,32 +119,11 @@ def flash_by_definition(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> Tensor:
-    """What flash_attn_varlen_func of flash-attn 3 computes; the mask hides what a window has to the right."""
+    """What flash_attn_varlen_func computes; transformers reads the names. The mask hides a window's right side."""
     assert causal
     ORDERED.append(deterministic)
-    ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    ends, longest = [cu_seqlens_q, cu_seqlens_k], [max_seqlen_q, max_seqlen_k]
     return by_definition((q, k, v), ends, longest, softmax_scale, window_size[0], softcap)
-
-
-def flash_2_by_definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> Tensor:
-    """The same of flash-attn 2.8, which knows dropout; transformers reads these names."""
-    assert dropout_p == 0
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_by_definition(q, k, v, *lengths, softmax_scale, causal, window_size, softcap, deterministic)
 
 
 def stand_in(kernel: str, shares_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +134,7 @@ def stand_in(kernel: str, shares_keys: bool, monkeypatch: pytest.MonkeyPatch) ->
     second = kernel == FLASH
     name = "flash_attn" if second else "flash_attn_interface"
     package: Any = ModuleType(name)
-    package.flash_attn_varlen_func = flash_2_by_definition if second else flash_by_definition
+    package.flash_attn_varlen_func = flash_by_definition
     package.flash_attn_func = package.flash_attn_with_kvcache = None
     padding: Any = ModuleType("flash_attn.bert_padding")
     padding.pad_input = padding.unpad_input = None
@@ -186,14 +152,10 @@ def stand_in(kernel: str, shares_keys: bool, monkeypatch: pytest.MonkeyPatch) ->
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_equals_the_default(
-    name: str,
-    kernel: str,
-    shares_keys: bool,
-    make_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, kernel: str, shares_keys: bool, make_case: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(kernel, shares_keys, monkeypatch)
-    folder = make_checkpoint(CASES[name].model_type, **CASES[name].changes)
+    folder = make_case(name)
     if kernel not in read_spec(folder).attention:
         pytest.skip(f"{kernel} does not compute the attention of {name}")
     for rows in (PACKED, WHOLE):

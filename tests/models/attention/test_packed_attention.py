@@ -1,4 +1,7 @@
-"""Shows that attention by document and through windows equals a mask over the whole row: outputs and gradients."""
+"""Shows that attention by document and through windows equals a mask over the whole row: outputs and gradients.
+
+The documents are the same, whether they are read from position ids or set by the loader.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ from torch.nn.attention import _cur_sdpa_kernel_backends as backends
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from data.loader import Loader
+from data.packing import Packing
+from data.sample_set import InMemory
 from models.attention import packed
-from models.attention.packed import Documents, by_cudnn, by_document
+from models.attention.packed import Documents, by_cudnn, by_document, unmarked
 from tests.closeness import assert_near
 
 ROWS = {"packed": [[5, 1, 9, 3], [18]], "long": [[3, 700], [703]], "whole": [[1300], [1300]]}
@@ -28,9 +34,7 @@ class Grouped(nn.Module):
     is_causal = True
 
 
-@pytest.mark.parametrize(
-    "by_document", [by_document, by_cudnn]
-)  # on a CPU, where cuDNN is not, the next kernel follows
+@pytest.mark.parametrize("by_document", [by_document, by_cudnn])  # which takes the next kernel on a CPU
 @pytest.mark.parametrize("window", [None, 1, 4, 100, 600])
 @pytest.mark.parametrize("rows", ROWS)
 def test_equals_a_mask_over_the_row(
@@ -85,3 +89,40 @@ def test_cudnn_is_asked_first_and_only_inside(monkeypatch: pytest.MonkeyPatch) -
     packed.by_cudnn()
     assert seen[0][0] == SDPBackend.CUDNN_ATTENTION and len(seen[0]) == 4
     assert backends(with_priority=True) == before
+
+
+LENGTHS = [5, 1, 9, 3, 18, 30, 2, 8, 8, 31, 1]
+
+
+def test_flash_attention_gets_the_ends_of_documents_and_the_longest() -> None:
+    arguments = Documents([[5, 1, 9, 3], [18]]).flash_arguments(torch.device("cpu"))
+    assert arguments["cu_seq_lens_q"].tolist() == [0, 5, 6, 15, 18, 36]
+    assert arguments["cu_seq_lens_q"].dtype == torch.int32
+    assert arguments["max_length_q"] == arguments["max_length_k"] == 18
+
+
+def test_rows_of_one_document_are_not_packed() -> None:
+    assert not Documents.of(torch.arange(18).repeat(2, 1)).packed
+    assert Documents.of(torch.arange(18).remainder(9)[None]).packed
+    assert not Documents.laid_out([[5], []], 8).packed
+
+
+@pytest.mark.parametrize("packing", [False, "batch", "dataset"])
+@pytest.mark.parametrize(("micro_batch", "replicas"), [(1, 1), (2, 1), (2, 4)])
+def test_the_loader_sets_what_position_ids_say(packing: Packing, micro_batch: int, replicas: int) -> None:
+    samples = InMemory([{"input_ids": [3] * length, "labels": [3] * length} for length in LENGTHS])
+    loader = Loader(samples, 8, micro_batch, replicas, seed=0, packing=packing, row_length=32)
+    looked_at = 0
+    for step in range(loader.steps_per_epoch):
+        batch = loader.batch(step)
+        for replica in range(replicas):
+            layouts = loader.layouts(batch, replica)
+            micro_batches = list(loader.tensors(batch, replica))
+            assert len(layouts) == len(micro_batches)
+            for (rows, length), ((_, position_ids), _) in zip(layouts, micro_batches, strict=True):
+                ahead, read = Documents.laid_out(rows, length), Documents.of(unmarked(position_ids))
+                assert ahead.rows == read.rows
+                assert ahead.shape == tuple(position_ids.shape)
+                looked_at += ahead.packed
+    alone = packing == "batch" and micro_batch * replicas == 8  # a row for each sample of a batch
+    assert bool(looked_at) == (bool(packing) and not alone)

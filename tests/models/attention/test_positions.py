@@ -60,9 +60,8 @@ class ByProduct(nn.Module):
 
 
 @pytest.mark.parametrize("name", [*CASES, "by product"])
-def test_no_product_of_positions_is_taken_in_tf32(name: str, make_checkpoint: Callable[..., Path], tf32: None) -> None:
-    case = CASES.get(name, CASES["llama-tied"])
-    positions = read_spec(make_checkpoint(case.model_type, **case.changes)).positions()
+def test_no_product_of_positions_is_taken_in_tf32(name: str, make_case: Callable[..., Path], tf32: None) -> None:
+    positions = read_spec(make_case(name if name in CASES else "llama-tied")).positions()
     if name == "by product":
         positions.rotary = ByProduct(positions.rotary)
     length = 2060  # from 2048 on, 10 bits and the leading one do not hold every number

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from models.api import read_spec
 from models.attention.kernels import FLEX
@@ -23,6 +22,7 @@ from models.loading import SeededStates
 from models.process_groups import RankGroup, RankGroups
 from models.spec import ModelSpec
 from tests.conftest import BAICHUAN, CHATGLM, TINY
+from tests.models.helpers import saved_tensors
 
 FAMILIES: dict[str, dict[str, Any]] = {
     **{name: {**TINY, "model_type": name, "n_head": 4} for name in ("llama", "bloom", "mixtral", "gemma2", "phi3")},
@@ -114,34 +114,21 @@ def test_a_process_keeps_its_part_of_the_activations(
     Alone(monkeypatch)
     for parts in (1, size):
         block, hidden, positions = part_of(spec, parts)
-        storages: dict[int, int] = {}
-        given = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
-
-        def keep(tensor: Tensor, storages: dict[int, int] = storages, given: set[int] = given) -> Tensor:
-            if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in given:
-                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_tensors() as saved:
             output = block((hidden, positions))[0]
-            kept[parts] = sum(storages.values())
+        storages = [each.untyped_storage() for each in saved if each.is_floating_point()]
+        weights = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
+        sizes = {each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in weights}
+        kept[parts] = sum(sizes.values())
         assert output.shape == hidden.shape
     assert 0.9 < kept[size] / (kept[1] / size) <= 1.05  # phi3's fused projection need not be kept, as its parts are
 
 
-def test_heads_are_dealt_out_with_the_slopes_that_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = spec_of(tmp_path, FAMILIES["bloom"])
-    whole = spec.positions().slopes_on(torch.device("cpu"))
-    dealt = [
-        spec.positions(RankGroups(RankGroup(2, sequence), RankGroup(2, tensor))).slopes_on(torch.device("cpu"))
-        for tensor in range(2)
-        for sequence in range(2)
-    ]
-    torch.testing.assert_close(torch.cat(dealt), whole, rtol=0, atol=0)
-
-
-def test_flex_attention_knows_the_slopes_of_its_heads(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, FAMILIES["bloom"])
+def test_each_process_has_the_slopes_of_its_heads(tmp_path: Path) -> None:
+    spec, cpu = spec_of(tmp_path, FAMILIES["bloom"]), torch.device("cpu")
+    groups = [RankGroups(RankGroup(2, sequence), RankGroup(2, tensor)) for tensor in (0, 1) for sequence in (0, 1)]
+    own = [spec.positions(each).slopes_on(cpu) for each in groups]
+    torch.testing.assert_close(torch.cat(own), spec.positions().slopes_on(cpu), rtol=0, atol=0)
     spec.set_attention(FLEX)
     positions = spec.positions(RankGroups(RankGroup(2, 1)))
     hidden = torch.zeros(1, LENGTH // 2, spec.config.hidden_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 from models import load_model
 from models.conversion.to_huggingface import pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
-from tests.models.cases import CASES
 from tests.models.command_line import refusal
 from tests.models.derived.cases import write_small
 from tests.models.helpers import (
@@ -172,10 +172,10 @@ FUSED: dict[str, tuple[str, Damage, tuple[str, ...]]] = {  # one tensor in memor
 
 @pytest.mark.parametrize("name", FUSED)
 def test_damage_of_fused_weights_is_named_in_one_line(
-    name: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+    name: str, make_case: Callable[..., Path], tmp_path: Path
 ) -> None:
     case, damage, parts = FUSED[name]
-    folder = make_checkpoint(CASES[case].model_type, {"max_shard_size": "50KB"}, **CASES[case].changes)
+    folder = make_case(case, {"max_shard_size": "50KB"})
     layers = tmp_path / "layers"
     hg_to_pp(folder, layers)
     damage(folder)
@@ -187,10 +187,8 @@ def test_damage_of_fused_weights_is_named_in_one_line(
 
 def test_a_folder_of_the_wrong_kind_is_refused(both_layouts: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    for name, what in (("nowhere", "not found"), ("file", "a file")):
-        assert error_line(lambda name=name: load_model(tmp_path / name)).startswith(  # type: ignore[misc]
-            f"{tmp_path / name}: {what}; expected a model folder"
-        )
+    for path, what in ((tmp_path / "nowhere", "not found"), (tmp_path / "file", "a file")):
+        assert f"{path}: {what}; expected a model folder" in error_line(partial(load_model, path))
     assert "already in the pipeline layout" in error_line(lambda: hg_to_pp(both_layouts["pipeline"], tmp_path / "out"))
     assert "not in the pipeline layout" in error_line(lambda: pp_to_hg(both_layouts["huggingface"], tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -35,7 +35,6 @@ class Hub(BaseHTTPRequestHandler):
         elif (name := path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")) in files:
             self.answer(files[name], "application/octet-stream")
         else:
-            print("404", self.path)
             self.send_response(404)
             self.send_header("X-Error-Code", "RepoNotFound")
             self.send_header("Content-Length", "0")
@@ -105,10 +104,9 @@ def test_download_takes_bin_files_where_there_is_nothing_else(repository: Path, 
     assert "training_args.bin" not in fetched(tmp_path / "model")
 
 
-def test_unknown_model_is_told_in_one_line(repository: Path, tmp_path: Path) -> None:
+def test_an_unknown_model_and_an_unreachable_hub_are_errors_of_one_line(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "someone/else" in error_line(lambda: download("someone/else", tmp_path / "model"))
-
-
-def test_hub_that_cannot_be_reached_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_hub(monkeypatch, "a-mirror-without-https")
     assert NAME in error_line(lambda: download(NAME, tmp_path / "model"))

@@ -77,14 +77,11 @@ def test_a_single_file_beside_an_index_counts_only_where_files_of_the_index_are_
     assert load_model(folder).spec.n_blocks == 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(
-    both_layouts: dict[str, Path], layout: str, tmp_path: Path
-) -> None:
+def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(both_layouts: dict[str, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    copy_of(both_layouts[layout], run / "step_8")
+    copy_of(both_layouts["pipeline"], run / "step_8")
     (run / "latest").write_text("step_8\n")
-    torch.testing.assert_close(logits(run), logits(both_layouts[layout]), atol=0, rtol=0)
+    torch.testing.assert_close(logits(run), logits(both_layouts["pipeline"]), atol=0, rtol=0)
     (run / "latest").write_text("step_9")
     assert error_line(lambda: load_model(run)) == f"{run / 'step_9'}: not found, but {run / 'latest'} names it"
 
@@ -122,14 +119,14 @@ def test_a_damaged_manifest_is_refused(both_layouts: dict[str, Path], name: str,
 
 def test_one_tensor_in_two_files_without_an_index_is_refused(llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = copy_of(llama(), tmp_path / "twice")
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     tensors = joined(read_weights(folder))
-    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    others = {name: tensor for name, tensor in tensors.items() if name != QUERY}
-    write_weights(folder, {names[0]: others, names[1]: {QUERY: tensors[QUERY]}}, index=False)
+    moved = {QUERY: tensors.pop(QUERY)}
+    write_weights(folder, {first: tensors, second: moved}, index=False)
     torch.testing.assert_close(logits(folder), logits(llama()), atol=0, rtol=0)
-    write_weights(folder, {names[0]: tensors, names[1]: {QUERY: tensors[QUERY] + 1}}, index=False)
+    write_weights(folder, {first: tensors | {QUERY: moved[QUERY] + 1}, second: moved}, index=False)
     line = error_line(lambda: load_model(folder))
-    assert all(name in line for name in (*names, QUERY))
+    assert all(name in line for name in (first, second, QUERY))
 
 
 @pytest.mark.parametrize("place", ["../outside.safetensors", "/etc/passwd", "below/outside.safetensors", "..", ""])

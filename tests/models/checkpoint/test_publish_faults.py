@@ -8,15 +8,12 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-import torch
 
 from models.checkpoint import publish
 from models.checkpoint.publish import MARK, publish_folder
-from models.conversion.to_huggingface import pp_to_hg
 from tests.accidents import killed_at, limited
 from tests.models.command_line import convert as run_command
 from tests.models.helpers import CONVERTERS, contents, copy_of, error_line, published
@@ -25,14 +22,13 @@ Convert = Callable[..., None]
 COMMANDS = {"hg_to_pp": "huggingface", "pp_to_hg": "pipeline"}  # and the layout that each reads
 
 
-def files_of_at_most(most: int) -> AbstractContextManager[None]:
-    """Let the system refuse to write more than `most` bytes into any file, as a full disk does."""
-    return limited(resource.RLIMIT_FSIZE, most)
-
-
-def everything(folder: Path) -> set[Path]:
-    """All paths below a folder, hidden ones too."""
-    return set(folder.rglob("*"))
+def assert_leaves_nothing(work: Callable[[], object], folder: Path) -> str:
+    """Check that refused work leaves a folder as it was, but for parents of its target; return the error."""
+    before = set(folder.rglob("*"))
+    line = error_line(work)
+    after = set(folder.rglob("*"))
+    assert before <= after <= before | {folder / "models"}
+    return line
 
 
 @pytest.fixture(params=[False, True], ids=["new", "overwrite"])
@@ -42,60 +38,36 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return published(folder, old="still good") if request.param else folder
 
 
-def test_damage_in_the_last_layer_is_found_before_anything_is_made(
-    both_layouts: dict[str, Path], target: Path, tmp_path: Path
-) -> None:
-    layers = copy_of(both_layouts["pipeline"], tmp_path / "layers")
-    last = layers / "layer_03-model_states.pt"
-    state = torch.load(last, weights_only=True)
-    torch.save(state | {"norm.weight": torch.ones(3)}, last)
-    before = everything(tmp_path)
-    assert str(last) in error_line(lambda: pp_to_hg(layers, target, overwrite=True))
-    assert everything(tmp_path) == before
-
-
-def shorten_last_shard(folder: Path) -> Path:
-    path = folder / "model-00005-of-00005.safetensors"
-    os.truncate(path, path.stat().st_size - 1)
-    return path
-
-
-def remove_tokenizer(folder: Path) -> Path:
-    path = folder / "tokenizer.json"
-    path.unlink()
-    return path
-
-
-MIDWAY: list[tuple[str, Callable[[Path], Path]]] = [
-    ("huggingface", shorten_last_shard),  # a shard is opened when its first layer is read
-    ("pipeline", remove_tokenizer),  # what the manifest lists is copied after the weights
+# What is found before, while and after weights are written: headers are read first, a shard is opened when its first
+# layer is read, and side files that the manifest lists are copied last.
+DAMAGES = [
+    ("pipeline", "layer_03-model_states.pt"),
+    ("huggingface", "model-00005-of-00005.safetensors"),
+    ("pipeline", "tokenizer.json"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "damage"), MIDWAY, ids=["huggingface", "pipeline"])
-def test_failure_in_the_middle_of_writing_leaves_nothing(
-    both_layouts: dict[str, Path], layout: str, damage: Callable[[Path], Path], target: Path, tmp_path: Path
+@pytest.mark.parametrize(("layout", "file"), DAMAGES)
+def test_damage_leaves_nothing_whenever_it_is_found(
+    both_layouts: dict[str, Path], layout: str, file: str, target: Path, tmp_path: Path
 ) -> None:
     source = copy_of(both_layouts[layout], tmp_path / "source")
-    damaged = damage(source)
-    before = everything(tmp_path)
-    assert str(damaged) in error_line(lambda: CONVERTERS[layout](source, target, overwrite=True))
-    assert everything(tmp_path) - before <= {tmp_path / "models"}
-    assert everything(tmp_path) >= before
+    os.truncate(source / file, (source / file).stat().st_size - 1)
+    if file == "tokenizer.json":
+        (source / file).unlink()
+    line = assert_leaves_nothing(lambda: CONVERTERS[layout](source, target, overwrite=True), tmp_path)
+    assert str(source / file) in line
+    assert (tmp_path / "models").exists() != (file.startswith("layer") and not target.exists())
 
 
 @pytest.mark.parametrize("most", [0, 5_000, 100_000])
-def test_full_disk_is_told_in_one_line_and_leaves_nothing(
+def test_a_full_disk_is_an_error_of_one_line_and_leaves_nothing(
     conversion: tuple[Convert, Path], most: int, target: Path, tmp_path: Path
 ) -> None:
     convert, folder = conversion
-    before = everything(tmp_path)
-    with files_of_at_most(most):
-        told = error_line(lambda: convert(folder, target, overwrite=True))
-    assert str(target) in told
-    assert "nothing was changed" in told
-    assert everything(tmp_path) - before <= {tmp_path / "models"}
-    assert everything(tmp_path) >= before
+    with limited(resource.RLIMIT_FSIZE, most):  # the system refuses larger files, as a full disk does
+        line = assert_leaves_nothing(lambda: convert(folder, target, overwrite=True), tmp_path)
+    assert str(target) in line and "nothing was changed" in line
 
 
 WRITE = "the converter's own way of writing"
@@ -123,13 +95,11 @@ def test_killed_conversion_leaves_no_model_and_the_next_one_cleans_up(
     words = (command, both_layouts[COMMANDS[command]], target, "--overwrite", "--verify")
     place, time = MOMENTS[moment]
     assert killed_at(WRITERS[command] if place == WRITE else place, time, lambda: run_command(*words)) == signal.SIGKILL
-    left = list(tmp_path.iterdir())
-    assert left
-    assert all(path.name.startswith(".target.partial-") for path in left)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".target.partial-")
     assert run_command(*words) == (0, [])
     assert list(tmp_path.iterdir()) == [target]
-    assert "config.json" in contents(target)
-    assert "old.txt" not in contents(target)
+    assert "config.json" in contents(target) and "old.txt" not in contents(target)
 
 
 @pytest.mark.parametrize("rename", [2, 4], ids=["trying", "replacing"])
@@ -145,8 +115,7 @@ def test_folder_moved_aside_by_a_killed_process_comes_back(rename: int, tmp_path
     assert not target.exists()
     with pytest.raises(KeyError), publish_folder(target, overwrite=True):
         raise KeyError
-    assert contents(tmp_path) == before
-    assert list(tmp_path.iterdir()) == [target]
+    assert contents(tmp_path) == before and list(tmp_path.iterdir()) == [target]
 
 
 @pytest.mark.parametrize("kernel", ["this", "another"])
@@ -188,25 +157,27 @@ def test_what_another_process_is_writing_stays(kernel: str, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [tmp_path / "target"]
 
 
-@pytest.mark.parametrize("at", ["os.rename", "os.rmdir"], ids=["beginning", "removing"])
-def test_hidden_folder_whose_writer_was_killed_at_its_mark_is_empty_and_goes(at: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("at", "times"), [("fcntl.flock", 1), ("json.dump", 1), ("os.rmdir", 2)])
+def test_hidden_folder_whose_writer_was_killed_at_its_mark_is_empty_and_goes(
+    at: str, times: int, tmp_path: Path
+) -> None:
     def write() -> None:
         with publish_folder(tmp_path / "target") as folder:
             (folder / "file.txt").write_text("new")
-            if at == "os.rmdir":
+            if at == "os.rmdir":  # of the new folder, then of the hidden one
                 raise KeyError
 
-    times = 1 if at == "os.rename" else 2  # of the new folder, then of the hidden one
     assert killed_at(at, times, write) == signal.SIGKILL
     (hidden,) = tmp_path.iterdir()
-    assert contents(hidden).keys() <= {publish.UNLOCKED}
+    assert {path.name: path.read_text() for path in hidden.iterdir()} in ({}, {MARK: ""})
     assert published(tmp_path / "target").exists()
     assert hidden.exists(), "its writer may live and be about to mark it"
     minutes_ago = time.time() - 120
-    os.utime(hidden, (minutes_ago, minutes_ago))
+    for path in (*hidden.iterdir(), hidden):
+        os.utime(path, (minutes_ago, minutes_ago))
     with publish_folder(tmp_path / "target", overwrite=True) as folder:
         (folder / "file.txt").write_text("mine")
-    assert list(tmp_path.iterdir()) == [tmp_path / "target"]
+    assert not hidden.exists()
 
 
 def test_hidden_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

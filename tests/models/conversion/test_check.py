@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import convert_model
 from models.conversion.check import check
@@ -17,14 +16,14 @@ from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES
-from tests.models.helpers import copy_of, read_config
+from tests.models.helpers import read_config, read_weights, write_weights
 
 Make = Callable[..., Path]
 
 
 @pytest.fixture
-def folder(make_checkpoint: Make, tmp_path: Path) -> Path:
-    return copy_of(make_checkpoint("llama", {"max_shard_size": "100KB"}), tmp_path / "folder")
+def folder(make_checkpoint: Make) -> Path:
+    return make_checkpoint("llama", {"max_shard_size": "100KB"})
 
 
 def assert_lacks(folder: Path, what: str) -> None:
@@ -32,8 +31,8 @@ def assert_lacks(folder: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("baichuan-13b", "baichuan2-13b")])
-def test_an_export_is_complete(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
-    hg_to_pp(make_checkpoint(CASES[name].model_type, **CASES[name].changes), tmp_path / "layers")
+def test_an_export_is_complete(name: str, make_case: Make, tmp_path: Path) -> None:
+    hg_to_pp(make_case(name), tmp_path / "layers")
     code = read_config(tmp_path / "layers")["model_type"] in ORIGINALS
     pp_to_hg(tmp_path / "layers", tmp_path / "out", options=ExportOptions(layout="native" if code else "original"))
     assert check(tmp_path / "out") == []
@@ -62,9 +61,9 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 def test_names_that_transformers_does_not_look_for_are_reported(
     prefix: str, make_checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = copy_of(make_checkpoint("llama"), tmp_path / "folder")
-    path = folder / "model.safetensors"
-    save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
+    folder = make_checkpoint("llama")
+    files = read_weights(folder)
+    write_weights(folder, {file: {prefix + name: t for name, t in tensors.items()} for file, tensors in files.items()})
     problem = f"the names of its weights begin with {prefix}model., which transformers does not look for"
     assert_lacks(folder, problem)
     hg_to_pp(folder, tmp_path / "layers")
@@ -73,8 +72,8 @@ def test_names_that_transformers_does_not_look_for_are_reported(
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("chatglm3", "--layout native"), ("baichuan2-13b", "has no class")])
-def test_code_of_a_publisher_is_reported(name: str, remedy: str, make_checkpoint: Make) -> None:
-    assert_lacks(make_checkpoint(CASES[name].model_type, **CASES[name].changes), remedy)
+def test_code_of_a_publisher_is_reported(name: str, remedy: str, make_case: Make) -> None:
+    assert_lacks(make_case(name), remedy)
 
 
 def test_pipeline_layers_are_refused(both_layouts: dict[str, Path]) -> None:

@@ -19,7 +19,7 @@ from tests.environments import environment
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
 from tests.models.conversion.older_transformers import CHAT, TEXT
-from tests.models.helpers import change_config, compatible, copy_of, oracle, random_ids, read_config, side_files
+from tests.models.helpers import change_config, compatible, oracle, random_ids, read_config, side_files
 
 Make = Callable[..., Path]
 
@@ -33,28 +33,31 @@ RELEASES = {
 }
 
 
-def checkpoint(make_checkpoint: Make, name: str) -> Path:
-    """A case's model, saved by transformers 5, with a rotary base that is the default of no family."""
-    model_type, changes = CASES[name].model_type, dict(CASES[name].changes)
-    if model_type not in (*ORIGINALS, "bloom", "gemma3_text"):
-        changes["rope_parameters"] = {"rope_type": "default"} | changes.get("rope_parameters", {})
-        changes["rope_parameters"]["rope_theta"] = 50_000.0
-    if model_type == "phi3":  # 4.45 applies windows in flash attention alone
-        changes["sliding_window"] = None
-    folder = make_checkpoint(model_type, **changes)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<extra>"]})
-    tokenizer.save_pretrained(folder)  # with the options that it was loaded with
-    return folder
+@pytest.fixture
+def checkpoint(make_case: Make) -> Make:
+    """A function that writes a case as transformers 5 does, with a rotary base that no family has by default."""
+
+    def make(name: str) -> Path:
+        model_type, changes = CASES[name].model_type, dict[str, Any]()
+        if model_type not in (*ORIGINALS, "bloom", "gemma3_text"):
+            rope = {"rope_type": "default"} | CASES[name].changes.get("rope_parameters", {})
+            changes["rope_parameters"] = rope | {"rope_theta": 50_000.0}
+        if model_type == "phi3":  # 4.45 applies windows in flash attention alone
+            changes["sliding_window"] = None
+        folder = make_case(name, **changes)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer.add_special_tokens({"extra_special_tokens": ["<extra>"]})
+        tokenizer.save_pretrained(folder)  # with the options that it was loaded with
+        return folder
+
+    return make
 
 
 @pytest.mark.longest
 @pytest.mark.parametrize("release", RELEASES)
-def test_an_older_transformers_computes_the_same(release: str, make_checkpoint: Make, tmp_path: Path) -> None:
+def test_an_older_transformers_computes_the_same(release: str, checkpoint: Make, tmp_path: Path) -> None:
     python = environment(tmp_path / "environment", f"transformers=={release}")
-    folders = {
-        name: compatible(checkpoint(make_checkpoint, name), tmp_path / name) for name in RELEASES[release].split()
-    }
+    folders = {name: compatible(checkpoint(name), tmp_path / name) for name in RELEASES[release].split()}
     ids = random_ids(2, 48)
     torch.save(ids, tmp_path / "ids.pt")
     script = Path(__file__).with_name("older_transformers.py")
@@ -75,8 +78,8 @@ def test_an_older_transformers_computes_the_same(release: str, make_checkpoint: 
 
 
 @pytest.mark.parametrize("name", ["llama-rope-scaling", "qwen3_moe", "phi3-long", "gemma3", "bloom"])
-def test_transformers_5_computes_the_same(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
-    folder, ids = checkpoint(make_checkpoint, name), random_ids(2, 48)
+def test_transformers_5_computes_the_same(name: str, checkpoint: Make, tmp_path: Path) -> None:
+    folder, ids = checkpoint(name), random_ids(2, 48)
     found = compatible(folder, tmp_path)
     assert read_config(found).items() >= read_config(folder).items()
     with torch.inference_mode():
@@ -124,8 +127,8 @@ def test_angles_are_said_where_older_releases_look_for_them(model_type: str, tmp
     )
 
 
-def test_only_the_settings_change_and_leftovers_go(make_checkpoint: Make, tmp_path: Path) -> None:
-    folder = copy_of(checkpoint(make_checkpoint, "llama-tied"), tmp_path / "base")
+def test_only_the_settings_change_and_leftovers_go(checkpoint: Make, tmp_path: Path) -> None:
+    folder = checkpoint("llama-tied")
     change_config(folder, _name_or_path="/home/somebody/base")
     hg_to_pp(folder, tmp_path / "layers")
     assert convert("pp_to_hg", tmp_path / "layers", tmp_path / "out", "--compat") == (0, [])
@@ -144,16 +147,16 @@ def test_only_the_settings_change_and_leftovers_go(make_checkpoint: Make, tmp_pa
     assert {path.stat().st_mode & 0o077 for path in (tmp_path / "out").iterdir()} == {0o044}
 
 
-def test_a_folder_that_older_releases_read_keeps_what_it_says(make_checkpoint: Make, tmp_path: Path) -> None:
-    folder = copy_of(checkpoint(make_checkpoint, "llama-rope-scaling"), tmp_path / "base")
+def test_a_folder_that_older_releases_read_keeps_what_it_says(checkpoint: Make, tmp_path: Path) -> None:
+    folder = checkpoint("llama-rope-scaling")
     fields = read_config(compatible(folder, tmp_path / "once"))
     del fields["rope_parameters"], fields["dtype"]
     (folder / "config.json").write_text(json.dumps(fields))
     assert read_config(compatible(folder, tmp_path / "twice")) == fields
 
 
-def test_settings_of_a_tokenizer_that_cannot_be_read_are_refused(make_checkpoint: Make, tmp_path: Path) -> None:
-    folder = copy_of(checkpoint(make_checkpoint, "llama-tied"), tmp_path / "base")
+def test_settings_of_a_tokenizer_that_cannot_be_read_are_refused(checkpoint: Make, tmp_path: Path) -> None:
+    folder = checkpoint("llama-tied")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": ')
     hg_to_pp(folder, tmp_path / "layers")
     assert "tokenizer_config.json: line 1" in refusal("pp_to_hg", tmp_path / "layers", tmp_path / "out", "--compat")

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from models import load_model
 from models.conversion.to_huggingface import pp_to_hg
-from models.conversion.to_pipeline import hg_to_pp
 from tests.data.test_sentencepiece_folders import LLAMA, POINTER, TEXTS, folder_of
 from tests.models.cases import CASES
 from tests.models.helpers import (
@@ -101,9 +100,8 @@ def test_a_tied_weight_may_be_stored_as_the_head_alone(llama: Callable[..., Path
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_family_comes_back(name: str, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    case = CASES[name]
-    folder = make_checkpoint(case.model_type, SHARDED["sharded"], dtype=torch.bfloat16, **case.changes)
+def test_every_family_comes_back(name: str, make_case: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_case(name, SHARDED["sharded"], dtype=torch.bfloat16)
     assert len(read_weights(folder)) > 1
     assert_round_trip(folder, tmp_path)
 
@@ -112,15 +110,15 @@ def test_every_family_comes_back(name: str, make_checkpoint: Callable[..., Path]
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 @pytest.mark.parametrize("name", ["mixtral", "chatglm3", "baichuan2-7b", "baichuan2-13b"])
 def test_weights_that_are_cut_or_stacked_in_memory_come_back(
-    name: str, suffix: str, dtype: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+    name: str, suffix: str, dtype: str, make_case: Callable[..., Path], tmp_path: Path
 ) -> None:
-    case = CASES[name]
-    folder = make_checkpoint(case.model_type, {"max_shard_size": "50KB"}, dtype=DTYPES[dtype], **case.changes)
+    model_type = CASES[name].model_type
+    folder = make_case(name, {"max_shard_size": "50KB"}, dtype=DTYPES[dtype])
     files = read_weights(folder)
     put_special_values(files)
     assert {tensor.dtype for tensor in joined(files).values()} == {DTYPES[dtype]}
-    carried = give_own_rotary_buffer(files, case.model_type, DTYPES[dtype])
-    parts = [{name for name in tensors if FUSED[case.model_type] in name} for tensors in files.values()]
+    carried = give_own_rotary_buffer(files, model_type, DTYPES[dtype])
+    parts = [{name for name in tensors if FUSED[model_type] in name} for tensors in files.values()]
     assert sum(map(bool, parts)) > 1  # one layer's experts, or the layers' projections, lie in several files
     write_weights(folder, as_bin(files) if suffix == "bin" else files)
 
@@ -130,9 +128,9 @@ def test_weights_that_are_cut_or_stacked_in_memory_come_back(
     assert contents(tmp_path / "again") == contents(exported)
 
 
-def test_experts_of_different_dtypes_come_back(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_experts_of_different_dtypes_come_back(make_case: Callable[..., Path], tmp_path: Path) -> None:
     """In memory the experts of a layer are one tensor of one dtype."""
-    folder = make_checkpoint("mixtral", **CASES["mixtral"].changes)
+    folder = make_case("mixtral")
     files = read_weights(folder)
     for number, (name, tensor) in enumerate(files["model.safetensors"].items()):
         files["model.safetensors"][name] = tensor.to(list(DTYPES.values())[number % 3])
@@ -169,15 +167,10 @@ def test_an_export_that_no_run_wrote_has_the_models_ids(llama: Callable[..., Pat
 def test_bloom_files_without_the_prefix_come_back_without_it(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    original = make_checkpoint("bloom", num_hidden_layers=2, tie_word_embeddings=True)
-    with_prefix = load_model(original)(random_ids(1, 9))
-    tensors = joined(read_weights(original))
-    short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    folder, ids = make_checkpoint("bloom", num_hidden_layers=2, tie_word_embeddings=True), random_ids(1, 9)
+    with_prefix = load_model(folder)(ids)
+    short = {name.removeprefix("transformer."): tensor for name, tensor in joined(read_weights(folder)).items()}
     assert "h.0.input_layernorm.weight" in short
-    write_weights(original, {"model.safetensors": short})
-    torch.testing.assert_close(load_model(original)(random_ids(1, 9)), with_prefix, atol=0, rtol=0)
-    hg_to_pp(original, tmp_path / "layers")
-    pp_to_hg(tmp_path / "layers", tmp_path / "exported")
-    exported = joined(read_weights(tmp_path / "exported"))
-    assert exported.keys() == short.keys()
-    assert all(torch.equal(exported[name], short[name]) for name in short)
+    write_weights(folder, {"model.safetensors": short})
+    torch.testing.assert_close(load_model(folder)(ids), with_prefix, atol=0, rtol=0)
+    assert_round_trip(folder, tmp_path)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -18,7 +17,6 @@ from models import load_model
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from tests.data.published_tokenizers import END_TOKENS, Published
-from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
 from tests.models.helpers import (
     assert_round_trip,
@@ -55,9 +53,9 @@ CHAT = [
 Make = Callable[..., Path]
 
 
-def original(make_checkpoint: Make, name: str, dtype: torch.dtype = torch.float32) -> Path:
+def original(make_case: Make, name: str, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint of a case as it is published: with code beside the weights, which must never run."""
-    folder = make_checkpoint(CASES[name].model_type, {"max_shard_size": "100KB"}, dtype=dtype, **CASES[name].changes)
+    folder = make_case(name, {"max_shard_size": "100KB"}, dtype=dtype)
     (folder / "modeling_original.py").write_text(CODE)
     change_config(folder, auto_map={"AutoModelForCausalLM": "modeling_original.Model"})
     change_weights(folder, lambda tensors: [t.mul_(3) for n, t in tensors.items() if n == "lm_head.weight"])
@@ -70,59 +68,45 @@ def exported(folder: Path, workspace: Path, options: ExportOptions = NATIVE) -> 
     return workspace / "native"
 
 
-def logits_of(folder: Path, ids: Tensor, expected_class: str) -> Tensor:
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=False, output_loading_info=True, dtype="auto"
-    )
-    assert type(model).__name__ == expected_class
-    assert not any(loading.values()), loading  # no key missing, unexpected or of another shape
-    with torch.inference_mode():
-        logits: Tensor = model.eval()(ids).logits
-    return logits
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CLASSES)
-def test_plain_transformers_gives_the_same_logits(
-    name: str, dtype: torch.dtype, make_checkpoint: Make, tmp_path: Path
+def test_plain_transformers_loads_it_with_the_same_logits(
+    name: str, dtype: torch.dtype, make_case: Make, tmp_path: Path
 ) -> None:
-    folder = original(make_checkpoint, name, dtype)
+    folder = original(make_case, name, dtype)
     native = exported(folder, tmp_path)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        native, trust_remote_code=False, output_loading_info=True, dtype="auto"
+    )
+    assert type(model).__name__ == CLASSES[name]
+    assert not any(loading.values()), loading  # no key missing, unexpected or of another shape
     ids = random_ids(2, 40)
     with torch.inference_mode():
-        expected = load_model(folder)(ids)
-    found = logits_of(native, ids, CLASSES[name])
+        found, expected = model.eval()(ids).logits, load_model(folder)(ids)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert expected.std() > 0.01
-
-    assert not list(native.glob("*.py"))
     config = read_config(native)
     assert config["model_type"] in CONFIG_MAPPING
     assert config["torch_dtype"] == str(dtype).removeprefix("torch.")
-    assert "auto_map" not in config
+    assert "auto_map" not in config and not list(native.glob("*.py"))
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_weights_are_those_of_the_definition(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
-    """Fused projections cut into their rows, Baichuan2's head normalised, nothing else changed or kept."""
-    folder = original(make_checkpoint, name)
+def test_native_folder_is_a_checkpoint_like_any_other(name: str, make_case: Make, tmp_path: Path) -> None:
+    """Fused projections are cut into their rows, Baichuan2's head is normalised, nothing else changed or kept."""
+    folder = original(make_case, name)
+    native = exported(folder, tmp_path)
     tensors = {n: tensor for n, tensor in joined(read_weights(folder)).items() if not n.endswith("inv_freq")}
-    expected = native_state(read_config(folder), tensors)
-    found = joined(read_weights(exported(folder, tmp_path)))
+    expected, found = native_state(read_config(folder), tensors), joined(read_weights(native))
     if name == "baichuan2-7b":
         head = found.pop("lm_head.weight")
         torch.testing.assert_close(head, expected.pop("lm_head.weight"), atol=1e-7, rtol=0)
         torch.testing.assert_close(head.norm(dim=1), torch.ones(len(head)))
     assert_same_bits(found, expected)
 
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_native_folder_is_a_checkpoint_like_any_other(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
-    native = exported(original(make_checkpoint, name), tmp_path)
     pp_to_hg(tmp_path / "layers", tmp_path / "again", options=NATIVE)
     assert contents(tmp_path / "again") == contents(native)
-
     back = assert_round_trip(native, tmp_path / "second")
     assert contents(back) == contents(native)
     pp_to_hg(tmp_path / "second" / "layers", tmp_path / "native-of-native", options=NATIVE)
@@ -130,27 +114,25 @@ def test_native_folder_is_a_checkpoint_like_any_other(name: str, make_checkpoint
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
-def test_families_of_transformers_are_native_already(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
-    folder = make_checkpoint(CASES[name].model_type, {"max_shard_size": "100KB"}, **CASES[name].changes)
+def test_families_of_transformers_are_native_already(name: str, make_case: Make, tmp_path: Path) -> None:
+    folder = make_case(name, {"max_shard_size": "100KB"})
     back = assert_round_trip(folder, tmp_path)
     pp_to_hg(tmp_path / "layers", tmp_path / "native", options=NATIVE)
     assert contents(tmp_path / "native") == contents(back)
 
 
-def test_13b_has_no_native_layout(make_checkpoint: Make, tmp_path: Path) -> None:
-    hg_to_pp(original(make_checkpoint, "baichuan2-13b"), tmp_path / "layers")
-    told = refusal("pp_to_hg", tmp_path / "layers", tmp_path / "native", "--layout", "native")
-    assert "baichuan2-13b" in told
-    assert "--layout original" in told
-    assert str(tmp_path / "layers") in told
+def test_13b_has_no_native_layout(make_case: Make, tmp_path: Path) -> None:
+    hg_to_pp(original(make_case, "baichuan2-13b"), tmp_path / "layers")
+    line = refusal("pp_to_hg", tmp_path / "layers", tmp_path / "native", "--layout", "native")
+    assert all(part in line for part in (str(tmp_path / "layers"), "baichuan2-13b", "--layout original"))
     assert list(tmp_path.iterdir()) == [tmp_path / "layers"]
 
 
 @pytest.fixture(params=END_TOKENS)
-def published(request: pytest.FixtureRequest, make_checkpoint: Make) -> tuple[str, Path]:
+def published(request: pytest.FixtureRequest, make_case: Make) -> tuple[str, Path]:
     """A family and a folder with its vocabulary, as it is published."""
     family: str = request.param
-    folder = original(make_checkpoint, CASE_OF.get(family, family))
+    folder = original(make_case, CASE_OF.get(family, family))
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / name).unlink()
     Published(family, folder)
@@ -186,15 +168,14 @@ def test_tokenizer_needs_no_code_and_gives_the_same_ids(published: tuple[str, Pa
     assert model.generation_config.eos_token_id == END_TOKENS[family]
 
 
-def test_end_tokens_are_listed_also_where_there_was_no_list(published: tuple[str, Path], tmp_path: Path) -> None:
+def test_end_tokens_are_listed_also_where_there_was_no_list_and_the_original_layout_keeps_its_tokenizer(
+    published: tuple[str, Path], tmp_path: Path
+) -> None:
     family, folder = published
-    native = exported(folder, tmp_path)
-    assert json.loads((native / "generation_config.json").read_text()) == {"eos_token_id": END_TOKENS[family]}
-
-
-def test_original_layout_keeps_the_original_tokenizer(published: tuple[str, Path], tmp_path: Path) -> None:
-    _, folder = published
     back = assert_round_trip(folder, tmp_path)
+    pp_to_hg(tmp_path / "layers", tmp_path / "native", options=NATIVE)
+    stated = json.loads((tmp_path / "native" / "generation_config.json").read_text())
+    assert stated == {"eos_token_id": END_TOKENS[family]}
     (vocabulary,) = [*folder.glob("*.model"), *folder.glob("*.tiktoken")]
     assert (back / vocabulary.name).read_bytes() == vocabulary.read_bytes()
     assert not (back / "tokenizer.json").exists()

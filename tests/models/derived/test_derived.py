@@ -85,21 +85,31 @@ def test_what_every_block_does_is_counted(checkpoint: tuple[Path, Any]) -> None:
         assert layer == 0 or sum(each.flops for each in work.forward) > 2 * 64 * spec.config.hidden_size**2
 
 
-def test_what_is_proven_is_told_once_and_known_the_next_time(
+def test_a_proof_is_logged_once_kept_for_the_next_start_and_made_again_where_it_is_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_small(tmp_path / "model", "smollm3")
     with caplog.at_level(logging.INFO, "pipetune"):
         spec = read_spec(tmp_path / "model")
         proven._families.clear()  # as in another process
-        monkeypatch.setattr(proven, "prove", None)
-        again = read_spec(tmp_path / "model")
+        with monkeypatch.context() as known:
+            known.setattr(proven, "prove", None)
+            again = read_spec(tmp_path / "model")
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("smollm3: compared with transformers in 8 ways")
     assert again.family.proof == spec.family.proof
     assert again.family.proof.startswith("derived from transformers, compared with transformers in 8 ways")
+
     (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
-    assert max(json.loads(read_checked(kept))["figures"].values()) <= BOUND
+    figures = json.loads(read_checked(kept))["figures"]
+    assert max(figures.values()) <= BOUND
+    kept.write_bytes(kept.read_bytes()[:20])
+    proven._families.clear()
+    read_spec(tmp_path / "model")
+    assert json.loads(read_checked(kept))["figures"] == figures
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "model" / "config.json"))  # nothing can be kept there
+    proven._families.clear()
+    assert read_spec(tmp_path / "model").family.proof == spec.family.proof
 
 
 def test_another_trait_is_proven_anew(tmp_path: Path) -> None:
@@ -108,25 +118,6 @@ def test_another_trait_is_proven_anew(tmp_path: Path) -> None:
         write_small(tmp_path / str(number), "smollm3", **changes)
         read_spec(tmp_path / str(number))
     assert len(list((tmp_path / "cache" / "pipetune" / "proofs").iterdir())) == 2  # a size is no trait
-
-
-@pytest.mark.parametrize("state", ["damaged", "no place"])
-def test_a_proof_that_cannot_be_read_or_kept_is_made_again(
-    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_small(tmp_path / "model", "smollm3")
-    if state == "no place":
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        assert read_spec(tmp_path / "model").family.name == "smollm3"
-        return
-    read_spec(tmp_path / "model")
-    (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
-    sound = kept.read_bytes()
-    kept.write_bytes(sound[:20])
-    proven._families.clear()
-    read_spec(tmp_path / "model")
-    assert json.loads(read_checked(kept))["figures"] == json.loads(sound.rpartition(b"\n")[0])["figures"]
 
 
 SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
@@ -196,9 +187,12 @@ def test_what_does_not_fit_is_refused_in_one_line(case: Refused, tmp_path: Path)
     assert "drops" in case.told or not (tmp_path / "cache").exists(), "a proof of what is refused is kept"
 
 
-def test_dropout_inside_of_blocks_is_kept(tmp_path: Path) -> None:
-    fields = config_of("phi", attention_dropout=0.1)[1]
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"embd_pdrop": 0.0}, default=str))
+@pytest.mark.parametrize("model_type", ["phi", "seed_oss"])
+def test_dropout_inside_of_blocks_is_kept_and_leaves_the_proof_exact(model_type: str, tmp_path: Path) -> None:
+    """That of Seed-OSS is transformers' default, where config.json has none."""
+    fields = {name: value for name, value in config_of(model_type)[1].items() if "drop" not in name}
+    stated = {"attention_dropout": 0.1, "embd_pdrop": 0.0} if model_type == "phi" else {}
+    (tmp_path / "config.json").write_text(json.dumps(fields | stated, default=str))
     assert read_spec(tmp_path).config.attention_dropout == 0.1
 
 
@@ -216,13 +210,6 @@ def test_falcon_is_derived(changes: dict[str, Any]) -> None:
     assert prove(*config_of("falcon", **changes)).figures["gradients"] < 1e-4
 
 
-def test_dropout_that_only_the_defaults_have_leaves_the_proof_exact(tmp_path: Path) -> None:
-    """transformers gives Seed-OSS a dropout of 0.1 where config.json has none."""
-    fields = {name: value for name, value in config_of("seed_oss")[1].items() if "dropout" not in name}
-    (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
-    assert read_spec(tmp_path).config.attention_dropout == 0.1
-
-
 @since("5.23")
 def test_what_generation_is_refused_for_is_true(tmp_path: Path) -> None:
     """Of angles by the length transformers keeps those of the keys that were there before a text became long."""
@@ -232,25 +219,33 @@ def test_what_generation_is_refused_for_is_true(tmp_path: Path) -> None:
     assert spec.family.proof.endswith("no generation here, as tokens one by one are not transformers'")
 
 
+def add_weight(folder: Path, name: str) -> None:
+    change_weights(folder, lambda tensors: tensors.update({name: torch.zeros(8, 4)}))
+
+
 def test_a_stray_text_config_makes_no_weight_one_to_carry(make_checkpoint: Callable[..., Path]) -> None:
     folder = make_checkpoint("llama")
     change_config(folder, text_config={})
-    change_weights(folder, lambda tensors: tensors.update({"tower.weight": torch.zeros(2)}))
+    add_weight(folder, "tower.weight")
     assert "unexpected weights for llama: tower.weight" in error_line(lambda: load_model(folder))
 
 
-def save_under_names_of_modules(model: Any, folder: Path) -> None:
-    tensors = {name: each for name, each in model.state_dict().items() if name not in model.all_tied_weights_keys}
+def save_under_names_of_modules(model: Any, folder: Path, prefix: str = "") -> None:
+    tensors = {prefix + name: t for name, t in model.state_dict().items() if name not in model.all_tied_weights_keys}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.inference_mode()
+def assert_computes_the_same(folder: Path, model: Any) -> None:
+    ids = random_ids(1, 30)
+    assert_near(load_model(folder)(ids), model(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral"])
 def test_names_of_modules_are_read_as_transformers_reads_them(model_type: str, tmp_path: Path) -> None:
     model = write_small(tmp_path / "model", model_type)
     save_under_names_of_modules(model, tmp_path / "model")
-    ids = random_ids(1, 30)
-    with torch.inference_mode():
-        assert_near(load_model(tmp_path / "model")(ids), model(ids).logits)
+    assert_computes_the_same(tmp_path / "model", model)
     assert_round_trip(tmp_path / "model", tmp_path)
 
 
@@ -278,11 +273,8 @@ def test_the_part_for_text_is_trained_and_the_rest_comes_back(model_type: str, t
     model.save_pretrained(tmp_path / "model")
     if model_type == "qwen3_5_moe":  # which is published with the experts in one tensor
         save_under_names_of_modules(model, tmp_path / "model")
-    ours = load_model(tmp_path / "model")
-    ids = random_ids(1, 30)
-    with torch.inference_mode():
-        assert_near(ours(ids), model(input_ids=ids).logits)
-    assert ours.spec.is_part
+    assert_computes_the_same(tmp_path / "model", model)
+    assert read_spec(tmp_path / "model").is_part
     assert_round_trip(tmp_path / "model", tmp_path)
 
 
@@ -291,11 +283,8 @@ def test_names_of_a_part_that_the_saver_leaves_alone_are_read_too(tmp_path: Path
     model = write_small(tmp_path / "model", "qwen3")
     text = read_config(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qianfan_ocr", "text_config": text}))
-    tensors = {f"language_model.{name}": tensor for name, tensor in model.state_dict().items()}
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    ids = random_ids(1, 30)
-    with torch.inference_mode():
-        assert_near(load_model(tmp_path / "model")(ids), model(ids).logits)
+    save_under_names_of_modules(model, tmp_path / "model", "language_model.")
+    assert_computes_the_same(tmp_path / "model", model)
 
 
 def test_what_is_not_trained_keeps_its_precision(tmp_path: Path) -> None:
@@ -327,10 +316,8 @@ def test_layers_that_only_transformers_ignores_are_carried(
     with monkeypatch.context() as deep:
         deep.setattr(sys.modules["models.derived.derive"], "BLOCKS", blocks)
         model = write_small(tmp_path / "model", model_type, num_hidden_layers=blocks)
-    ids, ahead = random_ids(1, 20), torch.randn(8, 4)
-    change_weights(tmp_path / "model", lambda tensors: tensors.update({f"model.layers.{spare}.eh_proj.weight": ahead}))
-    with torch.inference_mode():
-        assert_near(load_model(tmp_path / "model")(ids), model(ids).logits)
+    add_weight(tmp_path / "model", f"model.layers.{spare}.eh_proj.weight")
+    assert_computes_the_same(tmp_path / "model", model)
     assert_round_trip(tmp_path / "model", tmp_path)
 
 
@@ -338,11 +325,11 @@ def test_layers_that_predict_further_ahead_are_carried_behind_any_number_of_bloc
     folder = tmp_path / "model"
     write_small(folder, "glm4_moe")
     change_config(folder, num_nextn_predict_layers=1)
-    change_weights(folder, lambda tensors: tensors.update({"model.layers.4.mlp.gate.weight": torch.zeros(8, 4)}))
+    add_weight(folder, "model.layers.4.mlp.gate.weight")
     assert_round_trip(folder, tmp_path)
-    change_weights(folder, lambda tensors: tensors.update({"model.layers.5.eh_proj.weight": torch.zeros(8, 4)}))
-    told = error_line(lambda: load_model(folder))
-    assert "unexpected weights for glm4_moe: model.layers.5.eh_proj.weight" in told
+    add_weight(folder, "model.layers.5.eh_proj.weight")
+    unexpected = "unexpected weights for glm4_moe: model.layers.5.eh_proj.weight"
+    assert unexpected in error_line(lambda: load_model(folder))
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() & CONFIG_MAPPING.keys()))

@@ -1,14 +1,16 @@
-"""Shows that the proof sees what it is for: each fault here is one that a family could really have."""
+"""Shows that a proof finds faults that a family could really have, and that one without figures is not taken up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 import models.causal_lm
@@ -18,7 +20,7 @@ from models.attention.kernels import EAGER
 from models.attention.packed import Documents
 from models.derived.derive import derive
 from models.derived.positions import DerivedPositions
-from models.derived.proof import BOUND, GENERATION, ROUTING, bound, compare, small_spec
+from models.derived.proof import BOUND, GENERATION, ROUTING, Proof, bound, compare, small_spec
 from models.family import Family, Rule
 from models.layers import Head
 from tests.models.derived.cases import write_small
@@ -46,20 +48,27 @@ def capless(family: Family) -> Family:
     return replace(family, projection=Head)
 
 
-def leaking(family: Family) -> Family:
-    """Attention that goes through the documents of a row, with positions that restart."""
-
+def with_positions(kind: type[DerivedPositions], family: Family) -> Family:
     def positions(config: Any, rotary: Any) -> Any:
         made: Any = family.positions(config, rotary)  # type: ignore[misc]
-
-        class Leaking(DerivedPositions):
-            def documents(self, position_ids: Tensor) -> Documents:
-                return Documents([[position_ids.shape[1]]] * len(position_ids))
-
-        made.__class__ = Leaking
+        made.__class__ = kind
         return made
 
     return replace(family, positions=positions)
+
+
+class Leaking(DerivedPositions):
+    """Attention that goes through the documents of a row, with positions that restart."""
+
+    def documents(self, position_ids: Tensor) -> Documents:
+        return Documents([[position_ids.shape[1]]] * len(position_ids))
+
+
+class Restarting(DerivedPositions):
+    """Positions that begin anew with each token that comes through the cache."""
+
+    def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> Any:
+        return super().arguments(hidden, position_ids * (cache is None), cache)
 
 
 def swapped_experts(family: Family) -> Family:
@@ -70,22 +79,6 @@ def swapped_experts(family: Family) -> Family:
 
     assert family.block != tuple(map(swapped, family.block))
     return replace(family, block=tuple(map(swapped, family.block)))
-
-
-def restarting(family: Family) -> Family:
-    """Positions that begin anew with each token that comes through the cache."""
-
-    def positions(config: Any, rotary: Any) -> Any:
-        made: Any = family.positions(config, rotary)  # type: ignore[misc]
-
-        class Restarting(DerivedPositions):
-            def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> Any:
-                return super().arguments(hidden, position_ids * (cache is None), cache)
-
-        made.__class__ = Restarting
-        return made
-
-    return replace(family, positions=positions)
 
 
 def shrinking(family: Family) -> Family:
@@ -102,10 +95,10 @@ def shrinking(family: Family) -> Family:
 FAULTS = {
     "scale": Fault("gemma4_text", scaled, "logits"),
     "cap": Fault("gemma4_text", capless, "logits"),
-    "leak": Fault("qwen3", leaking, "documents in a packed row"),
-    "leak in linear attention": Fault("qwen3_5_text", leaking, "documents in a packed row"),
+    "leak": Fault("qwen3", partial(with_positions, Leaking), "documents in a packed row"),
+    "leak in linear attention": Fault("qwen3_5_text", partial(with_positions, Leaking), "documents in a packed row"),
     "order of experts": Fault("qwen3_moe", swapped_experts, "logits"),
-    "cache": Fault("qwen3", restarting, GENERATION),
+    "cache": Fault("qwen3", partial(with_positions, Restarting), GENERATION),
     "gradient": Fault("qwen3", shrinking, "gradients"),
 }
 
@@ -147,12 +140,33 @@ def test_a_dropped_tensor_is_seen(tmp_path: Path) -> None:
 
 def test_numbers_in_another_order_are_seen(tmp_path: Path) -> None:
     model, config, raw = small(tmp_path, "qwen3_moe")
-    change_weights(
-        tmp_path,
-        lambda tensors: tensors.update(
-            {name: tensor.flip(0) for name, tensor in tensors.items() if name.endswith("down_proj.weight")}
-        ),
-    )
+
+    def flip(tensors: dict[str, Tensor]) -> None:
+        tensors |= {name: tensor.flip(0) for name, tensor in tensors.items() if name.endswith("down_proj.weight")}
+
+    change_weights(tmp_path, flip)
     figures = compare(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
     assert figures["logits"] > BOUND
     torch.testing.assert_close(figures["stages"], 0.0)
+
+
+SOUND: dict[str, Any] = {"attention": ["eager"], "figures": {"logits": BOUND / 2}, "seconds": 1.0, "linear": False}
+SOUND |= {"generates": True, "routes": True, "shares_rows": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"figures": {"logits": 2 * BOUND}},
+        {"figures": {"logits": float("nan")}},
+        {"figures": {"logits": float("inf")}},
+        {"figures": {}},
+        {"attention": []},
+        {"attention": ["magic"]},
+    ],
+    ids=str,
+)
+def test_a_kept_proof_that_shows_nothing_is_refused(changes: dict[str, Any]) -> None:
+    assert Proof.model_validate(SOUND).figures == SOUND["figures"]
+    with pytest.raises(ValidationError):
+        Proof.model_validate(SOUND | changes)

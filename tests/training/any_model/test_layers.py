@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from common.log import Log
 from tests.launching import topology
 from training import Pipeline, PipelineConfig
 from training.any_model.samples import SampleLoader
-from training.any_model.stage import Layer, check_functions, count_weights, divide, make
+from training.any_model.stage import Layer, divide, make
+from training.any_model.task import Layers
+from training.distributed.disk import Disk
 from training.errors import ConfigError
 
 
@@ -33,11 +36,8 @@ def points(count: int = 21) -> TensorDataset:
 class TestDivision:
     def test_by_parameters(self) -> None:
         layers: list[Layer] = [linear(4), lambda: linear(4), nn.ReLU(), lambda: linear(8), linear(4)]
-        assert count_weights(layers) == [16, 16, 0, 64, 16]
         assert divide(layers, None, 2) == [3, 2]
-
-    def test_nothing_is_made_to_be_counted(self) -> None:
-        assert count_weights([lambda: nn.Linear(10**6, 10**6)]) == [10**12 + 10**6]
+        assert divide([linear(4), lambda: nn.Linear(10**6, 10**6), linear(4)], None, 3) == [1, 1, 1]  # takes no memory
 
     def test_what_a_function_makes_depends_on_the_seed_alone(self) -> None:
         first = make(lambda: linear(3), 5)
@@ -60,9 +60,12 @@ class TestDivision:
             divide([linear(4), nn.Linear(4, 4, bias=False, dtype=torch.complex64)], None, 2)
 
     def test_weights_lie_in_layers_alone(self) -> None:
-        check_functions(forward_step=nn.Module.__call__, loss=nn.CrossEntropyLoss(weight=torch.ones(4)))
+        def read(loss: Any) -> None:
+            Layers(Pipeline([linear(4)], loss=loss), points()).read(config(), Disk("", [0], 0), Log(quiet=True))
+
+        read(nn.CrossEntropyLoss(weight=torch.ones(4)))
         with pytest.raises(ConfigError, match="loss: has weights"):
-            check_functions(loss=linear(4))
+            read(linear(4))
 
     def test_too_few_layers(self) -> None:
         with pytest.raises(ConfigError, match="3 stages for 2 layers"):
@@ -89,16 +92,17 @@ class TestConfig:
             ({"offload_activations": True}, "offload_activations: a key of language models"),
             ({"use_grad_ckpt": "auto"}, "use_grad_ckpt: auto knows the blocks of language models"),
             ({"eval_data_path": "a.json"}, "eval_data_path: a key of language models"),
+            ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: 3: each stage of a Pipeline holds its lay"),
             ({"train_batchsize": 8}, "unknown key train_batchsize; did you mean train_batch_size?"),
             ({"optimizer": {"type": "Adm"}}, "optimizer.type: Input should be 'AdamW'"),
             ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size: 8 is not a multiple of 3"),
         ],
     )
-    def test_a_wrong_key_is_told_in_one_line(self, keys: dict[str, Any], message: str) -> None:
+    def test_a_wrong_key_is_one_line(self, keys: dict[str, Any], message: str) -> None:
         pipeline = Pipeline([linear(4)], loss=F.mse_loss, save_path="run", train_batch_size=8, **keys)
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as error:
             pipeline.config(processes=1)
-        assert str(told.value).startswith(message)
+        assert str(error.value).startswith(message)
 
     def test_keys_beside_a_config(self) -> None:
         with pytest.raises(ConfigError, match="config: given together with seed, parts"):

@@ -53,7 +53,7 @@ def test_a_whole_section_of_the_users_takes_the_place_of_what_was_chosen_in_it()
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("seed", "command line: 'seed': expected key.sub=value"),
         ("optimizr.type=SGD", "command line: unknown key optimizr; did you mean optimizer?"),
@@ -61,10 +61,10 @@ def test_a_whole_section_of_the_users_takes_the_place_of_what_was_chosen_in_it()
         ("model_topo.parts=[1, 2]", "command line: model_topo.parts: expected one entry for each of 1 stages, found"),
     ],
 )
-def test_a_word_that_makes_no_config_is_refused_in_one_line(word: str, told: str) -> None:
+def test_a_word_that_makes_no_config_is_refused_in_one_line(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choices(word).config(train_batch_size=1)
-    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def test_a_reason_ends_with_its_line() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import FAQ
-from tests.launching import Launch, metrics, start_deepspeed, topology, write_config
+from tests.launching import Launch, metrics, start_deepspeed, steps_done, topology, write_config
 from tests.ranks import Ranks
-from tests.training.checkpoint.test_resume import finished, losses, steps_done, workers
+from tests.training.checkpoint.test_resume import finished, losses, workers
 from tests.training.engine.test_clipping import samples
 from training.checkpoint.folder import RECORD, CheckpointRecord
 
@@ -47,15 +47,15 @@ def test_a_thread_writes_the_same_files_while_training_goes_on(
     ]
     ranks.run(2, "saving", cases, tmp_path)
     for name in CASES:
-        told = json.loads((tmp_path / f"{name}.json").read_text())
-        assert RECORD in told["files"] and not told["early"], name
-        assert told["differ"] == [], name
-        lines = told["told"].splitlines()
+        outcome = json.loads((tmp_path / f"{name}.json").read_text())
+        assert RECORD in outcome["files"] and not outcome["early"], name
+        assert outcome["differ"] == [], name
+        lines = outcome["printed"].splitlines()
         assert len(lines) == 2 and all("warning: latest could not be written: " in line for line in lines), lines
 
 
 def slow_start(config: Path, step: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Start the run on a disk that is slow when it comes to the checkpoint of a step."""
+    """Start the run on a disk that is slow at the checkpoint of a step."""
     monkeypatch.setenv("SLOW_STEP", str(step))
     monkeypatch.setenv("SLOW_SECONDS", str(seconds))
     return start_deepspeed(2, "tests/workers/slow_disk.py", "--config", config)

@@ -1,4 +1,4 @@
-"""Shows that the files of a checkpoint are whole on the disk, with the size and checksum that is noted of them."""
+"""The files of a checkpoint are on the disk with the recorded size and checksum."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def slowly(file: BinaryIO) -> None:
 
 
 def test_a_thread_writes_the_same_files_of_what_was_there_when_they_were_given(tmp_path: Path) -> None:
-    """Views of one memory, parameters and nested containers, which training changes before the thread comes to them."""
+    """Views of one memory, parameters and nested containers, which training changes before the thread writes them."""
     whole = torch.randn(3, PIECE)
     state = {
         "module": OrderedDict(weight=whole[0], again=whole[0], turned=whole.T, halves=[whole[1:], whole[:, ::2]]),

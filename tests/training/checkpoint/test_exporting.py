@@ -1,4 +1,4 @@
-"""Shows that the ranks of a run write one HuggingFace folder together, or none where one of them fails.
+"""The ranks of a run write one HuggingFace folder together, or none if one of them fails.
 
 All exports share one launch (tests/workers/exporting.py).
 """
@@ -109,9 +109,7 @@ def test_ranks_read_the_layers_of_their_stage_alone(name: str, exported: Exporte
 @pytest.mark.launched
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_fails_on_one_rank_is_refused_by_all_and_changes_nothing(name: str, exported: Exported) -> None:
-    told = {outcome["refused"] for outcome in exported.outcomes[name]}
-    assert len(told) == 1
-    text = told.pop()
+    (text,) = {outcome["refused"] for outcome in exported.outcomes[name]}
     assert CASES[name].refused in text
     assert len(text.splitlines()) == 1
     left = contents(exported.folder / name)

@@ -1,4 +1,4 @@
-"""Shows which checkpoint folders count as whole, and which are removed."""
+"""Which checkpoint folders count as whole, and which are removed."""
 
 from __future__ import annotations
 
@@ -119,15 +119,15 @@ UNREADABLE: dict[str, tuple[Callable[[], AbstractContextManager[None]], int]] = 
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("reason", UNREADABLE)
-def test_what_cannot_be_read_is_told_and_is_not_damaged(reader: str, reason: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error_and_not_damaged(reader: str, reason: str, tmp_path: Path) -> None:
     folder = whole(tmp_path, 5)
     Best(checkpoint=folder.name, step=5, eval_loss=1.5).write(tmp_path)
     trouble, number = UNREADABLE[reason]
-    with pytest.raises(CheckpointError) as told, trouble():
+    with pytest.raises(CheckpointError) as error, trouble():
         READERS[reader](folder)
-    assert str(told.value).startswith(str(tmp_path))
-    assert f"cannot be read: {os.strerror(number)}" in str(told.value)
-    assert len(str(told.value).splitlines()) == 1
+    assert str(error.value).startswith(str(tmp_path))
+    assert f"cannot be read: {os.strerror(number)}" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_an_unfinished_folder_and_a_damaged_record_have_different_reasons(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_the_record_of_an_earlier_version_is_whole(tmp_path: Path) -> None:
     assert CheckpointRecord.read(tmp_path) is None
 
 
-def test_a_damaged_note_of_the_best_is_told_as_that_would_be_removed(tmp_path: Path) -> None:
+def test_a_damaged_best_json_is_an_error_as_the_best_would_be_removed(tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"best\.json: damaged"):
         Best.read(tmp_path, 10, "")

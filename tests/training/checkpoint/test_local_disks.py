@@ -1,4 +1,4 @@
-"""Shows what a run leaves on disks that no other host sees, that it goes on from there, and what it refuses.
+"""What a run leaves on disks that no other host sees, that it resumes from there, and what it refuses.
 
 Two ranks pass for hosts (tests/workers/hosts.py); tests/cluster has real ones.
 """
@@ -29,7 +29,7 @@ BF16 = {"bf16": {"enabled": True}}
 NAMES = ("node1", "node2")
 STEPS, SAVED = 4, 2
 
-# What goes on to the last bit: keys and door.
+# What resumes to the last bit: keys and kind of trainer.
 EXACT: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": (PIPE, "pipeline"),
     "pipeline-fp16": (PIPE | {"fp16": {"enabled": True, "initial_scale_power": 8}}, "pipeline"),
@@ -43,82 +43,26 @@ EXACT: dict[str, tuple[dict[str, Any], str]] = {
 QUICK = {"pipeline", "replicas", "zero-3"}
 
 
-class Start(NamedTuple):
-    """A start of a run on copies of the disks of "pipeline", to which something has happened.
-
-    Attributes:
-        happens: to the folders of the run on the two disks.
-        error: what it is refused with, if it is.
-        told: a warning.
-        first: the step after which it goes on.
-    """
-
-    happens: Callable[[Path, Path], object]
-    error: str = ""
-    told: str = ""
-    first: int = SAVED
-    keys: dict[str, Any] = {}
-
-
-STARTS: dict[str, Start] = {}
-QUICK_STARTS = {"damaged", "half renamed", "second empty", "first empty", "other order", "shared"}
-
-
-def start(name: str, **fields: Any) -> Callable[[Callable[[Path, Path], object]], Callable[[Path, Path], object]]:
-    def keep(happens: Callable[[Path, Path], object]) -> Callable[[Path, Path], object]:
-        STARTS[name] = Start(happens, **fields)
-        return happens
-
-    return keep
-
-
-@start(
-    "damaged", told="step-000004 is passed over: host node2: layer_03-model_states.pt is damaged: its checksum differs"
-)
-def damaged(_: Path, two: Path) -> None:
-    flip(step_folder(two, STEPS) / "layer_03-model_states.pt")
-
-
-@start("missing", told="step-000004 is passed over: host node2: random-001.pt is missing")
-def missing(_: Path, two: Path) -> None:
-    (step_folder(two, STEPS) / "random-001.pt").unlink()
-
-
-@start("half renamed", told="step-000004 is passed over: host node2: no checkpoint.json: it was never finished")
-def half_renamed(_: Path, two: Path) -> None:
-    hidden = two / ".step-000004.partial-abc"
+def half_rename(run: Path) -> None:
+    """Leave the last checkpoint under its temporary name, as a host that dies before it renames it."""
+    hidden = run / ".step-000004.partial-abc"
     hidden.mkdir()
-    step_folder(two, STEPS).rename(hidden / "new")
+    step_folder(run, STEPS).rename(hidden / "new")
 
 
-@start("first one half renamed", told="step-000004 is passed over: host node1: no checkpoint.json", first=0)
-def first_half_renamed(one: Path, two: Path) -> None:
-    half_renamed(two, one)
+def half_rename_first(one: Path, two: Path) -> None:
+    half_rename(one)
     for run in (one, two):
         shutil.rmtree(step_folder(run, SAVED))
 
 
-@start("second empty", error="run holds no checkpoint on host node2, but step-000004 on host node1; expected the hosts")
-def second_empty(_: Path, two: Path) -> None:
-    shutil.rmtree(two)
-
-
-@start("first empty", error="run holds no checkpoint on host node1, but step-000004 on host node2; expected the hosts")
-def first_empty(one: Path, _: Path) -> None:
-    shutil.rmtree(one)
-
-
-@start("other order", error="step-000004/layer_00-model_states.pt: not here, as it was written on host node1; expected")
-def other_order(one: Path, two: Path) -> None:
+def swap(one: Path, two: Path) -> None:
     one.rename(one.with_name("before"))
     two.rename(one)
     one.with_name("before").rename(two)
 
 
-@start(
-    "another run", error="step-000004: on host node2 that of another run than on host node1; expected the same on all"
-)
-def another_run(_: Path, two: Path) -> None:
+def record_another_run(_: Path, two: Path) -> None:
     folder = step_folder(two, STEPS)
     record = CheckpointRecord.read(folder)
     assert record
@@ -126,26 +70,70 @@ def another_run(_: Path, two: Path) -> None:
     record.write(folder)
 
 
-@start(
-    "other topology", error="step-000004/layer_03-model_states.pt: not here, as it was written on host node2", keys=DATA
-)
-def nothing(_: Path, __: Path) -> None:
-    pass
-
-
-@start("shared", error="run: hosts share it; expected a disk of its own on each, or storage: shared")
-def shared(one: Path, two: Path) -> None:
+def share(one: Path, two: Path) -> None:
     shutil.rmtree(two)
     two.symlink_to(one)
 
 
-@start(
-    "not shared",
-    error="run: not what rank 0 writes to; expected a folder that all hosts share, or storage: local",
-    keys={"storage": "shared"},
-)
-def not_shared(_: Path, __: Path) -> None:
-    pass
+class Start(NamedTuple):
+    """A start of a run on copies of the disks of "pipeline", to which something has happened.
+
+    Attributes:
+        happens: to the folders of the run on the two disks.
+        error: what it is refused with, if it is.
+        warning: what the log says otherwise.
+        first: the step after which it resumes.
+    """
+
+    happens: Callable[[Path, Path], object]
+    error: str = ""
+    warning: str = ""
+    first: int = SAVED
+    keys: dict[str, Any] = {}
+
+
+STARTS = {
+    "damaged": Start(
+        lambda _, two: flip(step_folder(two, STEPS) / "layer_03-model_states.pt"),
+        warning="step-000004 is passed over: host node2: layer_03-model_states.pt is damaged: its checksum differs",
+    ),
+    "missing": Start(
+        lambda _, two: (step_folder(two, STEPS) / "random-001.pt").unlink(),
+        warning="step-000004 is passed over: host node2: random-001.pt is missing",
+    ),
+    "half renamed": Start(
+        lambda _, two: half_rename(two),
+        warning="step-000004 is passed over: host node2: no checkpoint.json: it was never finished",
+    ),
+    "first one half renamed": Start(
+        half_rename_first, warning="step-000004 is passed over: host node1: no checkpoint.json", first=0
+    ),
+    "second empty": Start(
+        lambda _, two: shutil.rmtree(two),
+        "run holds no checkpoint on host node2, but step-000004 on host node1; expected the hosts",
+    ),
+    "first empty": Start(
+        lambda one, _: shutil.rmtree(one),
+        "run holds no checkpoint on host node1, but step-000004 on host node2; expected the hosts",
+    ),
+    "other order": Start(
+        swap, "step-000004/layer_00-model_states.pt: not here, as it was written on host node1; expected"
+    ),
+    "another run": Start(
+        record_another_run,
+        "step-000004: on host node2 that of another run than on host node1; expected the same on all",
+    ),
+    "other topology": Start(
+        lambda *_: None, "step-000004/layer_03-model_states.pt: not here, as it was written on host node2", keys=DATA
+    ),
+    "shared": Start(share, "run: hosts share it; expected a disk of its own on each, or storage: shared"),
+    "not shared": Start(
+        lambda *_: None,
+        "run: not what rank 0 writes to; expected a folder that all hosts share, or storage: local",
+        keys={"storage": "shared"},
+    ),
+}
+QUICK_STARTS = {"damaged", "half renamed", "second empty", "first empty", "other order", "shared"}
 
 
 def disks_of(folder: Path, name: str) -> list[Path]:
@@ -255,15 +243,17 @@ def test_a_run_goes_on_to_the_last_bit(name: str, run: Run, straight: Straight, 
         shutil.rmtree(step_folder(target / "run", STEPS))
     outcome = run(f"{name}-again", kind, keys)
     assert outcome["error"] is None
-    assert f"step-00000{SAVED}, after step {SAVED}\n" in outcome["told"]
-    assert "storage: local: each host has its own checkpoints in run; metrics.jsonl, config.yml and" in outcome["told"]
+    assert f"step-00000{SAVED}, after step {SAVED}\n" in outcome["printed"]
+    assert (
+        "storage: local: each host has its own checkpoints in run; metrics.jsonl, config.yml and" in outcome["printed"]
+    )
     assert state_of([each / "run" for each in again]) == state_of(runs)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK_STARTS else pytest.mark.longest) for name in STARTS]
 )
-def test_what_happened_to_a_disk_is_told(name: str, run: Run, straight: Straight, folder: Path) -> None:
+def test_a_start_names_what_happened_to_a_disk(name: str, run: Run, straight: Straight, folder: Path) -> None:
     case, copies = STARTS[name], [disk / "run" for disk in disks_of(folder, name)]
     for source, target in zip(straight("pipeline"), copies, strict=True):
         shutil.copytree(source, target)
@@ -276,8 +266,8 @@ def test_what_happened_to_a_disk_is_told(name: str, run: Run, straight: Straight
         assert [sorted(path.name for path in copy.glob("step-*")) for copy in copies] == before
         return
     assert outcome["error"] is None
-    assert case.told in outcome["told"]
-    assert (f", after step {case.first}\n" in outcome["told"]) == bool(case.first)
+    assert case.warning in outcome["printed"]
+    assert (f", after step {case.first}\n" in outcome["printed"]) == bool(case.first)
     had = [copy for copy, names in zip(copies, before, strict=True) if "step-000004" in names]
     assert [copy for copy in copies if (copy / "step-000004.damaged").exists()] == had
     assert state_of(copies) == state_of(straight("pipeline"))

@@ -1,6 +1,6 @@
-"""A checkpoint is taken up on other stages, parts, replicas and ZeRO stages: same state to the bit, same losses.
+"""A checkpoint resumes on other stages, parts, replicas and ZeRO stages: same state to the bit, same losses.
 
-The processes of a launch serve all cases of their number (tests/workers/topology.py); one test goes through the door.
+The processes of a launch serve all cases of their number (tests/workers/topology.py); one test starts train_ds.py.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def test_bf16_without_zero_goes_on_to_the_last_bit(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_through_the_door(models: dict[str, Path], tmp_path: Path) -> None:
+def test_train_ds_resumes_on_another_topology(models: dict[str, Path], tmp_path: Path) -> None:
     """One line says what happens, and the next checkpoint is one of the new topology."""
     records = tmp_path / "records.json"
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
@@ -261,7 +261,7 @@ def test_through_the_door(models: dict[str, Path], tmp_path: Path) -> None:
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert (
         "step-000002 was saved in 2 stages of [3, 2], ZeRO stage 1, 1 replica; dividing its weights and optimizer "
-        "states anew: in 1 stages of [5], ZeRO stage 1, 1 replica; dropout, if any, draws other numbers"
+        "states anew: in 1 stage of [5], ZeRO stage 1, 1 replica; dropout, if any, draws other numbers"
     ) in again.stdout
     losses = [line["loss"] for line in metrics(path.with_suffix(""))]
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -276,14 +276,14 @@ class Harmful:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ({"optimizer": Harmful(), "parameter_names": []}, r"mp_rank_00_model_states\.pt: refused, .* could run code"),
         ({"optimizer": {"state": {}}}, "the optimizer's files of stage 0 are not laid out as expected"),
     ],
 )
-def test_files_that_are_something_else_are_refused(content: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_files_that_are_something_else_are_refused(content: dict[str, Any], message: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
     saved = SavedOptimizer(tmp_path, Topology(stages=1, replicas=1, zero_stage=0, parts=[5]))
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         list(saved.slices(0))

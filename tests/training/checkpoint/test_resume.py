@@ -1,4 +1,4 @@
-"""Shows that a run that was killed goes on to the last bit, through the real launcher and with real kills."""
+"""A run that was killed resumes to the last bit, through the real launcher and with real kills."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import FAQ
-from tests.launching import Launch, error_lines, metrics, start_deepspeed, topology, write_config
+from tests.launching import (
+    Launch,
+    error_lines,
+    metrics,
+    start_deepspeed,
+    steps_done,
+    topology,
+    trained_weights,
+    write_config,
+)
+from tests.models.helpers import assert_same_bits
 from tests.training.checkpoint.test_folder import flip
 from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord
@@ -112,10 +120,7 @@ def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], 
     expected = losses(straight)
     assert [step for step, _ in expected] == list(range(1, STEPS + 1))
     assert losses(killed) == expected
-    for config in (straight, killed):
-        pp_to_hg(config.with_suffix(""), config.with_suffix(".hf"))
-    weights = [load_file(config.with_suffix(".hf") / "model.safetensors") for config in (straight, killed)]
-    assert all(torch.equal(weights[0][tensor], weights[1][tensor]) for tensor in weights[0])
+    assert_same_bits(trained_weights(killed), trained_weights(straight))
 
 
 @pytest.mark.longest
@@ -139,19 +144,13 @@ def test_stopped_run_with_a_damaged_checkpoint(models: dict[str, Path], records:
     assert len(losses(config)) == step
 
     flip(folder / f"step-{step:06d}" / "layer_01-model_states.pt")
-    told = finished(config).stdout
-    assert f"step-{step:06d} is passed over: layer_01-model_states.pt is damaged" in told
-    assert re.search(rf"resumed: .*step-{before:06d}, after step {before}", told)
+    printed = finished(config).stdout
+    assert f"step-{step:06d} is passed over: layer_01-model_states.pt is damaged" in printed
+    assert re.search(rf"resumed: .*step-{before:06d}, after step {before}", printed)
     assert [number for number, _ in losses(config)] == list(range(1, STEPS + 1))
 
     assert "nothing to train: " in finished(config).stdout, "a run that is done is done"
     assert len(losses(config)) == STEPS
-
-
-def steps_done(config: Path) -> int:
-    """What a run has reported."""
-    path = config.with_suffix("") / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
 def workers(launch: Launch) -> list[psutil.Process]:

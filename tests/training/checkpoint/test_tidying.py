@@ -32,7 +32,7 @@ def test_what_a_killed_save_left_goes_and_what_was_to_stay_stays(tmp_path: Path)
     assert killed_at("shutil.rmtree", 1, lambda: begin_save(tmp_path)) == signal.SIGKILL
     (tmp_path / "notes.txt").write_text("mine")
     best = Best(checkpoint="step-000003", step=3, eval_loss=1.0)
-    make_room(tmp_path, 2, best, Disk.of_all(), Log(quiet=True, highlight=False))
+    make_room(tmp_path, 2, best, Disk.shared(), Log(quiet=True, highlight=False))
     assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "step-000009", "step-000012", "notes.txt"}
 
 
@@ -45,7 +45,7 @@ def test_latest_names_what_a_start_takes_up(named: str | None, tmp_path: Path) -
     if named:
         (tmp_path / "latest").write_text(named)
     config = TrainConfig(model_path="m", data_path="d", save_path=str(tmp_path), train_batch_size=1)
-    found = find_checkpoint(config, tmp_path, Disk.of_all(), Log(quiet=True, highlight=False))
+    found = find_checkpoint(config, tmp_path, Disk.shared(), Log(quiet=True, highlight=False))
     assert found == tmp_path / "step-000006"
     assert (tmp_path / "latest").read_text() == "step-000006"
 
@@ -53,7 +53,7 @@ def test_latest_names_what_a_start_takes_up(named: str | None, tmp_path: Path) -
 def test_a_start_neither_overwrites_checkpoints_nor_resumes_from_a_damaged_one(tmp_path: Path) -> None:
     folder = whole(tmp_path, 3)
     keys = {"model_path": "m", "data_path": "d", "save_path": str(tmp_path), "train_batch_size": 1}
-    disk, log = Disk.of_all(), Log(quiet=True, highlight=False)
+    disk, log = Disk.shared(), Log(quiet=True, highlight=False)
     with pytest.raises(RunRefused, match=r"save_path: .* holds step-000003 of another run or a later step"):
         find_checkpoint(TrainConfig.model_validate(keys | {"resume": "none"}), tmp_path, disk, log)
     flip(folder / "config.json")

@@ -57,14 +57,14 @@ def test_the_docs_show_the_table() -> None:
     rows: dict[str, list[str]] = {}  # keys with one rule share a row
     for key, rule in CHANGES.items():
         if rule.free:
-            told = f"free; {rule.told}" if rule.told else "free"
-            told += f"; but {rule.but}" if rule.but else ""
+            message = f"free; {rule.effect}" if rule.effect else "free"
+            message += f"; but {rule.but}" if rule.but else ""
         else:
-            told = f"must agree{f': {rule.told}' if rule.told else ''}"
-        rows.setdefault(told, []).append(f"`{key}`")
+            message = f"must agree{f': {rule.effect}' if rule.effect else ''}"
+        rows.setdefault(message, []).append(f"`{key}`")
     shown = (ROOT / "docs" / "resuming.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in shown if line.startswith("| `")] == [
-        f"| {', '.join(keys)} | {told} |" for told, keys in rows.items()
+        f"| {', '.join(keys)} | {message} |" for message, keys in rows.items()
     ]
 
 
@@ -78,8 +78,8 @@ def different(value: Any) -> Any:
 def test_what_must_agree_is_refused_with_both_values(key: str) -> None:
     then = settings_of(config())
     now = then | {key: different(then.get(key, 0))}
-    told = re.escape(f"{key}: {now[key]}, but {CHECKPOINT} was trained with {then.get(key, 'none')}; expected ")
-    with pytest.raises(ConfigError, match=f"^{told}.*, or another save_path$"):
+    message = re.escape(f"{key}: {now[key]}, but {CHECKPOINT} was trained with {then.get(key, 'none')}; expected ")
+    with pytest.raises(ConfigError, match=f"^{message}.*, or another save_path$"):
         compare(then, now, CHECKPOINT)
 
 
@@ -88,11 +88,11 @@ def test_what_is_free_and_changes_something_is_said(key: str) -> None:
     then = settings_of(config())
     now = then | {key: different(then.get(key, 0))}
     (line,) = compare(then, now, CHECKPOINT)
-    assert line == f"changed since the checkpoint: {key} {then.get(key, 'none')} -> {now[key]}: {CHANGES[key].told}"
+    assert line == f"changed since the checkpoint: {key} {then.get(key, 'none')} -> {now[key]}: {CHANGES[key].effect}"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"optimizer": {"type": "Lion", "params": PARAMS}}, "optimizer.type: Lion, .* with AdamW; expected AdamW"),
         ({"optimizer": {"params": PARAMS | {"amsgrad": True}}}, "optimizer.params.amsgrad: True, .* with none"),
@@ -104,10 +104,10 @@ def test_what_is_free_and_changes_something_is_said(key: str) -> None:
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype: bf16, .* with none"),
     ],
 )
-def test_changes_of_a_config_that_are_refused(change: dict[str, Any], told: str) -> None:
+def test_changes_of_a_config_that_are_refused(change: dict[str, Any], message: str) -> None:
     record = CheckpointRecord(step=4, topology=TOPOLOGY, data=ORDER, settings=settings_of(config()))
     assert check_resumable(CHECKPOINT, record, ORDER, config()) == []
-    with pytest.raises(ConfigError, match=f"^{told}"):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         check_resumable(CHECKPOINT, record, ORDER, config(**change))
 
 
@@ -134,25 +134,25 @@ def test_changes_of_a_config_that_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "keys", "told"),
+    ("then", "now", "keys", "message"),
     [
         (256, 384, {"packing": "dataset"}, "pack_len: 384, but .* with 256; expected 256, or another save_path"),
         (256, 0, {"packing": False}, "packing: False, but .* with dataset; expected dataset"),
         (0, 256, {"packing": "dataset"}, "packing: dataset, but .* with batch or false"),
     ],
 )
-def test_the_rows_of_packed_epochs_must_agree(then: int, now: int, keys: dict[str, Any], told: str) -> None:
+def test_the_rows_of_packed_epochs_must_agree(then: int, now: int, keys: dict[str, Any], message: str) -> None:
     before, after = (ORDER.model_copy(update={"packed_epoch": rows}) for rows in (then, now))
     record = CheckpointRecord(step=4, topology=TOPOLOGY, data=before, settings=settings_of(config()))
-    with pytest.raises(ConfigError, match=f"^{told}"):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         check_resumable(CHECKPOINT, record, after, config(**keys))
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer.type": "AdamW", "bf16.enabled": False, "fp16.enabled": False}])
 def test_a_checkpoint_of_an_earlier_version_says_what_it_knows(settings: dict[str, Any]) -> None:
     record = CheckpointRecord(step=4, topology=TOPOLOGY, data=ORDER, settings=settings)
-    told = check_resumable(CHECKPOINT, record, ORDER, config())
-    assert told == [
+    message = check_resumable(CHECKPOINT, record, ORDER, config())
+    assert message == [
         "step-000004: an earlier version saved it and noted only seed, train_batch_size, dataloader_drop_last, "
         f"{', '.join(['stream_gb', *settings])}; nothing else was compared"
     ]

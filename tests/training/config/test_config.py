@@ -168,6 +168,16 @@ def test_parts_may_be_auto(tmp_path: Path) -> None:
         assert config.with_parts([4, 2]).parts_for(6) == [4, 2]
 
 
+def test_parts_at_the_top_are_those_of_model_topo(tmp_path: Path) -> None:
+    lines = "model_topo: {process_topology: {dims: [2, 1]}}"
+    for config in (
+        load_config(write(tmp_path, lines, "parts: [4, 2]")),
+        load_config(write(tmp_path, "parts: [3, 3]", lines), ["parts=[4, 2]"]),
+        load_config(write(tmp_path, "parts: [4, 2]"), ["model_topo.process_topology.dims=[2, 1]"]),
+    ):
+        assert config.model_topo.parts == [4, 2]
+
+
 def test_parts_must_sum_to_the_layers_of_the_model() -> None:
     assert with_topology(2, [3, 2]).parts_for(5) == [3, 2]
     with pytest.raises(ConfigError, match=r"^model_topo\.parts: \[3, 2\] sums to 5, but the model has 6 layers \(4 bl"):

@@ -229,12 +229,12 @@ WRAP = """
 import json, sys
 from torch import nn
 from training.config.keys import TrainConfig
-from training.distributed.processes import Place, join
+from training.distributed.processes import ProcessInfo, join
 from training.engine.building import wrap_in_engine
 from training.errors import ConfigError
 from datetime import timedelta
 
-join(Place(0, 1, 0, 1), timedelta(minutes=30))
+join(ProcessInfo(0, 1, 0, 1), timedelta(minutes=30))
 for keys in json.loads(sys.argv[1]):
     try:
         wrap_in_engine(nn.Linear(64, 64), TrainConfig.model_validate(keys))
@@ -244,6 +244,7 @@ for keys in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="some keys are refused without a GPU only")
 def test_what_deepspeed_asserts_is_one_line() -> None:
     base = REQUIRED | {"optimizer": {"params": {"lr": 1e-3}}}

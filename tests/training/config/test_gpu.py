@@ -1,4 +1,4 @@
-"""Which GPUs can run a config; torch is told of a GPU, none is needed."""
+"""Which GPUs can run a config; torch is made to see a GPU, none is needed."""
 
 from __future__ import annotations
 

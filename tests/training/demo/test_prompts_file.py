@@ -102,11 +102,11 @@ def test_a_second_start_asks_only_what_has_no_answer(
         return generate_many(model, requests, rows)
 
     monkeypatch.setattr(prompts_file, "generate_many", noting)
-    told = answer(model, source, target)
+    log = answer(model, source, target)
     assert target.read_bytes() == whole
     assert asked == [[3, 3, 5][cut]]
     kept = [f"{target}: 2 of 5 answers are there already and stay as they are"] if cut < 2 else []
-    assert told == [*kept, f"{target}: 5 answers"]
+    assert log == [*kept, f"{target}: 5 answers"]
     assert answer(model, source, target)[0].startswith(f"{target}: 5 of 5 ")
     assert target.read_bytes() == whole
 

@@ -41,7 +41,7 @@ from tests.training.test_chaos import ranks_of
 from tests.workers.generation import requests_of
 from training.demo.stages import divide, shares_of, stage_of
 from training.distributed.failure_detector import DIED
-from training.distributed.processes import Place, free_port
+from training.distributed.processes import ProcessInfo, free_port
 from training.errors import ConfigError
 
 STAGED = {"phi3-long": (2,), "bloom": (2, 4), "mixtral": (2, 4), "llama-dynamic": (4,), "mistral-window": (4,)}
@@ -142,11 +142,11 @@ def test_a_division_makes_the_largest_stage_as_small_as_can_be(make_checkpoint: 
 )
 def test_ranks_that_share_a_stage_follow_each_other(asked: int | None, shares: int, stages: list[int]) -> None:
     """So that they are on one host, and the last stage is rank 0's."""
-    places = [Place(rank, 4, rank, 4) for rank in range(4)]
-    assert {shares_of(asked, place) for place in places} == {shares}
-    assert [stage_of(place, shares) for place in places] == stages
+    ranks = [ProcessInfo(rank, 4, rank, 4) for rank in range(4)]
+    assert {shares_of(asked, process) for process in ranks} == {shares}
+    assert [stage_of(process, shares) for process in ranks] == stages
     with pytest.raises(ConfigError, match="--tensor-parallel: expected a divisor of 4, the processes; found 3"):
-        shares_of(3, places[0])
+        shares_of(3, ranks[0])
 
 
 @pytest.mark.launched
@@ -249,8 +249,8 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.longest
 def test_bad_input_is_one_line(folder: Path, trained: Path, tmp_path: Path) -> None:
     question = ("--prompt", "Why?", "--greedy")
-    told = refusal(deepspeed(6, "demo.py", "--model", folder, *question))
-    assert "6 stages for a model of 5 layers" in told
+    message = refusal(deepspeed(6, "demo.py", "--model", folder, *question))
+    assert "6 stages for a model of 5 layers" in message
     half = shutil.copytree(trained, tmp_path / "run")
     (checkpoint,) = half.glob("step-*")
     (checkpoint / "layer_01-model_states.pt").write_bytes(b"PK")

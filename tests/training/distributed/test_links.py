@@ -36,12 +36,12 @@ def test_ranks_agree_on_what_they_measure(ranks: Ranks, tmp_path: Path) -> None:
 def test_they_are_kept_and_damage_is_nothing_known(tmp_path: Path) -> None:
     links = Links(hosts=["node1", "node2"], stages=[SLOW], sums=[])
     links.write(tmp_path)
-    told: list[str] = []
-    assert Links.read(tmp_path, told.append) == links and not told
+    warnings: list[str] = []
+    assert Links.read(tmp_path, warnings.append) == links and not warnings
     (tmp_path / FILE).write_text('{"hosts": [], "stages": [{"latency": -1, "bandwidth": 0}], "sums": []}')
-    assert Links.read(tmp_path, told.append) is None
-    assert told == [f"{tmp_path / FILE}: ignored: damaged"]
-    assert Links.read(tmp_path / "nowhere", told.append) is None and len(told) == 1
+    assert Links.read(tmp_path, warnings.append) is None
+    assert warnings == [f"{tmp_path / FILE}: ignored: damaged"]
+    assert Links.read(tmp_path / "nowhere", warnings.append) is None and len(warnings) == 1
 
 
 def test_a_plan_waits_for_a_slow_link_and_only_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a door that no launcher started puts its processes, their threads, and how long they wait for each other."""
+"""Which GPUs and cores the processes of a run get, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.launching import topology, torchrun
 from training.config.keys import TrainConfig
 from training.distributed import processes, script
 from training.distributed.failure_detector import ANSWER, LATE
-from training.distributed.processes import SMALL, Place, set_threads
+from training.distributed.processes import SMALL, ProcessInfo, set_threads
 from training.errors import ConfigError, RunRefused
 from training.launch.start import SUPERVISOR, launch
 from training.launch.supervisor import JOB
@@ -38,7 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launched(number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The job that the door hands to its supervisor."""
+    """The job that an entry point hands to its supervisor."""
     found: list[str] = []
     monkeypatch.setattr(os, "execv", lambda _, words: found.extend(words))
     monkeypatch.setenv(JOB, "")
@@ -50,31 +50,33 @@ def launched(number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("visible", [None, "", "7,2,3", "GPU-5ebe9f43,GPU-ac33420d"])
-def test_a_run_takes_the_gpus_that_its_user_chose(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks' environment is the user's, in which rank n takes the nth of the GPUs that can be seen."""
+@pytest.mark.parametrize(
+    ("visible", "number", "refusal"),
+    [
+        (None, 2, None),
+        ("", 2, None),
+        ("7,2,3", 2, None),
+        ("GPU-5ebe9f43,GPU-ac33420d", 2, None),
+        ("4,5", 3, "this machine has 2 GPUs"),
+        ("MIG-7d3c", 1, None),
+        ("MIG-7d3c,MIG-a2f1", 1, None),
+        ("MIG-7d3c,MIG-a2f1", 2, r"names slices of GPUs \(MIG\), .* expected one process, or whole GPUs$"),
+    ],
+)
+def test_a_run_takes_the_gpus_that_its_user_chose(
+    visible: str | None, number: int, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks' environment is the user's, in which rank n takes the nth of the visible GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    job = launched(2, monkeypatch)
-    assert job["hosts"] == {"": [0, 1]} and job["environment"] == {}
+    if refusal:
+        with pytest.raises(ConfigError, match=refusal):
+            launched(number, monkeypatch)
+        return
+    job = launched(number, monkeypatch)
+    assert job["hosts"] == {"": list(range(number))} and job["environment"] == {}
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
-
-
-@pytest.mark.usefixtures("machine")
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
-        launched(3, monkeypatch)
-
-
-@pytest.mark.usefixtures("machine")
-def test_a_run_has_one_process_on_a_slice_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for visible in ("MIG-7d3c", "MIG-7d3c,MIG-a2f1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert launched(1, monkeypatch)["hosts"] == {"": [0]}
-    with pytest.raises(ConfigError, match=r"names slices of GPUs \(MIG\), .* expected one process, or whole GPUs$"):
-        launched(2, monkeypatch)
 
 
 @pytest.mark.parametrize("minutes", [0.25, 15, 29, 30, 31, 600])
@@ -82,14 +84,14 @@ def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatc
     """The detector names the rank at fault; what gives up earlier would only say that some other one did not come."""
     waits: list[timedelta] = []
 
-    def start(place: Place, topology: Any, patience: timedelta, port: int | None) -> None:
+    def start(process: ProcessInfo, topology: Any, patience: timedelta, port: int | None) -> None:
         waits.append(patience)
         raise RunRefused
 
     monkeypatch.setattr(processes, "start", start)
     config = TrainConfig.model_validate(KEYS | {"timeout_minutes": minutes})
     with pytest.raises(RunRefused):
-        script.in_processes(config, Place(0, 1, 0, 1), lambda *_: False)
+        script.run_or_launch(config, ProcessInfo(0, 1, 0, 1), lambda *_: False)
     assert waits[0] > timedelta(minutes=minutes, seconds=ANSWER + LATE)
 
 
@@ -127,10 +129,10 @@ def test_cores_are_divided_unless_the_user_says_otherwise(
 SHARE = """
 import os, sys, torch
 os.sched_getaffinity = lambda _: range(6)
-from training.distributed.processes import Place, set_threads
-place = Place.from_environment()
-set_threads(place.local_size)
-if place.rank == 0:
+from training.distributed.processes import ProcessInfo, set_threads
+process = ProcessInfo.from_environment()
+set_threads(process.local_size)
+if process.rank == 0:
     print("threads:", torch.get_num_threads())
 """
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from training.distributed.processes import Place, free_port
+from training.distributed.processes import ProcessInfo, free_port
 from training.distributed.rank_monitor import open_port
 from training.distributed.rendezvous import listen
 from training.errors import ConfigError
@@ -24,11 +24,11 @@ import os, sys
 from datetime import timedelta
 import psutil, torch
 from training.config.model_topo import ModelTopo
-from training.distributed.processes import Place, start
+from training.distributed.processes import ProcessInfo, start
 from training.errors import ConfigError
 topology = ModelTopo(process_topology={"axes": ["pipe", "data"], "dims": [1, 1]})
 try:
-    start(Place.from_environment(), topology, timedelta(minutes=77))
+    start(ProcessInfo.from_environment(), topology, timedelta(minutes=77))
 except ConfigError as error:
     sys.exit(f"error: {error}")
 group = torch.distributed.new_group([0])
@@ -60,7 +60,7 @@ def test_one_machine_listens_at_its_own_address_only(
 
 
 @pytest.mark.parametrize(("address", "ranks"), [("127.0.0.1", TWO_MACHINES), ("192.0.2.1", ALONE)])
-def test_an_address_that_others_cannot_reach_is_told(
+def test_an_address_that_others_cannot_reach_is_a_warning(
     address: str, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A host's own name often stands for a loopback address in its /etc/hosts; a container has its host's address."""
@@ -84,7 +84,7 @@ def test_all_groups_have_the_runs_timeout_and_all_ports_its_address() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("own", "expected"),
     [
         ({}, "expandable_segments:True None"),
         pytest.param({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native None", marks=pytest.mark.longest),
@@ -92,13 +92,13 @@ def test_all_groups_have_the_runs_timeout_and_all_ports_its_address() -> None:
     ],
 )
 def test_the_allocator_is_set_where_the_user_has_not(
-    own: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+    own: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     result = started("127.0.0.1", free_port(), **own)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-4] == told
+    assert result.stdout.splitlines()[-4] == expected
     assert result.stdout.splitlines()[-5] == "0"  # NCCL's, which would abort before anybody can say who is lost
 
 
@@ -120,4 +120,4 @@ def test_a_detectors_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"ports.failure_detector: {port}: Address already in use .* on host"):
-            open_port(Place(0, 1, 0, 1), port)
+            open_port(ProcessInfo(0, 1, 0, 1), port)

@@ -21,7 +21,7 @@ def unheard(error: ConfigError) -> None:
     raise AssertionError(error)
 
 
-def test_a_second_start_is_told_who_trains(tmp_path: Path) -> None:
+def test_a_second_start_names_who_trains(tmp_path: Path) -> None:
     first = take_folder(tmp_path, unheard)
     with pytest.raises(ConfigError, match=r"^save_path: .*: is being trained by process \d+ on .*: stop that one"):
         take_folder(tmp_path, unheard)
@@ -36,7 +36,7 @@ def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) ->
         take_folder(tmp_path / "file", unheard)
 
 
-def test_a_wait_for_another_machine_is_said_once_and_the_loss_of_the_folder_too(
+def test_a_wait_for_another_machine_is_logged_once_and_a_lost_folder_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rank_monitor, "Lease", partial(Lease, interval=0.05))
@@ -45,7 +45,7 @@ def test_a_wait_for_another_machine_is_said_once_and_the_loss_of_the_folder_too(
     take_folder(tmp_path, lost.put)
     assert capsys.readouterr().out == f"save_path: waiting up to 0 s for a heartbeat of {ELSEWHERE}\n"
     (tmp_path / f"{LEASE}-000002").unlink()
-    told = (
+    message = (
         "this run stood still and lost its lease, or somebody removed it; held now by nobody; expected one run a folder"
     )
-    assert str(lost.get(timeout=300)) == f"save_path: {tmp_path}: {told}"
+    assert str(lost.get(timeout=300)) == f"save_path: {tmp_path}: {message}"

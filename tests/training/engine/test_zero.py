@@ -29,7 +29,7 @@ from tests.models.helpers import assert_same_bits, joined, read_weights
 from tests.ranks import Ranks
 from training.config.deepspeed_config import check_device
 from training.config.keys import TrainConfig
-from training.distributed.processes import Place
+from training.distributed.processes import ProcessInfo
 from training.errors import ConfigError
 
 pytestmark = pytest.mark.launched
@@ -239,11 +239,11 @@ def test_both_doors_take_one_config(folder: Path, checkpoints: dict[str, Path], 
 def test_the_processes_are_the_replicas_unless_the_config_says_otherwise(tmp_path: Path) -> None:
     keys = {"model_path": "m", "data_path": "d", "train_batch_size": 8}
     path = str(write_config(tmp_path / "run.yml", **keys))
-    place = Place(rank=0, world_size=4, local_rank=0, local_size=4)
-    assert train_ds_zero.load_spread_config(path, [], place).model_topo.replicas == 4
+    process = ProcessInfo(rank=0, world_size=4, local_rank=0, local_size=4)
+    assert train_ds_zero.load_spread_config(path, [], process).model_topo.replicas == 4
     assert train_ds_zero.load_spread_config(path, [], None).model_topo.replicas == max(1, torch.cuda.device_count())
     path = str(write_config(tmp_path / "topo.yml", **keys, model_topo=topology((1, 2))))
-    assert train_ds_zero.load_spread_config(path, [], place).model_topo.replicas == 2
+    assert train_ds_zero.load_spread_config(path, [], process).model_topo.replicas == 2
 
 
 def test_a_config_with_stages_is_refused() -> None:

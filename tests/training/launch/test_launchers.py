@@ -21,6 +21,7 @@ from tests.launching import (
     metrics,
     run,
     start,
+    steps_done,
     topology,
     write_config,
 )
@@ -54,11 +55,6 @@ def config(make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: py
 def words(launcher: str, config: Path) -> list[str | Path]:
     command = [*TORCHRUN, "--nproc_per_node", "2"] if launcher == "agent" else [*DEEPSPEED, "--num_gpus", "2"]
     return [*command, "--master_port", str(free_port()), "tests/workers/faulty.py", "--config", config]
-
-
-def steps_done(config: Path) -> int:
-    folder = config.with_suffix("")
-    return len(metrics(folder)) if (folder / "metrics.jsonl").is_file() else 0
 
 
 def family(launch: Launch) -> dict[str, list[psutil.Process]]:
@@ -97,16 +93,16 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(killed: str, config: P
 
 
 @pytest.mark.longest
-@pytest.mark.parametrize("told", ["rank", "launch.py"])
-def test_a_preemption_signal_saves_whoever_gets_it(told: str, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Slurm cannot requeue the job, as there is none, that is told."""
+@pytest.mark.parametrize("receiver", ["rank", "launch.py"])
+def test_whoever_gets_a_preemption_signal_saves(receiver: str, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm cannot requeue the job, as there is none, which is a warning."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_CONF", "/nonexistent")
     launch = start(*words("runner", config))
     try:
         launch.until(lambda: steps_done(config) == WAITS_IN - 1)
         ranks = family(launch)["rank"]
-        family(launch)[told][-1].send_signal(signal.SIGUSR1)
+        family(launch)[receiver][-1].send_signal(signal.SIGUSR1)
     finally:
         (config.parent / "go").touch()
     result = launch.end()
@@ -115,7 +111,7 @@ def test_a_preemption_signal_saves_whoever_gets_it(told: str, config: Path, monk
     assert (newest / RECORD).is_file()
     assert newest.name == f"step-{steps_done(config):06d}"
     assert steps_done(config) < STEPS
-    if told == "rank":
+    if receiver == "rank":
         assert result.returncode != 0
         assert result.stdout.count("warning: requeue: job 4711 is not started again: ") == 1
     else:  # DeepSpeed's runner then ends with 0

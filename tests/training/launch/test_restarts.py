@@ -1,4 +1,4 @@
-"""A run that its door started goes on by itself after a fault, to the same bits; other launchers cannot do that."""
+"""A run that `python train_ds.py` starts restarts after a fault, to the same bits; other launchers cannot do that."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import FAQ
-from tests.launching import deepspeed, error_lines, metrics, start, topology, write_config
+from tests.launching import (
+    deepspeed,
+    error_lines,
+    metrics,
+    start,
+    steps_done,
+    topology,
+    trained_weights,
+    write_config,
+)
+from tests.models.helpers import assert_same_bits
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS = 40
-DOOR = (sys.executable, "train_ds.py", "--config")
+TRAIN = (sys.executable, "train_ds.py", "--config")
 
 
 def test_a_killed_rank_changes_no_bit(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     straight, disturbed = (configured(tmp_path / name, make_checkpoint) for name in ("straight.yml", "disturbed.yml"))
-    result = start(*DOOR, straight).end()
+    result = start(*TRAIN, straight).end()
     assert result.returncode == 0 and "restart" not in result.stderr, result.stderr
-    launch, run = start(*DOOR, disturbed), disturbed.with_suffix("")
-    launch.until(lambda: (run / "latest").exists() and len(metrics(run)) > 5)
+    launch, run = start(*TRAIN, disturbed), disturbed.with_suffix("")
+    launch.until(lambda: (run / "latest").exists() and steps_done(disturbed) > 5)
     _, _, _, rank = launch.family()[:4]  # behind the supervisor, its agent and another rank
     rank.kill()
     result = launch.end()
     assert result.returncode == 0, result.stderr
     assert "restart 1 of 2: this machine: a process was killed by SIGKILL; nothing of the run was left" in result.stderr
     assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
-    one, other = weights(straight), weights(disturbed)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert_same_bits(trained_weights(disturbed), trained_weights(straight))
 
     refused = deepspeed(2, "train_ds.py", "--config", disturbed)
     assert refused.returncode == 2
@@ -52,9 +58,3 @@ def configured(path: Path, make_checkpoint: Callable[..., Path]) -> Path:
         save_interval=4,
         max_restarts=2,
     )
-
-
-def weights(config: Path) -> dict[str, torch.Tensor]:
-    """What a run has come to."""
-    pp_to_hg(config.with_suffix(""), config.with_suffix(".hg"))
-    return load_file(config.with_suffix(".hg") / "model.safetensors")

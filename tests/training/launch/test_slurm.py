@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from training.distributed.processes import Place, free_port
+from training.distributed.processes import ProcessInfo, free_port
 from training.launch.slurm import first_host, tasks_by_host
 
 # As srun of Slurm 22.05 sets them: two tasks on the first host, one on each of the others.
@@ -39,20 +39,21 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_a_task_of_a_step_is_a_rank(environment: dict[str, str]) -> None:
     environment |= STEP
-    assert Place.from_environment() == Place(rank=3, world_size=5, local_rank=0, local_size=1)
+    rank_3 = ProcessInfo(rank=3, world_size=5, local_rank=0, local_size=1)
+    assert ProcessInfo.from_environment() == rank_3
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == (
         "node03",
         str(20_000 + (16 * 4711 + 2) % 12_000),
     )
-    assert Place.from_environment() == Place(rank=3, world_size=5, local_rank=0, local_size=1)  # after an exec
+    assert ProcessInfo.from_environment() == rank_3  # after an exec
 
 
-def test_what_a_user_or_a_launcher_says_counts(environment: dict[str, str]) -> None:
+def test_variables_of_a_user_or_a_launcher_count(environment: dict[str, str]) -> None:
     environment |= STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    Place.from_environment()
+    ProcessInfo.from_environment()
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
     environment |= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert Place.from_environment() == Place(rank=1, world_size=2, local_rank=1, local_size=2)
+    assert ProcessInfo.from_environment() == ProcessInfo(rank=1, world_size=2, local_rank=1, local_size=2)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +71,18 @@ def test_what_a_user_or_a_launcher_says_counts(environment: dict[str, str]) -> N
 )
 def test_what_else_runs_in_a_job_is_no_rank(variables: dict[str, str], environment: dict[str, str]) -> None:
     environment |= variables
-    assert Place.from_environment() is None
+    assert ProcessInfo.from_environment() is None
 
 
 @pytest.mark.parametrize(
-    ("told", "tasks"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("1(x2),3(x2)", [1, 1, 3, 3]), ("16(x2)", [16, 16])]
+    ("counts", "tasks"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("1(x2),3(x2)", [1, 1, 3, 3]), ("16(x2)", [16, 16])]
 )
-def test_tasks_of_each_host(told: str, tasks: list[int]) -> None:
-    assert tasks_by_host(told) == tasks
+def test_tasks_of_each_host(counts: str, tasks: list[int]) -> None:
+    assert tasks_by_host(counts) == tasks
 
 
 @pytest.mark.parametrize(
-    ("told", "first"),
+    ("hosts", "first"),
     [
         ("node1", "node1"),
         ("node[01-03,7],other", "node01"),
@@ -90,8 +91,8 @@ def test_tasks_of_each_host(told: str, tasks: list[int]) -> None:
         ("rack[0-1]-node[08-15]-ib,x", "rack0-node08-ib"),
     ],
 )
-def test_first_host_of_a_list(told: str, first: str) -> None:
-    assert first_host(told) == first
+def test_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
 
 
 MET = """
@@ -101,10 +102,10 @@ import torch
 from training import errors
 from training.distributed import processes, rendezvous
 rendezvous.PATIENCE, errors.RANK_0_SPEAKS = float(sys.argv[1]), 0
-place = processes.Place.from_environment()
-with errors.exit_with_one_line(place.rank):
-    processes.join(place, timedelta(minutes=30), int(sys.argv[2]))
-    print(place, processes.gather(place.rank), os.environ.get("GLOO_SOCKET_IFNAME"))
+process = processes.ProcessInfo.from_environment()
+with errors.exit_with_one_line(process.rank):
+    processes.join(process, timedelta(minutes=30), int(sys.argv[2]))
+    print(process, processes.gather(process.rank), os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
 
@@ -125,16 +126,17 @@ def tasks(which: Iterable[int], patience: float, port: int | None = None) -> lis
         )
         for number in which
     ]
-    told = [process.communicate() for process in started]
-    return [
-        subprocess.CompletedProcess([], process.returncode, *each) for process, each in zip(started, told, strict=True)
-    ]
+    ended = []
+    for process in started:
+        output = process.communicate()
+        ended.append(subprocess.CompletedProcess(words, process.returncode, *output))
+    return ended
 
 
 def test_tasks_meet() -> None:
     for number, done in enumerate(tasks(range(2), 600)):
         assert done.returncode == 0, done.stderr
-        assert f"Place(rank={number}, world_size=2, local_rank={number}, local_size=2) [0, 1] lo" in done.stdout
+        assert f"ProcessInfo(rank={number}, world_size=2, local_rank={number}, local_size=2) [0, 1] lo" in done.stdout
         assert ("ports.meeting: the ranks meet at port" in done.stdout) == (number == 0)
 
 
@@ -147,7 +149,7 @@ def test_a_task_that_does_not_come_is_named(alone: int) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_rank_of_another_run_is_sent_away() -> None:
+def test_a_rank_of_another_run_is_refused() -> None:
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     torch.distributed.PrefixStore("pipetune-", store).set("1", "somebody else")

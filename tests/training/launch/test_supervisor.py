@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launching import eventually, start
+from tests.launching import Launch, eventually, start
 from training.errors import ConfigError
-from training.launch.agent import look
-from training.launch.hosts import AGENT, read_hostfile, there
+from training.launch.agent import inspect_host
+from training.launch.hosts import AGENT, read_hostfile, remote_command
 from training.launch.start import SUPERVISOR
 from training.launch.supervisor import JOB
 
@@ -87,6 +87,13 @@ def words_of(folder: Path, ends: str, hosts: dict[str, list[int]] | None = None,
     return [*words, str(folder / "script.py"), str(folder), ends]
 
 
+def begun(folder: Path, patience: float = 60.0, **environment: str) -> Launch:
+    """A run whose two ranks wait until they are asked to leave."""
+    launch = start(*words_of(folder, "waits,ends", patience=patience), **environment)
+    launch.until(lambda: all((folder / f"begun-{rank}-0").exists() for rank in (0, 1)))
+    return launch
+
+
 def starts(folder: Path) -> int:
     assert (folder / "starts-0").read_text().splitlines()[0] == "0 2 2"
     return len((folder / "starts-1").read_text().splitlines())
@@ -102,7 +109,7 @@ def of_run(folder: Path) -> list[psutil.Process]:
     return found
 
 
-# What the starts come to; how many there are; the exit code; how the last line begins and ends.
+# How each start ends; how many there are; the exit code; how the last line begins and ends.
 ENDS: dict[str, tuple[str, int, int, str, str]] = {
     "passes": ("dies,1,ends", 3, 0, "", "it goes on with dims [2, 1]"),
     "a mistake": ("2,ends", 1, 2, "", ""),
@@ -142,8 +149,7 @@ def test_a_fault_is_followed_by_a_restart(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -> None:
-    launch = start(*words_of(tmp_path, "waits,ends"))
-    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
+    launch = begun(tmp_path)
     assert len(of_run(tmp_path)) == 3  # two ranks and what one of them has started
     psutil.Process(launch.pid).send_signal(number)
     result = launch.end()
@@ -154,25 +160,23 @@ def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -
 
 # Slurm tells each process of a step. Half a minute is what other launchers give.
 @pytest.mark.parametrize(
-    ("told", "seconds"),
+    ("receiver", "seconds"),
     [("supervisor", 1), ("agent", 1), ("everybody", 1), pytest.param("supervisor", 40, marks=LONGEST)],
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_who_is_asked_saves_first(told: str, seconds: int, number: signal.Signals, tmp_path: Path) -> None:
-    launch = start(*words_of(tmp_path, "waits,ends"), SAVES_FOR=str(seconds))
-    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
+def test_who_is_asked_saves_first(receiver: str, seconds: int, number: signal.Signals, tmp_path: Path) -> None:
+    launch = begun(tmp_path, SAVES_FOR=str(seconds))
     _, agent, *ranks = launch.family()
     asked = {"supervisor": [psutil.Process(launch.pid)], "agent": [agent]}
     asked["everybody"] = [*asked["supervisor"], agent, *ranks]
-    for process in asked[told]:
+    for process in asked[receiver]:
         process.send_signal(number)
     assert launch.end().returncode == 128 + number
     assert (tmp_path / "saved-0").exists() and starts(tmp_path) == 1
 
 
 def test_a_later_signal_ends_a_save_at_once(tmp_path: Path) -> None:
-    launch = start(*words_of(tmp_path, "waits,ends"), SAVES_FOR="1000")
-    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
+    launch = begun(tmp_path, SAVES_FOR="1000")
     psutil.Process(launch.pid).send_signal(signal.SIGUSR1)
     launch.until((tmp_path / "asked-0").exists)
     psutil.Process(launch.pid).terminate()
@@ -215,16 +219,14 @@ def test_a_filter_that_names_no_slots_is_refused_in_its_own_words(
 
 
 def test_who_never_leaves_is_killed(tmp_path: Path) -> None:
-    launch = start(*words_of(tmp_path, "waits,ends", patience=1.0), SAVES_FOR="1000")
-    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
+    launch = begun(tmp_path, patience=1.0, SAVES_FOR="1000")
     psutil.Process(launch.pid).terminate()
     assert launch.end().returncode == 128 + signal.SIGTERM
     assert not of_run(tmp_path) and not (tmp_path / "saved-0").exists()
 
 
 def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
-    launch = start(*words_of(tmp_path, "waits,ends"))
-    launch.until(lambda: (tmp_path / "begun-0-0").exists() and (tmp_path / "begun-1-0").exists())
+    launch = begun(tmp_path)
     before, (_, agent, *_) = of_run(tmp_path), launch.family()
     agent.kill()
     result = launch.end()
@@ -235,7 +237,7 @@ def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
 
 def test_two_names_of_a_machine_are_looked_at_side_by_side(tmp_path: Path) -> None:
     """Who looks ends what is left of the run, but not who else looks."""
-    other = start("sh", "-c", there(*AGENT, str(tmp_path), "a run"))
+    other = start("sh", "-c", remote_command(*AGENT, str(tmp_path), "a run"))
     agents: list[psutil.Process] = []
 
     def runs() -> bool:
@@ -244,7 +246,7 @@ def test_two_names_of_a_machine_are_looked_at_side_by_side(tmp_path: Path) -> No
 
     other.until(runs)
     agents[-1].suspend()  # so that it is still there
-    look(str(tmp_path), "a run")
+    inspect_host(str(tmp_path), "a run")
     agents[-1].resume()
     assert other.end().returncode == 0
 

@@ -105,8 +105,8 @@ def test_rounding_takes_memory_in_a_block_alone(tmp_path: Path) -> None:
 
 
 def test_the_plan_says_it(tmp_path: Path) -> None:
-    told = plan_summary(Plan.make(basis(tmp_path, FP8)))
-    assert "products of the blocks: fp8, at best 1,979 TFLOP/s; MFU is of bf16's peak" in told
+    lines = plan_summary(Plan.make(basis(tmp_path, FP8)))
+    assert "products of the blocks: fp8, at best 1,979 TFLOP/s; MFU is of bf16's peak" in lines
     on_a100 = Plan.make(basis(tmp_path, FP8, "A100-80G"))
     assert on_a100.seconds == Plan.make(basis(tmp_path, BF16, "A100-80G")).seconds
 

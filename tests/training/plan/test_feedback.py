@@ -62,9 +62,9 @@ def test_a_corrected_plan_has_the_times_and_peaks_that_were_measured(keys: dict[
     peaks = [stage.memory.peak + more for stage, more in zip(plan.stages, [10**9, -(10**9), 5, 0], strict=True)]
     keep(measure(plan, STEPS, seconds, peaks), config)
     corrected = plan_of(config, spec, plan.parts)
-    told = comparison(plan, measure(plan, STEPS, seconds, peaks))
-    assert len(told) == 6 and told[0].startswith("plan vs. measured (steps 3-7): ") and "stage 3 takes" in told[-1]
-    assert f"(planned {plan.stages[1].memory.peak / 1e9:.2f})" in told[2]
+    lines = comparison(plan, measure(plan, STEPS, seconds, peaks))
+    assert len(lines) == 6 and lines[0].startswith("plan vs. measured (steps 3-7): ") and "stage 3 takes" in lines[-1]
+    assert f"(planned {plan.stages[1].memory.peak / 1e9:.2f})" in lines[2]
     assert stage_seconds(corrected) == pytest.approx(seconds)
     assert [stage.memory.peak for stage in corrected.stages] == [
         max(stage.memory.peak, peak) for stage, peak in zip(plan.stages, peaks, strict=True)
@@ -107,7 +107,7 @@ def test_other_parts_are_better_only_where_they_save_enough_and_fit(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"device": parse_devices("H100")[1]}, "another device: A100-40G then, H100-80G now"),
         ({"keys": {"train_micro_batch_size_per_gpu": 2}}, "another rows: 1 then, 2 now"),
@@ -124,7 +124,7 @@ def test_other_parts_are_better_only_where_they_save_enough_and_fit(tmp_path: Pa
     ids=str,
 )
 def test_a_measurement_of_something_else_is_passed_over_in_one_line(
-    changed: dict[str, Any], told: str, tmp_path: Path
+    changed: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     spec, config = llama(tmp_path), config_of(tmp_path, 4)
     plan = plan_of(config, spec, [9, 8, 8, 9])
@@ -140,20 +140,20 @@ def test_a_measurement_of_something_else_is_passed_over_in_one_line(
     config = config_of(tmp_path, 4, **changed.get("keys", {}))
     basis, lines = Basis.of_run(config, spec, Workload.assumed(config), changed.get("device", DEVICE))
     assert basis.measured is None
-    assert len(lines) == 1 and told in lines[0]
+    assert len(lines) == 1 and message in lines[0]
 
 
-def test_the_door_says_what_corrects_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_names_what_corrects_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, config = llama(tmp_path), config_of(tmp_path, 8)
     plan = plan_of(config, spec, [5, 4, 4, 4, 4, 4, 4, 5], this_device())
     keep(measure(plan, STEPS, [1.0, *[0.5] * 7], [2 * 10**9] * 8), config)
     plan_run(config, Namespace(devices=None, links=None, search=False, calibrate=False))
-    told = capsys.readouterr().out
-    assert "times and peaks: corrected by steps 3-7 (measured.json)" in told and "speed: " in told
+    printed = capsys.readouterr().out
+    assert "times and peaks: corrected by steps 3-7 (measured.json)" in printed and "speed: " in printed
     plan_run(config, Namespace(devices="8xA100-40G", links=None, search=False, calibrate=False))
-    told = capsys.readouterr().out
-    assert "measured.json: ignored: measured with another device: CPU then, A100-40G now" in told
-    assert "times: estimated" in told
+    printed = capsys.readouterr().out
+    assert "measured.json: ignored: measured with another device: CPU then, A100-40G now" in printed
+    assert "times: estimated" in printed
 
 
 def test_a_run_that_goes_on_changes_its_parts_only_when_asked(tmp_path: Path) -> None:
@@ -205,39 +205,31 @@ def test_a_run_moves_twice_at_most_and_no_failure_of_the_plan_ends_it(
     other = (1, 0.001, 10**9, this_device())
     monkeypatch.setattr(feedback, "gather", lambda value: [value, other] if isinstance(value, tuple) else [value])
 
-    def moves(parts: list[int]) -> bool:
+    def moves(parts: list[int], steps: int = 7) -> bool:
         division = Division(Topology(stages=2, replicas=1, zero_stage=1, parts=parts))
-        measuring = feedback_of(config, spec, division, 0, 7)
+        measuring = feedback_of(config, spec, division, 0, steps)
         measuring._clock.seconds = [0.1, 0.2, 9.0, 0.1, 0.1]
         run: Any = SimpleNamespace(trainer=SimpleNamespace(stage=0), restart=None)
         nothing: Any = None
-        for step in (6, 7):
+        for step in range(steps - 1, steps + 1):
             assert run.restart is None, "not all steps that count are done"
             metrics: Any = SimpleNamespace(step=step)
             measuring.on_step_end(run, metrics, nothing)
         return run.restart is not None
 
+    assert not moves([9, 1], steps=6), "too short to be measured, which is not worth a line"
+    assert capsys.readouterr().out == ""
     assert not moves([9, 1])
     assert "warning: plan check failed: FileNotFoundError" in capsys.readouterr().out
     (tmp_path / "run").mkdir()
     assert [moves([9, 1]), moves([8, 2]), moves([7, 3])] == [True, True, False]
-    told = capsys.readouterr().out
-    assert told.count("faster; taken at the next checkpoint") == 2 and "faster; not taken, after 2 times" in told
-    assert told.count("stage 0: 100 ms a micro-batch, 99.0% of all stages' time") == 3
-
-
-@pytest.mark.parametrize(("first", "told"), [(4, ""), (5, "skipping plan check: needs 7 steps, 6 left"), (11, "")])
-def test_a_start_that_is_too_short_to_be_measured_says_so(
-    first: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = spec_of(tmp_path, {**TINY, "model_type": "llama"})
-    division = Division(Topology(stages=2, replicas=1, zero_stage=1, parts=[2, 2]))
-    feedback_of(config_of(tmp_path, 2), spec, division, first - 1, 10)
-    assert capsys.readouterr().out.strip() == told
+    printed = capsys.readouterr().out
+    assert printed.count("faster; taken at the next checkpoint") == 2 and "faster; not taken, after 2 times" in printed
+    assert printed.count("stage 0: 100 ms a micro-batch, 99.0% of all stages' time") == 3
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({"model_topo": topology((1, 2))}, "expected several stages"),
         (
@@ -250,9 +242,9 @@ def test_a_start_that_is_too_short_to_be_measured_says_so(
     ],
     ids=str,
 )
-def test_what_cannot_be_rebalanced_is_refused(keys: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_cannot_be_rebalanced_is_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     config_of(tmp_path, 2, rebalance=True, save_interval=5)
-    with pytest.raises(ValueError, match=f"rebalance: .*{told}"):
+    with pytest.raises(ValueError, match=f"rebalance: .*{message}"):
         config_of(tmp_path, 2, **{"rebalance": True, "save_interval": 5} | keys)
 
 

@@ -28,7 +28,7 @@ from training.plan.timing import KERNELS_FILE, fastest
 KNOWN = {"device": "H100-80G", "torch": "2.11.0"}
 TIMES = {TORCH: 12.0, FLASH: 9.5, VARLEN: 9.0}
 
-# A run that ends with the first block that it times: what torch and cuBLAS were told by then.
+# A run that ends with the first block that it times: what torch and cuBLAS were set to by then.
 TIMED = """
 import os
 import sys
@@ -37,11 +37,11 @@ import torch
 import train_ds
 from models.attention.kernels import EAGER, TORCH
 
-def tell(*_):
+def report(*_):
     print("timed:", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
     sys.exit()
 
-with patch.multiple("training.plan.timing", candidates=lambda *_: [TORCH, EAGER], time_layer=tell):
+with patch.multiple("training.plan.timing", candidates=lambda *_: [TORCH, EAGER], time_layer=report):
     train_ds.main()
 """
 
@@ -62,9 +62,9 @@ def untried() -> str:
 
 
 def test_the_fastest_attention_is_taken_and_kept(tmp_path: Path) -> None:
-    taken, told = fastest(list(TIMES), TIMES.__getitem__, tmp_path / KERNELS_FILE, KNOWN)
+    taken, reason = fastest(list(TIMES), TIMES.__getitem__, tmp_path / KERNELS_FILE, KNOWN)
     assert taken == VARLEN
-    assert "torch's varlen_attn 9.0 ms, flash-attn 9.5 ms, torch's scaled_dot_product_attention 12.0 ms" in told
+    assert "torch's varlen_attn 9.0 ms, flash-attn 9.5 ms, torch's scaled_dot_product_attention 12.0 ms" in reason
     later = {TORCH: 1.0, FLASH: 2.0, VARLEN: 3.0}
     again = fastest(list(TIMES), later.__getitem__, tmp_path / KERNELS_FILE, KNOWN)[0]
     assert again == VARLEN, "a run goes on as it began"
@@ -96,11 +96,11 @@ def test_a_kernel_that_cannot_run_the_rows_is_left_out(tmp_path: Path) -> None:
 
     kernels = [TORCH, FLASH, VARLEN]
     for _ in range(2):  # measured, and found again
-        taken, told = fastest(kernels, milliseconds, tmp_path / KERNELS_FILE, KNOWN)
+        taken, reason = fastest(kernels, milliseconds, tmp_path / KERNELS_FILE, KNOWN)
         assert (
-            taken == VARLEN and "flash-attn failed (flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E)" in told
+            taken == VARLEN and "flash-attn failed (flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E)" in reason
         )
-        assert "torch's scaled_dot_product_attention failed (CUDA out of memory)" in told
+        assert "torch's scaled_dot_product_attention failed (CUDA out of memory)" in reason
     assert json.loads((tmp_path / KERNELS_FILE).read_text(encoding="utf-8"))["milliseconds"] == {VARLEN: 9.0}
     with pytest.raises(torch.OutOfMemoryError):
         fastest([TORCH], milliseconds, tmp_path / "other.json", KNOWN)
@@ -111,10 +111,10 @@ def test_blocks_are_really_run(
 ) -> None:
     spec = read_spec(make_checkpoint("llama"))
     monkeypatch.setattr(timing, "candidates", lambda *_: [TORCH, EAGER])
-    taken, told = timing._attention(config_of(tmp_path), spec, None)
+    taken, reason = timing._attention(config_of(tmp_path), spec, None)
     times = json.loads((tmp_path / KERNELS_FILE).read_text(encoding="utf-8"))["milliseconds"]
     assert times.keys() == {TORCH, EAGER} and min(times.values()) > 0 and taken == min(times, key=times.__getitem__)
-    assert "the fastest of a block" in told
+    assert "the fastest of a block" in reason
 
 
 @pytest.mark.launched
@@ -141,7 +141,7 @@ def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
 
 
 @pytest.mark.parametrize(
-    ("capability", "keys", "trial", "told"),
+    ("capability", "keys", "trial", "message"),
     [
         ((9, 0), {}, None, "blocks: compiled"),
         ((9, 0), {}, "no C compiler", "blocks: not compiled: no C compiler"),
@@ -155,24 +155,24 @@ def test_blocks_are_compiled_where_that_is_known_to_help(
     capability: tuple[int, int],
     keys: dict[str, Any],
     trial: str | None,
-    told: str | None,
+    message: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     be(monkeypatch, "a GPU", capability)
     compiles, lines = timing._compilation(config_of(tmp_path, **keys), False, lambda: trial)
-    assert compiles == (told == "blocks: compiled")
-    assert len(lines) == (told is not None)
-    assert told is None or re.match(told, lines[0])
+    assert compiles == (message == "blocks: compiled")
+    assert len(lines) == (message is not None)
+    assert message is None or re.match(message, lines[0])
 
 
 @pytest.mark.parametrize(
-    ("failing", "told"),
+    ("failing", "message"),
     [(None, None), ("forward", "out of shared memory"), ("backward", "out of shared memory")],
 )
 def test_the_trial_compiles_both_passes_of_a_block(
     failing: str | None,
-    told: str | None,
+    message: str | None,
     make_checkpoint: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +196,7 @@ def test_the_trial_compiles_both_passes_of_a_block(
     reason = timing._compile_trial(config_of(tmp_path), spec, None)
     torch._dynamo.reset()
     assert set(made) == {"forward", "backward"} if failing != "forward" else {"forward"}
-    assert reason is None if told is None else told in (reason or "")
+    assert reason is None if message is None else message in (reason or "")
 
 
 def test_blocks_with_experts_are_compiled_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

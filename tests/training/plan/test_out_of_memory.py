@@ -23,7 +23,7 @@ ON_A_GPU = (
 PARTS = [17, 17]
 
 
-def told(folder: Path, error: BaseException, stage: int = 1, parts: list[int] = PARTS) -> str:
+def error_line(folder: Path, error: BaseException, stage: int = 1, parts: list[int] = PARTS) -> str:
     """The line for llama-7b in two stages."""
     config = config_of(folder, 2, use_grad_ckpt=False, train_micro_batch_size_per_gpu=4).with_parts(parts)
     with pytest.raises(ConfigError) as caught, explain_out_of_memory(config, llama(folder), stage, None):
@@ -34,7 +34,7 @@ def told(folder: Path, error: BaseException, stage: int = 1, parts: list[int] = 
 def test_an_allocation_that_fails_is_told_with_the_plan_and_what_to_change(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.empty(2**60)
-    line = told(tmp_path, failed.value)
+    line = error_line(tmp_path, failed.value)
     planned, advised = map(float, re.findall(r"says ([\d.]+) GB", line))
     assert line.startswith("out of memory: stage 1 had at most ") and f"asked for {4 * 2**60 / 1e9:.2f} GB" in line
     assert "next: train_micro_batch_size_per_gpu: 1, with which it says" in line
@@ -53,15 +53,15 @@ def test_on_a_gpu_its_size_is_told_and_the_plan_is_one_for_it(tmp_path: Path, mo
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(devices, "this_device", lambda: gpu)
     monkeypatch.setattr(resources, "this_device", lambda: gpu)
-    line = told(tmp_path, torch.OutOfMemoryError(ON_A_GPU), stage=0)
-    assert "of the 85.9 GB of NVIDIA H100 80GB HBM3, and asked for 1.61 GB; --plan says" in line
+    line = error_line(tmp_path, torch.OutOfMemoryError(ON_A_GPU), stage=0)
+    assert "of the 85.90 GB of NVIDIA H100 80GB HBM3, and asked for 1.61 GB; --plan says" in line
     config = config_of(tmp_path, 2, use_grad_ckpt=False, train_micro_batch_size_per_gpu=4)
     plan = Plan(Basis(config, llama(tmp_path), Workload.assumed(config), gpu), PARTS)
     assert f"--plan says {plan.stages[0].memory.peak / 1e9:.2f} GB" in line
 
 
 def test_plain_zero_has_no_plan(tmp_path: Path) -> None:
-    assert told(tmp_path, torch.OutOfMemoryError(ON_A_GPU), parts=[]).endswith("asked for 1.61 GB")
+    assert error_line(tmp_path, torch.OutOfMemoryError(ON_A_GPU), parts=[]).endswith("asked for 1.61 GB")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the third step breaks"), MemoryError(), KeyError("allocate")])

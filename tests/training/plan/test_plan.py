@@ -1,4 +1,4 @@
-"""The planner: published needs, what is told and where it is refused."""
+"""The planner: published needs, what it prints and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from rich.console import Console
 
+import train_ds_zero
 from data.sample_set import InMemory, Sample
 from models.costs import LayerCase, saved_by
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from tests.conftest import FAQ, TINY
-from tests.launching import error_lines, run, write_config
+from tests.launching import write_config
 from tests.training.plan.helpers import basis_of, config_of, llama, spec_of
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
 from training.plan.auto import choose, divide
-from training.plan.command import plan_run, search_table
+from training.plan.command import draw, plan_run, search_table
 from training.plan.costs import layer_times
 from training.plan.inputs import FILE, Basis, Calibration, Workload
 from training.plan.memory import MemoryModel, StateBytes
@@ -184,9 +187,9 @@ def test_a_plan_adds_up(schedule: str, tmp_path: Path) -> None:
     assert sum(stage.parameters for stage in plan.stages) == 6_738_415_616
     assert 0 < plan.bubble < 0.2
     assert plan.mfu is not None and 0.2 < plan.mfu < 0.6  # 0.78 of the peak, less traffic, bubble and recomputation
-    assert plan.days is None
+    assert plan.run_seconds is None
     known = Plan.make(replace(plan.basis, workload=replace(plan.basis.workload, steps=1000)))
-    assert known.days == pytest.approx(1000 * plan.seconds / 86400)
+    assert known.run_seconds == pytest.approx(1000 * plan.seconds)
 
 
 def test_more_micro_batches_than_are_simulated_take_as_much_longer(tmp_path: Path) -> None:
@@ -213,9 +216,9 @@ def test_advice_is_cheapest_first_and_ends_where_it_fits(tmp_path: Path) -> None
 
 def test_activations_are_advised_to_leave_a_gpu_alone(tmp_path: Path) -> None:
     """On a CPU they lie in main memory already."""
-    basis = basis_of(llama(tmp_path), config_of(tmp_path, 1, max_seq_len=256))
-    for memory, device in ((2**30, basis.device), (2**30, this_device())):
-        advice = advise(replace(basis, device=replace(device, memory=memory)))
+    basis = basis_of(tiny(tmp_path), config_of(tmp_path, 1, max_seq_len=128))
+    for device in (basis.device, this_device()):
+        advice = advise(replace(basis, device=replace(device, memory=1000)))
         assert ("offload_activations: true" in [each.change for each in advice]) == device.reserves
 
 
@@ -302,9 +305,9 @@ def test_a_search_marks_what_leaves_less_room_than_a_plan_may_err(tmp_path: Path
         device = replace(plan.basis.device, memory=int(plan.peak / share))
         made = Plan(replace(plan.basis, device=device), plan.parts)
         log = Console(width=200)
-        with log.capture() as told:
+        with log.capture() as printed:
             log.print(search_table([made]))
-        rows[share] = " ".join(told.get().split())
+        rows[share] = " ".join(printed.get().split())
     assert "*" not in rows[0.94] and "less than 5% of the memory is left" not in rows[0.94]
     for share in (0.96, 1.0):
         assert f"{plan.peak / 1e9:.2f}*" in rows[share] and "less than 5% of the memory is left" in rows[share]
@@ -363,8 +366,8 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     assert found.update > 0 and all(factor > 0 for pair in found.layers.values() for factor in pair)
     found.layers["7"] = (1e6, 1e6)  # a very slow head
     found.write(tmp_path / "run")
-    told: list[str] = []
-    read = Calibration.read(tmp_path / "run", config, spec, told.append)
+    lines: list[str] = []
+    read = Calibration.read(tmp_path / "run", config, spec, lines.append)
     assert read is not None
     basis = Basis(config, spec, workload, this_device(), read)
     assert best_parts(basis) == [7, 1]
@@ -375,24 +378,24 @@ def test_measured_times_replace_estimates(tmp_path: Path) -> None:
     assert layer_times(recomputed)[1].backward.total < layer_times(basis)[1].backward.total
     for other in (config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})}), config):
         changed = spec if other is not config else tiny(tmp_path, num_hidden_layers=7)
-        assert Calibration.read(tmp_path / "run", other, changed, told.append) is None
+        assert Calibration.read(tmp_path / "run", other, changed, lines.append) is None
     (tmp_path / "run" / FILE).write_text("{", encoding="utf-8")
-    assert Calibration.read(tmp_path / "run", config, spec, told.append) is None
-    assert told == [f"{tmp_path / 'run' / FILE}: ignored: damaged"]
+    assert Calibration.read(tmp_path / "run", config, spec, lines.append) is None
+    assert lines == [f"{tmp_path / 'run' / FILE}: ignored: damaged"]
 
 
-def test_the_door_plans_without_weights_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_needs_neither_weights_nor_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama(tmp_path, "llama-13b")
     plan_run(config_of(tmp_path, 14), arguments(devices="14xV100-32G"))
-    told = capsys.readouterr().out
-    assert "memory: fits" in told and "data: assumed" in told and "bubble" in told and "MFU" in told
-    assert "attention" in told and "waiting" in told and "replicas" not in told  # of which there is one
+    printed = capsys.readouterr().out
+    assert "memory: fits" in printed and "data: assumed" in printed and "bubble" in printed and "MFU" in printed
+    assert "attention" in printed and "waiting" in printed and "replicas" not in printed  # of which there is one
     assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit) as leaving:
         plan_run(config_of(tmp_path, 4), arguments(devices="4xV100-32G"))
     assert leaving.value.code == 1
-    told = capsys.readouterr().out
-    assert "does not fit" in told and "offload_optimizer: {device: cpu}" in told
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed and "offload_optimizer: {device: cpu}" in printed
     with pytest.raises(ConfigError, match="--devices: 8 of them"):
         plan_run(config_of(tmp_path, 4), arguments(devices="8xV100-32G"))
 
@@ -409,7 +412,44 @@ def test_micro_batches_that_the_schedule_makes_smaller_are_planned_so(rows: int,
         assert work.supervised == pytest.approx(1.0, abs=0.01)
 
 
-def test_a_plan_that_nobody_can_keep_is_told_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("devices", "keys", "texts"),
+    [
+        ("8xV100-32G", {}, ["llama, 8 stages of", "memory fits: at most ", "s a step, ", " tokens/s, "]),
+        ("4xV100-32G", {}, ["memory does not fit: at most ", " GB of tensors of 32.99 GB usable"]),
+        (None, {"fp16": {"enabled": False}}, ["GB of tensors a process, which holds Python", "no known limit"]),
+    ],
+)
+def test_the_picture_says_what_the_lines_say(
+    devices: str | None, keys: dict[str, Any], texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+
+    def savefig(figure: Figure, path: Path, **_: Any) -> None:
+        figure.draw_without_rendering()
+        drawn.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    config = config_of(tmp_path, int(devices[0]) if devices else 2, **keys)
+    device = parse_devices(devices)[1] if devices else this_device()
+    plan = Plan.make(Basis(config, llama(tmp_path), Workload.assumed(config), device))
+    draw(plan, tmp_path / "plan.png")
+    (figure,) = drawn
+    title = figure.get_suptitle()
+    assert all(text in title for text in texts) and ("tokens/s" in title) == plan.knows_seconds
+    memory, time = figure.axes
+    heights = [0.0] * len(plan.stages)
+    for bar in memory.patches:
+        assert isinstance(bar, Rectangle)
+        heights[round(bar.get_x() + bar.get_width() / 2)] += bar.get_height()
+    assert heights == pytest.approx([stage.memory.peak / 1e9 for stage in plan.stages])
+    assert memory.get_ylim()[1] > max(heights)
+    for panel in (memory, time):
+        legend = panel.get_legend()
+        assert legend and legend.get_window_extent().x0 >= panel.get_window_extent().x1, "nothing is hidden"
+
+
+def test_a_plan_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     llama(tmp_path)
     (tmp_path / "file").touch()
     config = config_of(tmp_path, 2, save_path=str(tmp_path / "file/run"))
@@ -417,7 +457,7 @@ def test_a_plan_that_nobody_can_keep_is_told_in_one_line(tmp_path: Path) -> None
         plan_run(config, arguments(devices="2xA100-80G"))
 
 
-def test_the_door_knows_the_records(tmp_path: Path, make_checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_measures_the_records(tmp_path: Path, make_checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_checkpoint("llama")
     keys: dict[str, Any] = {
         "data_path": str(FAQ),
@@ -427,17 +467,20 @@ def test_the_door_knows_the_records(tmp_path: Path, make_checkpoint: Any, capsys
     }
     config = config_of(folder, 2, fp16={"enabled": False}, **keys)
     plan_run(config, arguments(calibrate=True))
-    told = capsys.readouterr().out
-    assert "batches of data_path" in told and "measured on CPU" in told and "the whole run: 7 steps" in told
+    printed = capsys.readouterr().out
+    assert "batches of data_path" in printed and "measured on CPU" in printed and "the whole run: 7 steps" in printed
 
 
-def test_zero_has_no_pipeline_to_plan(tmp_path: Path) -> None:
+def test_zero_has_no_pipeline_to_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     llama(tmp_path)
-    path = tmp_path / "config.yml"
-    write_config(path, model_path=str(tmp_path), data_path="x")
-    result = run(sys.executable, "train_ds_zero.py", "--config", path, "--plan")
-    assert result.returncode == 2
-    assert error_lines(result) == ["error: --plan: plans pipelines; expected train_ds.py"]
+    path = write_config(tmp_path / "config.yml", model_path=str(tmp_path), data_path="x")
+    monkeypatch.setattr(sys, "argv", ["train_ds_zero.py", "--config", str(path), "--plan"])
+    with pytest.raises(SystemExit) as left:
+        train_ds_zero.main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --plan: plans pipelines; expected train_ds.py")
 
 
 def test_memory_of_a_rank_grows_with_its_layers(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scale import LLAMA, RUNS, Run, basis_of
 from models.spec import ModelSpec
 from tests.training.plan.helpers import config_of, spec_of
 from training.config.deepspeed_config import check_sharing
@@ -26,6 +25,36 @@ from training.plan.plan import Plan
 from training.plan.search import candidates, search
 
 LENGTH = 8192
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+LARGE: dict[str, tuple[dict[str, Any], int, int]] = {  # fields of config.json, rows of a step, GPUs
+    "Mixtral-8x7B": (
+        {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2},
+        256,
+        16,
+    ),
+    "Llama-3.1-70B": (
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+        256,
+        64,
+    ),
+    "Qwen3-235B-A22B": (
+        {"model_type": "qwen3_moe", "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64}
+        | {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True},
+        1024,
+        128,
+    ),
+}
 DEVICE = parse_devices("8xH100-80G")[1]
 LINKS = Fabric.named("nvlink4,ib400", DEVICE)
 
@@ -36,14 +65,14 @@ def topo(*dims: int, sequence: int = 1) -> ModelTopo:
 
 
 def basis(spec: ModelSpec, folder: Path, wanted: ModelTopo, **keys: Any) -> Basis:
-    told: dict[str, Any] = {
+    usual: dict[str, Any] = {
         "bf16": {"enabled": True},
         "fp16": {},
         "max_seq_len": LENGTH,
         "use_flash_attn": True,
         "train_batch_size": 16,
     }
-    config = config_of(folder, 1, **(told | keys)).model_copy(update={"model_topo": wanted})
+    config = config_of(folder, 1, **(usual | keys)).model_copy(update={"model_topo": wanted})
     return Basis(config, spec, Workload.assumed(config), DEVICE, named=LINKS)
 
 
@@ -113,14 +142,16 @@ def test_the_search_shares_long_rows(spec: ModelSpec, tmp_path: Path) -> None:
     assert speeds == sorted(speeds, reverse=True)
 
 
-@pytest.mark.parametrize("run", [*RUNS[1:-1], pytest.param(RUNS[-1], marks=pytest.mark.slow)], ids=lambda run: run.name)
-def test_the_search_proposes_what_holds_large_models(run: Run) -> None:
+@pytest.mark.parametrize("name", [*list(LARGE)[:-1], pytest.param(list(LARGE)[-1], marks=pytest.mark.slow)])
+def test_the_search_proposes_what_holds_large_models(name: str, tmp_path: Path) -> None:
     """One row at a time, in 1f1b."""
-    best = search(basis_of(run), run.gpus, fixed=("train_micro_batch_size_per_gpu", "schedule"))
+    fields, rows, gpus = LARGE[name]
+    asked = basis(spec_of(tmp_path, LLAMA | fields), tmp_path, topo(1, 1), max_seq_len=4096, train_batch_size=rows)
+    best = search(asked, gpus, fixed=("train_micro_batch_size_per_gpu", "schedule"))
     assert best and all(plan.fits and 0.1 < (plan.mfu or 0) < 0.5 for plan in best)
     for plan in best:
         wanted = plan.basis.config.model_topo
-        assert wanted.stages * wanted.replicas * wanted.tensor == run.gpus
+        assert wanted.stages * wanted.replicas * wanted.tensor == gpus
         assert LINKS.group(wanted.sharing("layers")).hosts == 1
         assert wanted.sequence == 1  # rows of 4,096 tokens are not long
     assert any(plan.basis.config.model_topo.tensor > 1 for plan in best)

@@ -145,7 +145,7 @@ def test_figures_give_back_what_was_measured(schedule: Any, stages: int) -> None
 def test_the_slowest_stage_is_told() -> None:
     figures = Figures.from_spans([measured("1f1b", [4.0, 6.0], [8.0, 12.0], 8)])
     assert figures.by_rank(2) == pytest.approx([12.0, 18.0])
-    assert describe(figures, 2).endswith("stage 1 is the slowest, 1.8e+04 ms a micro-batch, 20.0% above the mean")
+    assert describe(figures, 2).endswith("stage 1 is the slowest, 18 s a micro-batch, 20.0% above the mean")
 
 
 def test_the_chart_is_a_picture(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Make process groups among their members alone.
+"""Wait for messages, and make process groups among their members alone.
+
+`Work.wait` is not Python, so the stack of a waiting rank ends at its caller: `wait` stands in this file, by which the
+failure detector recognizes a rank that waits (`training.distributed.rank_monitor`).
 
 DeepSpeed makes every group of the grid in every process: 592 for [16, 32], of which a process is in four. torch counts
 the others and goes on. But DeepSpeed binds each process of a run on GPUs to its GPU, and NCCL then splits each group
@@ -12,6 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.distributed import Work
+
+
+def wait(work: Work | None) -> None:
+    """Block until the work is done; on a GPU the device waits, not the host."""
+    if work:
+        work.wait()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The model axis through the doors: a run with all that a user sees of it, and what is refused in one line."""
+"""Tensor parallelism by the entry points: a run with all that a user sees of it, and what is refused in one line."""
 
 from __future__ import annotations
 
@@ -71,20 +71,22 @@ def test_a_model_that_cannot_be_shared_is_refused(
 ) -> None:
     keys["model_path"] = str(make_checkpoint("llama", num_key_value_heads=1))
     path = write_config(tmp_path / "run.yml", **keys, model_topo=grid(1, 1, 2))
-    (told,) = set(error_lines(deepspeed(2, "train_ds.py", "--config", path)))
-    assert "model_topo.process_topology: 1 heads of keys (num_key_value_heads) are not enough for 2 processes" in told
+    (message,) = set(error_lines(deepspeed(2, "train_ds.py", "--config", path)))
+    assert (
+        "model_topo.process_topology: 1 heads of keys (num_key_value_heads) are not enough for 2 processes" in message
+    )
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"fp8": {"enabled": True}, "bf16": {"enabled": True}}, "fp8.enabled: .* expected no model axis"),
         ({"model_topo": {"experts": "spread"}}, "experts: spread is for processes that share layers"),
     ],
 )
-def test_what_does_not_go_together(changes: dict[str, Any], told: str, keys: dict[str, Any], tmp_path: Path) -> None:
+def test_what_does_not_go_together(changes: dict[str, Any], message: str, keys: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(tmp_path / "run.yml", **{**keys, "model_topo": grid(1, 1, 2), **changes})
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         load_config(str(path), [])
 
 

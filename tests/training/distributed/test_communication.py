@@ -1,18 +1,23 @@
-"""Shows that no process takes part in making a group that it is not in, however many there are.
-
-The grid of 512 processes is made in one, with torch's own stand-in for a network. What splits NCCL's communicator has a
-stand-in too, which counts: it needs a GPU, and asks all processes each time.
-"""
+"""Process groups ask nobody but their members, and a failed wait counts as an error of communication."""
 
 from __future__ import annotations
 
 import json
+import operator
 import subprocess
 import sys
+from functools import partial
+from typing import Any
+
+import pytest
 
 from tests.conftest import ROOT
+from training.distributed.communication import wait
+from training.distributed.rank_monitor import failure_of
 
-SCRIPT = """
+# Makes the grid of 512 processes in one, with torch's own stand-in for a network. What splits NCCL's communicator needs
+# a GPU and asks all processes each time; its stand-in counts.
+GRID = """
 import contextlib, io, json
 import torch
 from deepspeed.comm import comm
@@ -20,7 +25,7 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training.distributed.groups import among_members
+from training.distributed.communication import among_members
 
 class Communicator:
     asked = 0
@@ -49,7 +54,7 @@ print(json.dumps([with_all, alone]))
 
 
 def test_a_grid_of_512_processes_asks_for_nobody_else() -> None:
-    command = [sys.executable, "-c", SCRIPT]
+    command = [sys.executable, "-c", GRID]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (asked, made, members), (asked_alone, made_alone, members_alone) = json.loads(done.stdout.splitlines()[-1])
@@ -57,3 +62,20 @@ def test_a_grid_of_512_processes_asks_for_nobody_else() -> None:
     assert (made, asked) == (4, groups - 4)
     assert (made_alone, asked_alone) == (4, 0)
     assert members_alone == members == [list(range(64, 96)), list(range(6, 512, 32))]
+
+
+class Broken:
+    """Fails outside of Python, as `Work.wait` does if a connection breaks."""
+
+    wait = partial(operator.truediv, 1, 0)
+
+
+def test_a_failed_wait_is_an_error_of_communication() -> None:
+    work: Any = Broken()
+    with pytest.raises(ZeroDivisionError) as failed:
+        wait(work)
+    assert failure_of(failed.value).waiting
+    with pytest.raises(ZeroDivisionError) as failed:
+        work.wait()
+    assert not failure_of(failed.value).waiting
+    wait(None)
