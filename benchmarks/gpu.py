@@ -190,14 +190,14 @@ def missed(row: Row, rows: Sequence[Row]) -> str:
     return ", ".join(found)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     made = parser(
         "benchmarks.gpu",
         "One GPU: speed, MFU and memory.",
         [KERNELS, *dict.fromkeys(way.name for way in (*WAYS, *FULL_WAYS))],
     )
     made.add_argument("--full", action="store_true", help="the second list: all layers that fit, long rows")
-    chosen = made.parse_args(arguments)
+    chosen = made.parse_args()
     prepare(chosen, gpus=1)
     rows = run_all(jobs(chosen.full, chosen.device == "cpu"), chosen, words, missed)
     sys.exit(any("reason" in row for row in rows))

@@ -335,11 +335,11 @@ def said(figures: Figures) -> str:
                      for name, value in figures.items() if name != "losses")  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_checks")
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--folder", type=Path, required=True)
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures = CHECKS[chosen.check](chosen.folder)
     tell(chosen.folder, figures | {"said": said(figures)})

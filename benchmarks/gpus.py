@@ -10,7 +10,6 @@ as in `benchmarks.gpu`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu import Way, words
@@ -53,9 +52,9 @@ def jobs(gpus: int | None) -> list[Job]:
     return [way.job(gpus) for way in WAYS]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     made = parser("benchmarks.gpus", "Several GPUs: losses equal to one process's, and speed.", [w.name for w in WAYS])
-    chosen = made.parse_args(arguments)
+    chosen = made.parse_args()
     found = prepare(chosen, gpus=2)
     rows = run_all(jobs(found), chosen, words)
     sys.exit(any("reason" in row for row in rows))

@@ -32,8 +32,8 @@ from models.config_json import stop_ids
 from tests.data.caches import records, write
 from training.checkpoint.folder import Best, CheckpointRecord
 from training.checkpoint.gather import hosts_of
+from training.checkpoint.run_folder import name_latest
 from training.checkpoint.side_files import read_side_files
-from training.checkpoint.tidying import name_latest
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config
 from training.distributed import links

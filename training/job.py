@@ -19,8 +19,8 @@ from models.spec import ModelSpec
 from training.callbacks import Callback, Callbacks
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resume import resume
+from training.checkpoint.run_folder import best_so_far, make_room
 from training.checkpoint.saving import Checkpointer
-from training.checkpoint.tidying import best_so_far, make_room
 from training.config.changes import settings_of
 from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.keys import TrainConfig

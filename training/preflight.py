@@ -1,8 +1,8 @@
 """Check before a run is built that all hosts have the same inputs, and that the run's folder is usable.
 
 Ranks with different configs, records or weights do not fail: they train something else, or deadlock. So all ranks
-compare theirs with rank 0's, and the first difference is reported with host and both values. Model files are compared
-by size and the checksum of some blocks, which differs between any two trainings.
+compare theirs with rank 0's, and the first difference is reported with host and both values, by a RunRefused on every
+rank. Model files are compared by size and the checksum of some blocks, which differs between any two trainings.
 
 Cost: some 50 ms per start, and 256 KiB read of each model file.
 """
@@ -38,11 +38,7 @@ SKEW = 10.0  # seconds that clocks may differ
 
 
 def check_setup(config: TrainConfig, log: Console) -> None:
-    """Check that every host has the same code, packages and config; warn about clock skew.
-
-    Raises:
-        RunRefused: on every rank, if something differs.
-    """
+    """Check that every host has the same code, packages and config; warn about clock skew."""
     code = {f"code in {folder}/": block_checksum((CODE / folder).rglob("*.py")) for folder in SOURCE}
     script = {f"code of {Path(sys.argv[0]).name}": block_checksum([Path(sys.argv[0])])}
     packages = {f"version of {name}": version for name, version in versions().items()}
@@ -54,11 +50,7 @@ def check_setup(config: TrainConfig, log: Console) -> None:
 
 
 def check_model(folder: Path, weights: bool) -> None:
-    """Check that every host has the same config and tokenizer files and, with `weights`, the same weight files.
-
-    Raises:
-        RunRefused: on every rank, if a file differs or cannot be read.
-    """
+    """Check that every host has the same config and tokenizer files and, with `weights`, the same weight files."""
     suffixes = CONFIG + WEIGHTS if weights else CONFIG
     found = {}
     with agreed(), reading(folder):
@@ -71,20 +63,12 @@ def check_model(folder: Path, weights: bool) -> None:
 
 
 def check_samples(trained: str, evaluated: str) -> None:
-    """Check that every host has the same samples, by their fingerprints.
-
-    Raises:
-        RunRefused: on every rank, if they differ.
-    """
+    """Check that every host has the same samples, by their fingerprints."""
     expect_same({"samples of data_path": trained, "samples of eval_data_path": evaluated})
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Check that a folder can be created and written; leave nothing behind.
-
-    Raises:
-        ConfigError: it cannot; the message begins with `key`.
-    """
+    """Check that the folder of a key can be created and written; leave nothing behind."""
     if folder.is_symlink() and not folder.exists():
         raise ConfigError(f"{key}: {folder}: a link to {folder.readlink()}, which is not there; expected a folder")
     try:
@@ -96,11 +80,7 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def check_folder(folder: Path, disk: Disk, log: Console) -> None:
-    """Create the run's folder, and check that exactly the ranks of one disk see each other's files in it.
-
-    Raises:
-        RunRefused: on every rank, if a rank misses a file of its disk, or sees one of another disk.
-    """
+    """Create the run's folder, and check that exactly the ranks of one disk see each other's files in it."""
     token = f".shared-{gather(secrets.token_hex(8))[0]}"  # a new name, whose absence no host has cached
     path = folder / f"{token}-{disk.ranks[0]}"
     try:
@@ -143,11 +123,7 @@ def check_folder(folder: Path, disk: Disk, log: Console) -> None:
 
 
 def expect_same(mine: Mapping[str, str]) -> None:
-    """Check that all ranks have the same named values; all ranks call it together.
-
-    Raises:
-        RunRefused: on every rank, with the first name whose value differs from rank 0's.
-    """
+    """Check that all ranks have the same named values; all ranks call it together."""
     (first, expected), *others = gather((socket.gethostname(), dict(mine)))
     for host, found in others:
         for name in [*expected, *(found.keys() - expected.keys())]:

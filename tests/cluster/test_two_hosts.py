@@ -23,7 +23,7 @@ MODEL, RECORDS, RUN = "/mnt/model", "/mnt/records.json", "/mnt/run.yml"  # on ea
 
 
 def configured(disks: list[Path], save_path: Path | str, **keys: Any) -> None:
-    """The same config on each disk."""
+    """Write the same config on each disk."""
     defaults = {"model_path": MODEL, "data_path": RECORDS, "max_steps": 4, "model_topo": topology((2, 1))}
     for disk in disks:
         write_config(disk / "run.yml", save_path=str(save_path), **(defaults | keys))
@@ -63,7 +63,7 @@ MEETING, DETECTOR = 29610, 29611
 def test_two_hosts_train_as_one(
     name: str, hosts: list[Host], disks: list[Path], alone: list[float], tmp_path: Path
 ) -> None:
-    """Whoever starts it: also where each host's own name stands for its loopback address, as hosts.py makes them."""
+    """By each launcher, although each host's own name stands for its loopback address (hosts.py)."""
     dims, slots, words, script = STARTS[name]
     run_folder, ports = tmp_path / "run", {"meeting": MEETING, "failure_detector": DETECTOR}
     configured(disks, run_folder, model_topo=topology(dims), save_interval=2, ports=ports)

@@ -1,4 +1,4 @@
-"""What a process has started ends with it, also when it is killed; of each kind one, with real processes."""
+"""A process's children end with it, also when it is killed; one of each kind, with real processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLEEPER = f"#!{sys.executable}\nimport os, sys, time\n"
 SLEEPER += "print(os.getpid(), file=open(os.environ['PID_FILE'] + '.new', 'w'), flush=True)\n"
 SLEEPER += "os.rename(os.environ['PID_FILE'] + '.new', os.environ['PID_FILE'])\ntime.sleep(1000)\n"
 
-# What has a program of somebody else, or a run, started.
+# Processes that start a foreign program or a run.
 PROVES = """
 import sys, time
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_builder_ends_whose_parent_was_killed_right_after_its_start() -> None:
 @pytest.mark.launched
 @pytest.mark.parametrize("entry_point", ["train_ds.py", "train_ds_zero.py"])
 def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(entry_point: str, tmp_path: Path) -> None:
-    """It would wait for another rank for half an hour."""
+    """Else it would wait for another rank for half an hour."""
     config = write_config(tmp_path / "run.yml", model_path="m", data_path=str(FAQ), model_topo=topology((1, 2)))
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -85,7 +85,7 @@ def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(entry_point: str, 
 
 @pytest.fixture
 def sleeper(tmp_path: Path) -> Path:
-    """A program that says its number and never ends."""
+    """A program that writes its process number and never ends."""
     path = tmp_path / "sleeper"
     path.write_text(SLEEPER)
     path.chmod(0o755)

@@ -76,21 +76,20 @@ def plant_pickle(layer_file: Path, marker: Path) -> None:
             archive.writestr(name, pickle.dumps(RunsCode(marker)) if name.endswith("data.pkl") else data)
 
 
-def test_unknown_key_with_the_nearest_name(tmp_path: Path, model: Path) -> None:
-    path = config(tmp_path, model, modle_path="x")
-    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "run.yml", "modle_path", "model_path?")
-
-
-@pytest.mark.longest
-def test_dims_that_do_not_match_the_processes(tmp_path: Path, model: Path) -> None:
-    path = config(tmp_path, model, model_topo=topology((4, 1)))
-    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "dims", "[4, 1]", "2 were started")
-
-
-@pytest.mark.longest
-def test_parts_that_do_not_sum(tmp_path: Path, model: Path) -> None:
-    path = config(tmp_path, model, model_topo=topology((2, 1), [3, 3]))
-    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "parts", "sums to 6", "5 layers")
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        pytest.param({"modle_path": "x"}, ("run.yml", "modle_path", "model_path?"), id="unknown_key"),
+        pytest.param({"model_topo": topology((4, 1))}, ("dims", "[4, 1]", "2 were started"), marks=pytest.mark.longest),
+        pytest.param(
+            {"model_topo": topology((2, 1), [3, 3])}, ("parts", "sums to 6", "5 layers"), marks=pytest.mark.longest
+        ),
+    ],
+)
+def test_mistakes_found_by_a_launched_run(
+    keys: dict[str, Any], words: tuple[str, ...], tmp_path: Path, model: Path
+) -> None:
+    assert_refused(deepspeed(2, "train_ds.py", "--config", config(tmp_path, model, **keys)), *words)
 
 
 @pytest.mark.slow

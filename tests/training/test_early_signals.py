@@ -41,19 +41,28 @@ def test_a_request_in_the_imports_ends_in_a_line(
 
 
 @pytest.mark.launched
-def test_a_preemption_in_the_imports_is_heeded_before_the_first_step(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "loading"),
+    [(signal.SIGUSR1, False), pytest.param(signal.SIGTERM, True, id="while_weights_load")],
+)
+def test_a_request_before_the_first_step_is_heeded(
+    number: signal.Signals, loading: bool, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
+    """A preemption in the imports, a stop while weights load."""
     model = make_checkpoint("llama")
     config = write_config(tmp_path / "run.yml", model_path=str(model), data_path=str(FAQ), max_steps=2)
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     place["MASTER_PORT"] = str(free_port())
     launch = start(sys.executable, "train_ds.py", "--config", config, **place)
-    launch.until(lambda: catches(launch.pid, signal.SIGUSR1), pause=0.0)
-    launch.family()[0].send_signal(signal.SIGUSR1)
+    if loading:
+        launch.until(lambda: "steps: 2 of" in launch.stdout)  # the line before the weights
+    else:
+        launch.until(lambda: catches(launch.pid, number), pause=0.0)
+    launch.family()[0].send_signal(number)
     result = launch.end()
-    assert result.returncode == 128 + signal.SIGUSR1, result.stdout + result.stderr
+    assert result.returncode == 128 + number, result.stdout + result.stderr
     assert "stopped before step 1 of 2: this start trained nothing" in result.stdout
+    assert not list(config.with_suffix("").glob("step-*")) and "Traceback" not in result.stderr
 
 
 @pytest.mark.launched
@@ -82,23 +91,3 @@ def ranks_of(launch: Launch) -> list[psutil.Process]:
             if "RANK" in process.environ() and catches(process.pid, signal.SIGUSR1):
                 found.append(process)
     return found
-
-
-@pytest.mark.launched
-def test_a_stop_while_weights_load_is_heeded_before_the_first_step(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    model = make_checkpoint("llama")
-    save = tmp_path / "run"
-    config = write_config(
-        tmp_path / "run.yml", model_path=str(model), data_path=str(FAQ), save_path=str(save), max_steps=2
-    )
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    place["MASTER_PORT"] = str(free_port())
-    launch = start(sys.executable, "train_ds.py", "--config", config, **place)
-    launch.until(lambda: "steps: 2 of" in launch.stdout)  # the line before the weights
-    launch.family()[0].send_signal(signal.SIGTERM)
-    result = launch.end()
-    assert result.returncode == 128 + signal.SIGTERM, result.stdout + result.stderr
-    assert "stopped before step 1 of 2: this start trained nothing" in result.stdout
-    assert not list(save.glob("step-*")) and "Traceback" not in result.stderr

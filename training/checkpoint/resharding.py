@@ -41,9 +41,6 @@ def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, s
 
     Args:
         spec: of a language model.
-
-    Raises:
-        CheckpointError: the files do not hold all that this rank needs.
     """
     saved, tied_names = SavedOptimizer(folder, record.topology, spec), spec.tied_names if spec else None
     wanted: dict[str, list[Slice]] = defaultdict(list)

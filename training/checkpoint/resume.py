@@ -52,9 +52,6 @@ def resume(
         topology: of the run; may differ from the checkpoint's.
         build: makes a trainer with the checkpoint's weights, or the initial ones.
         spec: of a language model.
-
-    Raises:
-        RunRefused: on every rank, if some rank's files are unusable.
     """
     if folder is None or record is None:
         return build()

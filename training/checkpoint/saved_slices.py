@@ -72,11 +72,7 @@ class SavedOptimizer:
         return read_mapped(next(shards))["optimizer_state_dict"]["loss_scaler"]
 
     def slices(self, stage: int) -> Iterator[Slice]:
-        """Yield the state of a stage's replicas that is on this disk; what several processes have, once.
-
-        Raises:
-            CheckpointError: a file is missing, cannot be read or has another layout.
-        """
+        """Yield the state of a stage's replicas that is on this disk; what several processes have, once."""
         try:
             for part, place in enumerate(self._places(stage)):
                 ranks, shards = RankGroup(self.topology.tensor, part), self._shards(place)

@@ -174,9 +174,10 @@ def shares_of(asked: int | None, process: ProcessInfo) -> int:
         ConfigError: they do not divide the processes.
     """
     shares = 1 if asked is None else asked or process.world_size
-    size = process.world_size
-    if size % shares:
-        raise ConfigError(f"--tensor-parallel: expected a divisor of {size}, the processes; found {shares}")
+    if process.world_size % shares:
+        raise ConfigError(
+            f"--tensor-parallel: expected a divisor of {process.world_size}, the processes; found {shares}"
+        )
     return shares
 
 

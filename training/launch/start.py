@@ -31,9 +31,6 @@ def launch(
     Args:
         hosts: None for this machine.
         reload: returns the config with one more override, with which a run goes on over fewer hosts.
-
-    Raises:
-        ConfigError: the hosts have more or fewer slots, or this machine has too few GPUs or cores.
     """
     grid, processes = config.model_topo.process_topology, config.model_topo.processes
     early_signals.note(config.preemption_signals)

@@ -126,13 +126,10 @@ class Supervisor:
         return inspect_hosts(list(self._job.hosts), self._run, self._job.save_path)
 
     def _choose_hosts(self, patience: float) -> tuple[dict[str, Answer], Shape]:
-        """Choose the hosts to run on, and the topology.
+        """Choose the hosts to run on, and the topology; raise a ConfigError with those that do not answer.
 
         Args:
             patience: seconds to wait for hosts that do not answer; 0: all have to.
-
-        Raises:
-            ConfigError: there are none; which hosts do not answer, and why.
         """
         job, begin, waits = self._job, time.monotonic(), False
         while True:

@@ -142,11 +142,11 @@ def test_a_division_makes_the_largest_stage_as_small_as_can_be(make_checkpoint: 
 )
 def test_ranks_that_share_a_stage_follow_each_other(asked: int | None, shares: int, stages: list[int]) -> None:
     """So that they are on one host, and the last stage is rank 0's."""
-    ranks = [ProcessInfo(rank, 4, rank, 4) for rank in range(4)]
-    assert {shares_of(asked, process) for process in ranks} == {shares}
-    assert [stage_of(process, shares) for process in ranks] == stages
+    places = [ProcessInfo(rank, 4, rank, 4) for rank in range(4)]
+    assert {shares_of(asked, place) for place in places} == {shares}
+    assert [stage_of(place, shares) for place in places] == stages
     with pytest.raises(ConfigError, match="--tensor-parallel: expected a divisor of 4, the processes; found 3"):
-        shares_of(3, ranks[0])
+        shares_of(3, places[0])
 
 
 @pytest.mark.launched

@@ -50,7 +50,7 @@ class Line:
 
 
 class Run:
-    """A detector and where it listens."""
+    """A detector and its port."""
 
     def __init__(self, minutes: float = 60) -> None:
         listener = socket.create_server(("127.0.0.1", 0))

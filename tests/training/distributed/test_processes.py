@@ -27,7 +27,7 @@ GPUS = 8  # of the machine, however many a user may see
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that only counters see."""
+    """GPUs that can only be counted."""
 
     def count() -> int:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -81,7 +81,7 @@ def test_a_run_takes_the_gpus_that_its_user_chose(
 
 @pytest.mark.parametrize("minutes", [0.25, 15, 29, 30, 31, 600])
 def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The detector names the rank at fault; what gives up earlier would only say that some other one did not come."""
+    """The detector names the rank at fault; an operation's timeout would only name one that waits for it."""
     waits: list[timedelta] = []
 
     def start(process: ProcessInfo, topology: Any, patience: timedelta, port: int | None) -> None:
@@ -114,7 +114,7 @@ CORES = 8
 def test_cores_are_divided_unless_the_user_says_otherwise(
     user: str | None, processes: int, hidden_size: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torch has read from OMP_NUM_THREADS at its start stays."""
+    """The number that torch read from OMP_NUM_THREADS stays."""
     found: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CORES)))

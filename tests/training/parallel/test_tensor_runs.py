@@ -77,19 +77,6 @@ def test_a_model_that_cannot_be_shared_is_refused(
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"fp8": {"enabled": True}, "bf16": {"enabled": True}}, "fp8.enabled: .* expected no model axis"),
-        ({"model_topo": {"experts": "spread"}}, "experts: spread is for processes that share layers"),
-    ],
-)
-def test_what_does_not_go_together(changes: dict[str, Any], message: str, keys: dict[str, Any], tmp_path: Path) -> None:
-    path = write_config(tmp_path / "run.yml", **{**keys, "model_topo": grid(1, 1, 2), **changes})
-    with pytest.raises(ConfigError, match=message):
-        load_config(str(path), [])
-
-
 def test_zero_has_no_model_axis(keys: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(tmp_path / "run.yml", **keys, model_topo=grid(1, 1, 2))
     with pytest.raises(ConfigError, match="2 processes to a layer are a pipeline's; expected no model axis"):
