@@ -4,7 +4,7 @@ A pipeline's other stages wait for the gradient of a stage's input, and nobody w
 (zero bubble, arXiv:2401.10241). So a linear layer's backward pass gives the first at once and remembers what the second
 needs; `WeightGradients.compute` makes up for it, through autograd, so that gradients accumulate and hooks see them as
 ever. The numbers are those of torch's own backward pass, bit for bit. A weight whose optimizer can add a product to its
-fp32 sum (`weight.add_product(left, right)`, `training.engine.gradient_sums`) gets it so, past autograd and its hooks.
+fp32 sum (`weight.add_product(left, right)`, `training.engine.gradients`) gets it so, past autograd and its hooks.
 
 Cost: the inputs of the linear layers and the gradients of their outputs stay in memory until then.
 """

@@ -37,7 +37,9 @@ from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares, layer_of
 
 
-def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, spec: ModelSpec | None = None) -> None:
+def load_optimizer_state(
+    engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, spec: ModelSpec | None = None
+) -> None:
     """Copy a checkpoint's optimizer state and loss scale into an engine that already has its weights.
 
     Args:
@@ -57,7 +59,7 @@ def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, s
                     missing[source.name] -= copied
                     bar.update(copied)
     for name in (name for name, numel in missing.items() if numel):
-        for path in saved.elsewhere(record.topology.stage_of(layer_of(name))):
+        for path in saved.files_elsewhere(record.topology.stage_of(layer_of(name))):
             raise not_found(path)
         raise CheckpointError(f"{folder}: the optimizer's state of {name} is not whole; expected all of it")
     engine.global_steps = record.step

@@ -24,8 +24,7 @@ from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.communication import among_members
 from training.distributed.processes import agreed
-from training.engine.clipping import clip_in_update
-from training.engine.gradient_sums import sum_without_copies
+from training.engine.gradients import clip_in_update, sum_without_copies
 from training.errors import ConfigError
 from training.optimizer.optimizers import build_optimizer
 from training.topology import Division

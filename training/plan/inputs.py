@@ -269,7 +269,7 @@ class Basis:
     @property
     def measured_links(self) -> Links | None:
         """Links measured for this number of stages and replicas."""
-        return self.links if self.links and not self.named and self.links.fit(self.config.model_topo) else None
+        return self.links if self.links and not self.named and self.links.fits(self.config.model_topo) else None
 
     @property
     def fabric(self) -> Fabric:

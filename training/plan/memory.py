@@ -32,7 +32,7 @@ from training.config.keys import TrainConfig
 from training.optimizer.optimizers import PIECE
 from training.plan.inputs import Basis, layer_kinds
 from training.plan.partition import LayerRange, layers_of
-from training.schedule.simulation import count_in_flight
+from training.schedule.simulation import moments_in_flight
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
@@ -154,8 +154,8 @@ class MemoryModel:
         self._inside = [0, *accumulate(kept)]  # cumulative bytes
         ranks, beyond = basis.config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
-        # For each rank its worst moments: per chunk the micro-batches kept whole, and those whose weights wait.
-        found = count_in_flight(basis.schedule, ranks, basis.micro_batches)
+        # For each rank and moment: per chunk the micro-batches kept whole, and those whose weights wait.
+        found = moments_in_flight(basis.schedule, ranks, basis.micro_batches)
         self._moments = [numpy.array(moments, dtype=numpy.int64).reshape(len(moments), -1) for moments in found]
         self._of_chunk = cache(self._chunk)
 

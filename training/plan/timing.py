@@ -50,7 +50,7 @@ from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.config.sections import FP8
 from training.distributed.processes import gather, set_threads
-from training.engine.gradient_sums import add
+from training.engine.gradients import add
 from training.engine.numerics import set_numerics
 from training.metrics.devices import this_device
 from training.optimizer.optimizers import build_optimizer
