@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from models.adapters import ALL_LINEAR, Lora, base_of, ends_with, fresh_factors, is_factor, is_transposed, merged
-from models.checkpoint.layout import ADAPTER, layer_file, resolve
+from models.checkpoint.layout import ADAPTER, has_huggingface_weights, layer_file, resolve
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
 from models.config_json import read_json
@@ -174,11 +174,16 @@ def base_folder(folder: Path) -> Path:
     """Find the model that an adapter belongs to.
 
     Raises:
-        CheckpointError: it is not where it was.
+        CheckpointError: it is not where it was, or the folder holds a whole model too.
     """
     found = Path(str(read_json(folder / ADAPTER).get("base_model_name_or_path")))
+    if has_huggingface_weights(folder):
+        raise CheckpointError(f"{folder}: an adapter ({ADAPTER}) beside a whole model; expected one of them")
     if not found.is_dir():
-        raise CheckpointError(f"{folder / ADAPTER}: its base {found}: not found; expected the folder of that model")
+        raise CheckpointError(
+            f"{folder}: an adapter ({ADAPTER}), no whole model, and its base is not at {found}; expected the base, and "
+            "this folder as its adapter (demo.py --model BASE --adapter DIR)"
+        )
     return resolve(found)
 
 
