@@ -111,7 +111,7 @@ def test_every_kind_of_family_equals_peft_and_transformers(
     model_type, changes = FAMILIES[name]
     base = make_checkpoint(model_type, **changes)
     start = save_adapter(read_spec(base).training(Trained(Lora(**LORA))), base)
-    keys = {} if "experts" in str(changes) else {"aux_router_loss": {}}
+    keys: dict[str, Any] = {} if "experts" in str(changes) else {"aux_router_loss": {}}
     path = config(tmp_path / "run.yml", tmp_path, base, start, save_path=str(tmp_path / "run"), **keys)
     result = deepspeed(2, "train_ds.py", "--config", path)
     assert result.returncode == 0, result.stdout + result.stderr
