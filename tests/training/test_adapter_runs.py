@@ -32,6 +32,19 @@ pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 LORA: dict[str, Any] = {"r": 2, "alpha": 6}
 STEPS, LR = 6, 1e-2
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "alibi": ("bloom", {}),
+    "fused": ("phi3", {}),
+    "caps": ("gemma2", {"sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "two-kinds-of-blocks": ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2}),
+    "norms-behind": ("olmo2", {}),
+    "norms-of-heads": ("qwen3", {}),
+    "joined-gates": ("glm", {}),
+    "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "transposed-experts": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+}
 TEXTS = ["Which file holds the config?", "configs/ds_config_pp.yml", "How many stages?", "As many as dims says."]
 
 
@@ -87,7 +100,27 @@ def exported(run: Path, folder: Path) -> Path:
 
 
 def test_a_run_equals_peft_and_transformers(run: Path, exported: Path, base: Path, start: Path) -> None:
-    """Losses and every weight of the adapter after six steps of AdamW."""
+    assert_equals_peft(run, exported, base, start)
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kind_of_family_equals_peft_and_transformers(
+    name: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model_type, changes = FAMILIES[name]
+    base = make_checkpoint(model_type, **changes)
+    start = save_adapter(read_spec(base).training(Trained(Lora(**LORA))), base)
+    keys: dict[str, Any] = {} if "experts" in str(changes) else {"aux_router_loss": {}}
+    path = config(tmp_path / "run.yml", tmp_path, base, start, save_path=str(tmp_path / "run"), **keys)
+    result = deepspeed(2, "train_ds.py", "--config", path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    pp_to_hg(tmp_path / "run", tmp_path / "peft")
+    assert_equals_peft(tmp_path / "run", tmp_path / "peft", base, start)
+
+
+def assert_equals_peft(run: Path, exported: Path, base: Path, start: Path) -> None:
+    """Compare losses, and every weight of the adapter after six steps of AdamW."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     model = PeftModel.from_pretrained(model, start, is_trainable=True)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
