@@ -80,6 +80,8 @@ class Trained:
             path: gives the names in transformers' model of a module or a weight of the layer: two for the ends of a
                 tied model.
         """
+        if not (self.lora or self.freeze):
+            return
         if self.lora:
             for name, part in list(module.named_modules()):
                 _adapt(part, self.lora, path(name)[0], is_head)

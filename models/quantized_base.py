@@ -23,15 +23,15 @@ BYTES = 0.516  # of a weight
 
 
 class Quantized(nn.Module):
-    """A linear layer with a packed weight; mixed into the class that it had, below its adapter."""
+    """A linear layer with a packed weight, and maybe an adapter; mixed into the class that it had."""
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
-    packed: dict[str, Any]
 
     def forward(self, inputs: Tensor) -> Tensor:
         output = product(self, inputs)
-        return output if self.bias is None else output + self.bias
+        if self.bias is not None:
+            output = output + self.bias
+        return output + self.low_rank(inputs) if isinstance(self, Adapted) else output
 
 
 def product(module: Any, inputs: Tensor) -> Tensor:
@@ -70,10 +70,7 @@ def quantize(block: nn.Module) -> None:
         module._parameters[name] = nn.Parameter(packed, requires_grad=False)
         if isinstance(module, nn.Linear):
             vars(module)["packed"] = {name: state}
-            kind: Any = module.__class__
-            below = kind.__mro__[2] if isinstance(module, Adapted) else kind
-            packs = mixed(Quantized, below)
-            module.__class__ = mixed(Adapted, packs) if isinstance(module, Adapted) else packs
+            module.__class__ = mixed(Quantized, module.__class__)
             continue
         vars(module).setdefault("packed", {})[name] = partial(widen, state, weight.shape)
         if not isinstance(module, AdaptedExperts):

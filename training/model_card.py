@@ -95,18 +95,22 @@ def card(info: dict[str, Any], lines: list[dict[str, Any]], name: str) -> str:
     if evaluated := [line["eval_loss"] for line in lines if "eval_loss" in line]:
         rows["evaluation loss"] = _short(evaluated[-1])
     table = "\n".join(f"| {key} | {value.replace('|', chr(92) + '|')} |" for key, value in rows.items())
+    trained = "A part of the weights" if config.get("freeze") else "All weights"
+    library = "transformers"
+    if config.get("lora"):
+        trained, library = "A LoRA adapter of the base model,", "peft"
     kept = {key: value for key, value in config.items() if key not in PLACES}
     if kept.get("prompt_format"):
         kept["prompt_format"] = _end(kept["prompt_format"], 1)  # which may be a file
     settings = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
     return f"""---
-library_name: transformers
+library_name: {library}
 tags: [pipetune]
 ---
 
 # {name}
 
-All weights fine-tuned with Pipetune.
+{trained} fine-tuned with Pipetune.
 
 | | |
 |---|---|

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from common.whole_files import block_checksum
@@ -19,7 +19,7 @@ from models.checkpoint.adapter import (
     peft_config,
 )
 from models.checkpoint.layout import ADAPTER, resolve
-from models.checkpoint.source import open_source
+from models.checkpoint.source import first_few, open_source
 from models.config_json import read_json
 from models.loading import LayerStates, SeededStates
 from models.quantized_base import PACKAGE
@@ -28,7 +28,7 @@ from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
 WEIGHTS = (".safetensors", ".bin", ".pt")
-FEW = 12  # names that fit into a message
+few = partial(first_few, most=12)  # names that fit into a message
 
 
 def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
@@ -98,7 +98,7 @@ def _check(spec: ModelSpec, trained: ModelSpec) -> None:
     if lora is None:
         for pattern in trained.trained.freeze:
             if not any(re.search(pattern, name) for name in names):
-                raise ConfigError(f"freeze: {pattern!r} matches no weight; expected patterns for {_few(names)}")
+                raise ConfigError(f"freeze: {pattern!r} matches no weight; expected patterns for {few(names)}")
         if not any(trained.trained_names(layer) for layer in layers):
             raise ConfigError("freeze: matches all weights; expected some to train")
         return
@@ -107,12 +107,14 @@ def _check(spec: ModelSpec, trained: ModelSpec) -> None:
     unmatched = [] if adapted else [lora.targets]
     if not isinstance(lora.targets, str):
         unmatched = [target for target in lora.targets if not any(ends_with(path, (target,)) for path in adapted)]
-    for target in unmatched:
-        raise ConfigError(f"lora.targets: {target!r} matches no layer of this model; expected some of {_few(ends)}")
+    if unmatched:
+        raise ConfigError(
+            f"lora.targets: {unmatched[0]!r} matches no layer of this model; expected some of {few(ends)}"
+        )
     for module in lora.modules_to_save:
         if not any(ends_with(name.rpartition(".")[0], (module,)) for name in names):
             ends = dict.fromkeys(name.split(".")[-2] for name in names if "." in name)
-            raise ConfigError(f"lora.modules_to_save: no module {module!r}; expected some of {_few(ends)}")
+            raise ConfigError(f"lora.modules_to_save: no module {module!r}; expected some of {few(ends)}")
 
 
 def _check_base(spec: ModelSpec, config: TrainConfig) -> None:
@@ -123,8 +125,3 @@ def _check_base(spec: ModelSpec, config: TrainConfig) -> None:
             "lora.base: experts in 4 bits are widened for each pass, and kept so until the backward pass where blocks "
             "do not recompute; expected use_grad_ckpt: true"
         )
-
-
-def _few(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:FEW]) + (", ..." if len(names) > FEW else "")

@@ -192,8 +192,8 @@ def peft_name(spec: ModelSpec, layer: int, name: str) -> str:
     owner, _, leaf = name.rpartition(".")
     if not is_factor(name):
         return f"{PEFT_PREFIX}{spec.path(layer, name)}"
-    weight, factor = leaf[:-7], leaf[-6:]  # `gate_up_proj` and `lora_A`; of a linear layer `` and `lora_A`
-    if not weight:
+    factor = leaf[-6:]  # of `gate_up_proj_lora_A`, or all of a linear layer's `lora_A`
+    if leaf == factor:
         return f"{PEFT_PREFIX}{spec.path(layer, owner)}.{factor}.weight"
     # peft wraps the module once for each weight, in their order; the last one is the outermost.
     same = [each for each in spec.shapes(layer) if each.startswith(f"{owner}.") and each.endswith(factor)]

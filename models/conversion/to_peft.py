@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -20,6 +19,7 @@ from models.checkpoint.adapter import (
 )
 from models.checkpoint.layout import ADAPTER, side_files
 from models.checkpoint.side_files import copy_files
+from models.config_json import read_json, write_json
 from models.errors import CheckpointError
 
 TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece")
@@ -43,7 +43,5 @@ def write_adapter(folder: Path, target: Path) -> None:
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
             saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
     save_file(saved, target / PEFT_WEIGHTS, metadata={"format": "pt"})
-    settings = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-    config = peft_config(spec, settings["base_model_name_or_path"])
-    (target / ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(target / ADAPTER, peft_config(spec, read_json(folder / ADAPTER)["base_model_name_or_path"]))
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])

@@ -21,6 +21,7 @@ from common.terminal import safe_line
 from models import load_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
+from models.checkpoint.adapter import PEFT_WEIGHTS
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from tests.closeness import assert_near
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
@@ -87,7 +88,7 @@ def config(path: Path, folder: Path, base: Path, start: Path, **keys: Any) -> Pa
 
 @pytest.fixture(scope="module")
 def run(folder: Path, base: Path, start: Path) -> Path:
-    path = config(folder / "run.yml", folder, base, start, save_path=str(folder / "run"))
+    path = config(folder / "run.yml", folder, base, start, save_path=str(folder / "run"), export_hf=True)
     result = deepspeed(2, "train_ds.py", "--config", path)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder / "run"
@@ -139,7 +140,7 @@ def assert_equals_peft(run: Path, exported: Path, base: Path, start: Path) -> No
         optimizer.step()
         losses.append(loss.item())
     assert [line["loss"] for line in metrics(run)] == pytest.approx(losses, rel=1e-5)
-    found = load_file(exported / "adapter_model.safetensors")
+    found = load_file(exported / PEFT_WEIGHTS)
     trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
     theirs = {name.replace(".default", ""): weight for name, weight in trained.items()}
     assert found.keys() == theirs.keys()
@@ -152,6 +153,13 @@ def tokens_of(run: Path) -> list[Tensor]:
     tokenizer = AutoTokenizer.from_pretrained(run / f"step-{STEPS:06d}")
     records = json.loads((run.parent / "records.json").read_text())
     return [torch.tensor([*tokenizer(record["text"])["input_ids"], tokenizer.eos_token_id]) for record in records]
+
+
+def test_a_run_exports_its_adapter(run: Path, exported: Path) -> None:
+    """As `pp_to_hg` does, with a card that says what it is."""
+    assert (run / "hf" / PEFT_WEIGHTS).read_bytes() == (exported / PEFT_WEIGHTS).read_bytes()
+    card = (run / "hf" / "README.md").read_text(encoding="utf-8")
+    assert "library_name: peft" in card and "A LoRA adapter of the base model" in card
 
 
 def test_a_checkpoint_holds_the_adapter_alone(run: Path, base: Path) -> None:
@@ -203,7 +211,8 @@ def test_a_resumed_adapter_is_the_same(dims: tuple[int, int], run: Path, folder:
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / f"step-{STEPS:06d}")
     (resumed / "latest").write_text("step-000003")
-    keys = {"save_path": str(resumed), "model_topo": topology(dims, [5] if dims == (1, 1) else [2, 3])}
+    by_name = {"resume": str(resumed / "step-000003")} if dims == (1, 1) else {}
+    keys = {"save_path": str(resumed), "model_topo": topology(dims, [5] if dims == (1, 1) else [2, 3])} | by_name
     result = deepspeed(
         dims[0], "train_ds.py", "--config", config(folder / f"{resumed.name}.yml", folder, base, start, **keys)
     )

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from models.checkpoint.layout import ADAPTER
 from models.checkpoint.publish import publish_folder, writing
-from models.conversion.to_huggingface import Export, ExportOptions
+from models.conversion.to_huggingface import Export, ExportOptions, pp_to_hg
 from training.distributed.processes import agreed, gather
 
 EXPORTED = "hf"  # in the run's folder
@@ -28,7 +29,7 @@ def export_run(
     model_folder: Path,
     add_card: Callable[[Path, Path], None] | None = None,
 ) -> None:
-    """Write the HuggingFace folder of a checkpoint; all ranks call it together.
+    """Write the HuggingFace folder of a checkpoint, for peft where it is an adapter; all ranks call it together.
 
     Args:
         target: folder to write; an existing one stays until the new one is complete.
@@ -39,12 +40,17 @@ def export_run(
     Raises:
         RunRefused: on every rank, if some rank cannot read a layer or write; nothing was changed.
     """
-    rank = torch.distributed.get_rank()
+    rank, options = torch.distributed.get_rank(), ExportOptions(add_card=add_card)
+    if (checkpoint / ADAPTER).is_file():  # megabytes, which one rank writes
+        with agreed(), writing(target):
+            if rank == 0:
+                pp_to_hg(checkpoint, target, overwrite=True, options=options)
+        return
     writers = layers_by_rank(gather(layers))
     with ExitStack() as publishing:
         partial = None
         with agreed():
-            export = Export(checkpoint, ExportOptions(add_card=add_card), writers)
+            export = Export(checkpoint, options, writers)
             if rank == 0:
                 partial = publishing.enter_context(publish_folder(target, True, [checkpoint, model_folder]))
         shared = gather(partial)[0]
