@@ -88,6 +88,10 @@ def pp_to_hg(
     if options.merge and not adapter:
         raise CheckpointError(f"{folder}: no adapter, as all weights were trained; expected no --merge")
     if adapter and not options.merge:
+        plain = replace(ExportOptions(), add_tokenizer=options.add_tokenizer, add_card=options.add_card)
+        if options != plain:
+            what = "layout, dtype, verify, compat and max-shard-size have no effect on an adapter"
+            raise CheckpointError(f"{folder}: {what}; expected them with --merge, or none of them")
         with publish_folder(Path(save_path), overwrite, [folder]) as target:
             write_adapter(folder, target)
             if options.add_card:

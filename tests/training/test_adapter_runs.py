@@ -23,6 +23,7 @@ from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.checkpoint.adapter import PEFT_WEIGHTS
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.errors import CheckpointError
 from tests.closeness import assert_near
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
 from tests.launching import run as command
@@ -160,6 +161,13 @@ def test_a_run_exports_its_adapter(run: Path, exported: Path) -> None:
     assert (run / "hf" / PEFT_WEIGHTS).read_bytes() == (exported / PEFT_WEIGHTS).read_bytes()
     card = (run / "hf" / "README.md").read_text(encoding="utf-8")
     assert "library_name: peft" in card and "A LoRA adapter of the base model" in card
+
+
+@pytest.mark.parametrize("options", [ExportOptions(dtype=torch.bfloat16), ExportOptions(verify=True)])
+def test_options_of_a_whole_model_are_refused_for_an_adapter(options: ExportOptions, run: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no effect on an adapter; expected them with --merge"):
+        pp_to_hg(run, tmp_path / "export", options=options)
+    assert not (tmp_path / "export").exists()
 
 
 def test_a_checkpoint_holds_the_adapter_alone(run: Path, base: Path) -> None:
