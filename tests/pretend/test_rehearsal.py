@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,8 @@ def test_a_check_holds(check: str, tmp_path: Path) -> None:
         assert {"torch_varlen window", "sdpa_by_document"} <= figures.keys()
 
 
-def test_a_measurement_runs(tmp_path: Path) -> None:
-    figures = rehearse(tmp_path, "benchmarks.gpu_worker", "--measurement", json.dumps(asdict(TINY)))
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_measurement_runs(exact: bool, tmp_path: Path) -> None:
+    measurement = json.dumps(asdict(replace(TINY, exact=exact)))
+    figures = rehearse(tmp_path, "benchmarks.gpu_worker", "--measurement", measurement)
     assert figures["device"] == "NVIDIA H100 80GB HBM3" and figures["planned_bytes"]
