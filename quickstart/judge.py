@@ -2,7 +2,7 @@
 
 A model this small says what its records say, or makes things up. So an answer is right if it has what the question asks
 for, and nothing that the records on the subject do not have: no other word, no Chinese character or number of its own,
-no command that they do not give, nothing twice. That may count a right answer in new words as wrong, never the reverse.
+no command that they do not give, nothing twice. A right answer in new words may so count as wrong.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from itertools import chain, pairwise
 
 WORD = re.compile(r"[a-z_]+|\d+|[^\x00-\x7f]")
 IN_A_COMMAND = re.compile(r"[^\s`,;:()，。；：、（）]+")
-COMMON = set(
-    "a an and are as at be by can each for from has in is it its of on one or that the this to use with".split()
-)
+COMMON = set("a an and are as at be by can each for from has in is it its of on or that the this to use with".split())
 TWICE = 6  # words in a row; a Chinese character counts as one
 
 

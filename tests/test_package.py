@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from email import message_from_string
 from email.message import Message
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,27 @@ def test_the_lowest_versions_train(wheel: Path, make_checkpoint: Callable[..., P
     done = run(python.with_name("pipetune"), "train", "--config", config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [1, 2, 3]
+
+
+@pytest.mark.longest
+def test_another_transformers_in_range_stays(wheel: Path, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """An environment with the highest other version that the requirements allow keeps all that it has, and plans."""
+    (needed,) = (each for each in packages(REQUIREMENTS) if each.name == "transformers")
+    own = f"setuptools=={version('setuptools')}"  # which torch would replace
+    python = environment(tmp_path / "other", "--no-deps", f"{needed},!={version('transformers')}", own)
+    (site,) = (tmp_path / "other").glob("lib/python*/site-packages")
+    before = {path.name for path in site.iterdir()}
+    said(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=tmp_path)
+    added = {path.name for path in site.iterdir()} - before
+    assert {name.partition("-")[0] for name in added} == {"pipetune"}
+    assert before <= {path.name for path in site.iterdir()}
+    found = said(python, "-c", "import transformers; print(transformers.__version__)", cwd=tmp_path).strip()
+    assert found in needed.specifier
+    assert found != version("transformers")
+    keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "model_topo": topology((2, 1))}
+    config = write_config(tmp_path / "run.yml", **keys)
+    command = python.with_name("pipetune")
+    assert "plan.png" in said(command, "plan", "--config", config, "--devices", "2xA100-80G", cwd=tmp_path)
 
 
 def packages(file: Path) -> list[Requirement]:

@@ -223,7 +223,7 @@ def find_newest_result() -> str:
         ConfigError: there is none.
     """
     runs = [path.parent for depth in DEPTHS for path in Path().glob(f"{depth}{RUN_FILE}")]
-    folders = [path.parent for run in runs for path in run.glob("[!.]*/config.json")]
+    folders = [path.parent for run in runs for path in run.glob("[!.]*/*config.json")]  # an adapter has one too
     found = [each for each in folders if (each / RECORD).is_file() or each.name == EXPORTED]
     if not found:
         raise ConfigError("--model: no run in this folder has a checkpoint; expected --model DIR, such as a save_path")

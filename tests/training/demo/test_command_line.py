@@ -208,3 +208,7 @@ def test_without_a_model_the_newest_result_of_a_run_here_is_asked(
     assert run_demo(None, *PROMPT, *SHORT)[2].startswith("model: runs/old/step-1 (")
     monkeypatch.chdir(old)
     assert run_demo(None, *PROMPT, *SHORT)[2].startswith("model: step-1 (")
+    Path("step-2").mkdir()
+    for name in ("checkpoint.json", "adapter_config.json"):
+        Path("step-2", name).write_text("{}")
+    assert run_demo(None, *PROMPT, *SHORT)[2].startswith("model: step-2 (")
