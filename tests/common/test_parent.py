@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from common.parent import without_sigterm
 from tests.conftest import FAQ, ROOT
 from tests.launching import catches, eventually, start, topology, write_config
 from training.distributed.processes import free_port
@@ -31,12 +33,11 @@ SLEEPER += "os.rename(os.environ['PID_FILE'] + '.new', os.environ['PID_FILE'])\n
 
 # Processes that start a foreign program or a run.
 PROVES = """
-import sys, time
+import sys
 from pathlib import Path
-from training.proof.launches import Launch, Start
+from training.proof.launches import Start
 notes = Path(sys.argv[1]).parent
-launch = Launch(Start(sys.argv[1], notes / "config", notes, notes))
-time.sleep(1000)
+Start(sys.argv[1], notes / "config", notes, notes).run(lambda steps: None)
 """
 SHOWS = """
 import sys
@@ -81,6 +82,24 @@ def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(entry_point: str, 
     finally:
         if alive(rank.pid):
             rank.kill()
+
+
+def test_sigterm_waits_for_the_end_of_a_fork() -> None:
+    """Though another thread may get it."""
+
+    def stop(*_: object) -> None:
+        raise InterruptedError
+
+    before, forked, over = signal.signal(signal.SIGTERM, stop), False, threading.Event()
+    threading.Thread(target=over.wait).start()
+    try:
+        with pytest.raises(InterruptedError), without_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+            forked = not over.wait(0.1)
+    finally:
+        over.set()
+        signal.signal(signal.SIGTERM, before)
+    assert forked
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from data.loader import GlobalBatch, Loader
 from training.any_model.config import PipelineConfig
 from training.config.deepspeed_config import training_dtype
-from training.engine.prefetch import Sent
+from training.engine.trainer import Sent
 from training.errors import ConfigError
 
 Collate = Callable[[list[Any]], Any]

@@ -83,7 +83,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         """Whether nothing is being written."""
         return all(task.done() for task in self._tasks)
 
-    def written(self) -> dict[str, FileRecord]:
+    def wait(self) -> dict[str, FileRecord]:
         """Wait until the files are on the disk; return name -> record, or raise the first OSError since `create`."""
         for task in self._tasks:
             task.result()

@@ -132,7 +132,7 @@ class SavedOptimizer:
         for number, (name, master) in enumerate(zip(names, masters, strict=True)):
             yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))
 
-    def elsewhere(self, stage: int) -> list[Path]:
+    def files_elsewhere(self, stage: int) -> list[Path]:
         """List a stage's optimizer files that are on other hosts' disks."""
         return [path for place in self._places(stage) for path in self._shards(place, here=False).values()]
 

@@ -199,7 +199,7 @@ class Checkpointer:
         with pending.hidden:
             written: dict[str, FileRecord] = {}
             with agreed(), writing(folder):
-                written = self._files.written()
+                written = self._files.wait()
             hosts: dict[str, dict[str, FileRecord]] = defaultdict(dict)
             for host, records in gather((self.disk.host, written)):
                 hosts[host] |= records

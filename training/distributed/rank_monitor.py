@@ -92,10 +92,10 @@ class RankMonitor:
         if self._lease and (successor := self._lease.successor()):
             raise taken_over(self._folder, successor)
 
-    def rest(self) -> None:
+    def expect_no_marks(self) -> None:
         """Expect no further mark; a rank that dies is noticed all the same."""
         if self._detector:
-            self._detector.rest()
+            self._detector.expect_no_marks()
 
     def __enter__(self) -> RankMonitor:
         return self

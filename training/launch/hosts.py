@@ -68,7 +68,7 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
     return {host: slots for host, slots in chosen.items() if slots}
 
 
-def exported() -> dict[str, str]:
+def exported_variables() -> dict[str, str]:
     """Return the variables for every host: what DeepSpeed's launcher exports, gloo's, OpenMP's, `.deepspeed_env`."""
     from deepspeed.launcher import runner
 

@@ -27,8 +27,8 @@ def test_ranks_measure_the_same_links(ranks: Ranks, tmp_path: Path) -> None:
     for name, (stages, replicas) in shapes.items():
         first, second = (Links.model_validate_json((tmp_path / f"{name}.{rank}.json").read_bytes()) for rank in (0, 1))
         assert first == second
-        assert first.fit(ModelTopo(process_topology={"dims": [stages, replicas]}))
-        assert not first.fit(ModelTopo(process_topology={"dims": [replicas, stages]}))
+        assert first.fits(ModelTopo(process_topology={"dims": [stages, replicas]}))
+        assert not first.fits(ModelTopo(process_topology={"dims": [replicas, stages]}))
         (link,) = first.stages or first.sums
         assert 0 < link.latency < 1 and link.bandwidth > 1e6
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from common import phases
 from tests.launching import topology, torchrun
 from training.config.keys import TrainConfig
 from training.distributed import processes, script
@@ -40,7 +42,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The job that an entry point hands to its supervisor."""
     found: list[str] = []
-    monkeypatch.setattr(os, "execv", lambda _, words: found.extend(words))
+
+    def execv(_: str, words: list[str]) -> None:
+        stops = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+        assert stops <= signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+        found.extend(words)
+
+    monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setenv(JOB, "")
     monkeypatch.setattr(sys, "argv", ["train_ds.py", "--config", "run.yml"])
     launch(TrainConfig.model_validate(KEYS | {"model_topo": topology((number, 1))}))
@@ -89,6 +97,7 @@ def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatc
         raise RunRefused
 
     monkeypatch.setattr(processes, "start", start)
+    monkeypatch.setattr(phases, "enter", lambda *_, **__: None)
     config = TrainConfig.model_validate(KEYS | {"timeout_minutes": minutes})
     with pytest.raises(RunRefused):
         script.run_or_launch(config, ProcessInfo(0, 1, 0, 1), lambda *_: False)

@@ -147,6 +147,17 @@ def test_a_fault_is_followed_by_a_restart(name: str, tmp_path: Path) -> None:
     assert not of_run(tmp_path)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_between_the_entry_point_and_the_ranks_starts_none(number: signal.Signals, tmp_path: Path) -> None:
+    """The entry point has blocked it; it is heeded once the supervisor can."""
+    words = words_of(tmp_path, "ends")
+    blocked = f"import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [{number}]); os.kill(os.getpid(), {number})"
+    place = words.index(SUPERVISOR)
+    result = start(*words[:place], f"{blocked}; {SUPERVISOR}", *words[place + 1 :]).end()
+    assert result.returncode == 128 + number and "this start trained nothing" in result.stdout, result.stderr
+    assert not (tmp_path / "starts-0").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -> None:
     launch = begun(tmp_path)
