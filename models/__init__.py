@@ -1,6 +1,6 @@
 """Model families, layers, checkpoints of both layouts, the loss.
 
-`load_model` gives a whole model in one process; `models.pipeline` splits the same layers over stages.
+`load_model` loads a whole model in one process; `models.pipeline` splits the same layers over stages.
 """
 
 from __future__ import annotations

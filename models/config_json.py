@@ -25,7 +25,7 @@ MOST |= dict.fromkeys(AHEAD, 100)
 AMOUNTS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")  # JSON may hold NaN and Infinity
 MOST_BYTES = 2**24  # of a config.json
 TEXT, TIED = "text_config", "tie_word_embeddings"
-QUANTIZATION = "quantization_config"  # `checkpoint.quantized` reads such weights as the numbers that they stand for
+QUANTIZATION = "quantization_config"  # `checkpoint.quantized` dequantizes such weights
 
 
 def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -41,7 +41,7 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
     if raw["model_type"] in FAMILIES:  # of which none has parts
         part = {name: value for name, value in raw.items() if name != TEXT}
     elif isinstance(text, dict) and isinstance(text.get("model_type"), str):
-        part = text | {name: raw[name] for name in (TIED,) if name in raw}  # whether the head is tied stands outside
+        part = text | {name: raw[name] for name in (TIED,) if name in raw}  # outside of the part
     for name in SIZES:  # transformers checks types, and fails in the middle of its layers where one is 0
         if isinstance(found := part.get(name), int) and found < 1:
             raise CheckpointError(f"{path}: {name}: expected at least 1, found {found}")

@@ -1,7 +1,7 @@
 """Generate text token by token, for several prompts at once, with a key-value cache.
 
 A prompt is read by a forward pass of its own; after that all texts get one token a pass. A finished text makes room for
-the next request. Where the layers lie in several processes, the texts are divided into as many groups: while tokens are
+the next request. Where several processes hold the layers, the texts are divided into as many groups: while tokens are
 chosen for one, the others are computed.
 """
 

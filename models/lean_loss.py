@@ -1,6 +1,6 @@
 """Cross-entropy of a projection to the vocabulary, without ever holding the logits of all tokens.
 
-A vocabulary of 128k words gives a token half a megabyte of logits, and the plain form holds them several times over.
+With a vocabulary of 128k words a token has half a megabyte of logits, and the plain form holds them several times over.
 Here a chunk of tokens is projected, its loss is added to the sum, and its logits become, in place, their own gradient,
 which is multiplied at once with the weight and with the hidden states. So the gradients are there when the forward pass
 ends, and the backward pass only scales them.

@@ -181,7 +181,7 @@ class PipelineModel(PipelineModule):
 class VScheduleModel(DualPipeVModule, PipelineModel):
     """A stage's two chunks for DualPipeV: of 2P chunks the s-th and the s-th last.
 
-    So embedding and head lie on the first stage, and the ends of a tied model share one parameter. DeepSpeed runs one
+    So embedding and head are on the first stage, and the ends of a tied model share one parameter. DeepSpeed runs one
     chunk or the other as this module's forward pass; the loss belongs to the second.
     """
 

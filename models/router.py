@@ -1,7 +1,7 @@
 """The load-balancing loss of mixture-of-experts models, summed along the pipeline.
 
 The loss compares how often each expert was chosen with how probable it was, over all layers and tokens (Switch
-Transformer, arXiv:2101.03961, equations 4 to 6, in the form of transformers' `output_router_logits`). The layers lie on
+Transformer, arXiv:2101.03961, equations 4 to 6, in the form of transformers' `output_router_logits`). The layers are on
 different stages, so each block adds its sums, 2 x experts numbers, to a tensor that flows beside the hidden states, and
 the last stage computes the loss. Padding does not count.
 """

@@ -19,7 +19,7 @@ class Shard:
     Attributes:
         shape: of the whole weight.
         side: the sharded dimension, from 0.
-        ranges: what the process has of it, in order: several where matrices lie above each other in one weight.
+        ranges: what the process has of it, in order: several where matrices are stacked in one weight.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ Range = tuple[Shard | None, int, int]  # of a flattened part, or of the whole we
 def in_common(one: Range, other: Range) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the places that two ranges of shards have in common, in either shard.
 
-    Cost: some 20 passes over int64 numbers, as many as lie between the first and the last of them.
+    Cost: some 20 passes over int64 numbers, as many as there are between the first and the last of them.
     """
     if not (one[2] and other[2]):
         return

@@ -31,7 +31,7 @@ class ModelSpec:
     """One concrete architecture: a family at a given size.
 
     Attributes:
-        raw: config.json as it stands.
+        raw: the content of config.json.
         fields: what it says of the decoder, in field names that transformers knows.
         is_part: whether the checkpoint holds more than the decoder, as those of images and text do.
         trained: which weights are trained, and the adapters that layers are built with.

@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed later than those of what flows: the half of a backward pass that can wait.
+"""Compute the gradients of weights later than those of activations: the half of a backward pass that can wait.
 
 A pipeline's other stages wait for the gradient of a stage's input, and nobody waits for the gradient of its weights
 (zero bubble, arXiv:2401.10241). So a linear layer's backward pass gives the first at once and remembers what the second
@@ -42,7 +42,7 @@ class WeightGradients:
     def defer(self, module: nn.Module) -> None:
         """Make a module's linear layers defer their weight gradients; not under autocast.
 
-        torch.compile leaves them out and fuses what lies between: what it took in would have a backward of its own.
+        torch.compile skips them and fuses the operations between them: inside, they would get its own backward pass.
         """
         for linear in trained_linear_layers(module):
             vars(linear)["forward"] = torch.compiler.disable(MethodType(self._forward, linear))

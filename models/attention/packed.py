@@ -3,8 +3,8 @@
 * Document by document: each is a call of torch's scaled_dot_product_attention of its own: the same numbers, and the
   flash kernels that torch has for plain causal attention. A row of 2,048 tokens in 16 documents takes a fifth of the
   time on a CPU. The price is one kernel launch a document. Where a token sees a window of W tokens only, W queries at
-  a time are given the 2 W keys that they can see: work and memory grow with S x W. Of torch's kernels cuDNN's, which is
-  made for Hopper, is taken where it is asked for.
+  a time are given the 2 W keys that they can see: work and memory grow with S x W. `by_cudnn`
+  prefers cuDNN's kernel, which is made for Hopper, among torch's.
 * All documents in one launch: the rows are laid end to end for torch's own varlen_attn, the algorithm of the flash-attn
   package, which need not be installed. It runs on GPUs from Ampere on, in bf16 and fp16.
 

@@ -1,6 +1,6 @@
 """Masks, rotary angles and ALiBi biases: what blocks need besides hidden states, made from position ids.
 
-Position ids restart at 0 with each document of a packed row. Padding stands on the right, where no real token attends
+Position ids restart at 0 with each document of a packed row. Padding is on the right, where no real token attends
 to it, and is treated like any token: its ids, -1 - p, become p for masks and biases, so that a padded row still needs
 no mask.
 

@@ -2,8 +2,8 @@
 
 Both stretch the angles of texts beyond the length of pretraining. transformers decides by the largest position in a
 micro-batch (and dynamic scaling remembers the one before), so a document's loss would depend on its neighbours. Here
-each has the angles that transformers gives it when it stands alone: the frequencies of each length are asked of
-transformers once and lie in a table on the device, so that the host need not know the lengths.
+each has the angles that transformers gives it when it is alone: transformers computes the frequencies of each length
+once, and a table on the device keeps them, so that the host need not know the lengths.
 
 Cost: for longrope a table of two rows; for dynamic scaling a row for each length from pretraining's to the longest so
 far: some 0.1 ms and half a head's fp32 numbers each. A micro-batch takes half a head's fp32 numbers for each token.

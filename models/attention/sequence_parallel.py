@@ -151,14 +151,10 @@ def over_parts(kernel: Kernel) -> Kernel:
     ) -> tuple[Tensor, Any]:
         if part_of_rows is None:
             return kernel(module, query, key, value, attention_mask, **options)
-        return _apart_from_compiled(part_of_rows)(kernel, module, query, key, value, attention_mask, **options), None
+        exchange: Callable[..., Tensor] = torch.compiler.disable(part_of_rows.attend)
+        return exchange(kernel, module, query, key, value, attention_mask, **options), None
 
     return attend
-
-
-def _apart_from_compiled(part: PartOfRows) -> Callable[..., Tensor]:
-    found: Callable[..., Tensor] = torch.compiler.disable(part.attend)  # messages are no part of a compiled block
-    return found
 
 
 def share_attention() -> None:

@@ -2,7 +2,7 @@
 
 The HuggingFace layout is config.json with safetensors or .bin files, single or sharded. The pipeline layout is
 config.json with one `layer_XX-model_states.pt` a layer, as DeepSpeed writes them for a PipelineModule; a run's
-checkpoint is one. Beside the layers lie `pipetune.json`, by which an export restores the original's files, and
+checkpoint is one. It also holds `pipetune.json`, by which an export restores the original's files, and
 `carried.safetensors`, tensors that belong to no layer.
 """
 

@@ -73,13 +73,8 @@ def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
             for name in carried:
                 writer.write(name, source.read(name))
     names = [name for names in source.files.values() for name in names]
-    return Manifest(
-        files={_safetensors_name(file): names for file, names in source.files.items()},
+    return Manifest(  # with model-00001-of-00002.safetensors for pytorch_model-00001-of-00002.bin
+        files={f"{Path(file).stem.removeprefix('pytorch_')}.safetensors": each for file, each in source.files.items()},
         dtypes={name: DTYPE_NAMES[source.info(name).dtype] for name in names},
         side_files=side_files(source.folder),
     )
-
-
-def _safetensors_name(file: str) -> str:
-    """Rename pytorch_model-00001-of-00002.bin to model-00001-of-00002.safetensors."""
-    return file.removeprefix("pytorch_").removesuffix(".bin").removesuffix(".safetensors") + ".safetensors"

@@ -119,7 +119,7 @@ class TracedModel(nn.Module):
         """Compute logits [B, S, V] for `input_ids` [B, S], and all keys and values so far.
 
         Args:
-            attention_mask: [B, tokens in `past` + S]; 0 for padding, which stands on the left.
+            attention_mask: [B, tokens in `past` + S]; 0 for padding, which is on the left.
             past: what the pass before gave; in the first pass tensors without tokens, or none.
         """
         cache = GivenCache(past)

@@ -1,6 +1,6 @@
 """Compare families with transformers, once, and keep the results.
 
-A result lies in the user's cache folder under what it depends on: the traits of the config, the versions of
+A result is kept in the user's cache folder by what it depends on: the traits of the config, the versions of
 transformers and torch, and Pipetune's own code. With another trait or version, the comparison is made again.
 """
 

@@ -1,4 +1,4 @@
-"""What the blocks of a derived family are given: each argument from where the outline found it to come."""
+"""Make the arguments of a derived family's blocks, each from the source that the outline found."""
 
 from __future__ import annotations
 

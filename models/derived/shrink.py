@@ -15,7 +15,7 @@ from models.errors import CheckpointError
 from models.router import EXPERTS, n_experts, top_k
 
 HEAD, WINDOW, VOCABULARY = 16, 16, 512
-HEADS, MANY_HEADS = 4, 16  # at least, where the model has so many; from when on they are narrower still
+HEADS, MANY_HEADS = 4, 16  # at least, if the model has as many; from this many on heads are narrower still
 LEAST_EXPERTS = 4
 MULTIPLE = 8  # of widths, as kernels like them
 # What the families call the same size, the name that transformers itself takes first.
@@ -59,10 +59,6 @@ def _get(config: PreTrainedConfig, name: str) -> Any:
     return getattr(config, name) if isinstance(value, property) else value  # as Falcon's head_dim
 
 
-def _has(config: PreTrainedConfig, name: str) -> bool:
-    return config.attribute_map.get(name, name) in vars(config)
-
-
 def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) -> dict[str, Any]:
     """Shrink the config.json `raw` that `config` was read from to at most `n_blocks` blocks."""
     raw = dict(raw)
@@ -100,8 +96,9 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
         sizes[("linear_num_key_heads",)] = few = min(2, config.linear_num_key_heads)
         sizes[("linear_num_value_heads",)] = few * (values // config.linear_num_key_heads)
     for names, size in sizes.items():
-        present = [name for name in names if name in raw] or [name for name in names[:1] if _has(config, name)]
-        raw |= dict.fromkeys(present, size)
+        stated = [name for name in names if name in raw]
+        has_default = config.attribute_map.get(names[0], names[0]) in vars(config)
+        raw |= dict.fromkeys(stated or names[:has_default], size)
     if getattr(config, "query_pre_attn_scalar", None) == head:
         raw["query_pre_attn_scalar"] = few_head
     lists = {name: value for name, value in known.items() if isinstance(value, list) and len(value) == depth}

@@ -20,10 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 from models import CausalLM, CheckpointError
+from models.api import read_spec
 from models.checkpoint.publish import MARK, publish_folder
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
-from tests.conftest import ORIGINALS
+from models.spec import ModelSpec
+from tests.conftest import ORIGINALS, TINY
 from tests.launching import run
 from tests.models.originals import expected_of_original
 
@@ -71,6 +73,12 @@ def compatible(folder: Path, workspace: Path) -> Path:
     layout: Any = "native" if read_config(folder)["model_type"] in ORIGINALS else "original"
     pp_to_hg(workspace / "layers", workspace / "compatible", options=ExportOptions(layout=layout, compat=True))
     return workspace / "compatible"
+
+
+def spec_of(model_type: str = "llama", **changes: Any) -> ModelSpec:
+    """The spec of a tiny model, from the content of its config.json alone."""
+    fields = ORIGINALS[model_type][0] if model_type in ORIGINALS else TINY | {"n_head": 4}
+    return read_spec(Path(), fields | {"model_type": model_type} | changes)
 
 
 def random_ids(rows: int, length: int, seed: int = 1) -> Tensor:

@@ -13,11 +13,10 @@ import torch
 from models import load_model
 from models.api import read_spec
 from models.architectures import FAMILIES
-from models.architectures.bloom import alibi_slopes
 from models.attention.kernels import ALL, EAGER, FLASH, FLEX, TORCH
 from tests.conftest import ORIGINALS
-from tests.models.cases import CASES, GEMMA3_ROPE, LLAMA3_ROPE, LONG_ROPE
-from tests.models.helpers import change_config, error_line, random_ids, read_config
+from tests.models.cases import CASES, LLAMA3_ROPE, LONG_ROPE
+from tests.models.helpers import error_line, random_ids, read_config, spec_of
 
 LENGTH = 40  # longer than the windows
 
@@ -83,20 +82,10 @@ def test_relatives_with_other_layers_are_refused(
     assert str(tmp_path / "config.json") in line and reason in line
 
 
-@pytest.mark.parametrize("heads", [1, 4, 5, 12, 40])
-def test_alibi_slopes_are_those_of_the_paper(heads: int) -> None:
-    """A power of two of slopes in a geometric series, and every other one of the next power's for the rest."""
-    power = 2 ** (heads.bit_length() - 1)
-    series = [2 ** (-8 * number / power) for number in range(1, power + 1)]
-    finer = [2 ** (-4 * number / power) for number in range(1, 2 * power, 2)]
-    torch.testing.assert_close(alibi_slopes(heads), torch.tensor(series + finer[: heads - power]))
-
-
 @pytest.mark.parametrize(("name", "ratio"), [("THUDM/chatglm2-6b", 1), ("THUDM/chatglm3-6b-32k", 50)])
-def test_chatglms_whose_angles_are_known_are_read(name: str, ratio: int, tmp_path: Path) -> None:
-    fields = ORIGINALS["chatglm"][0] | {"rope_ratio": ratio, "_name_or_path": name}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert read_spec(tmp_path).config.rope_parameters["rope_theta"] == 10_000 * ratio
+def test_chatglms_whose_angles_are_known_are_read(name: str, ratio: int) -> None:
+    spec = spec_of("chatglm", rope_ratio=ratio, _name_or_path=name)
+    assert spec.config.rope_parameters["rope_theta"] == 10_000 * ratio
 
 
 @pytest.mark.parametrize(
@@ -111,45 +100,9 @@ def test_chatglms_whose_angles_are_known_are_read(name: str, ratio: int, tmp_pat
         ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 250}, 1000),
     ],
 )
-def test_the_context_counts_how_angles_are_stretched(
-    rope: dict[str, Any], context: int, make_checkpoint: Callable[..., Path]
-) -> None:
+def test_the_context_counts_how_angles_are_stretched(rope: dict[str, Any], context: int) -> None:
     rope = {"rope_theta": 10_000.0} | rope
-    folder = make_checkpoint("llama", max_position_embeddings=1000, rope_parameters=rope)
-    assert read_spec(folder).context == context
-
-
-PLAIN_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
-WITHOUT: list[tuple[str, dict[str, object]]] = [
-    ("mistral-window", {"sliding_window": None}),
-    ("mixtral-window", {"sliding_window": None}),
-    ("phi3", {"sliding_window": None}),
-    ("qwen2-some-windows", {"use_sliding_window": False, "sliding_window": None, "layer_types": None}),
-    ("gemma2", {"sliding_window": 256}),
-    ("gemma2", {"attn_logit_softcapping": None}),
-    ("gemma2", {"final_logit_softcapping": None}),
-    ("gemma3", {"sliding_window": 256}),
-    ("gemma3", {"rope_parameters": GEMMA3_ROPE | {"full_attention": PLAIN_ROPE}}),
-    ("gemma3", {"rope_parameters": GEMMA3_ROPE | {"sliding_attention": GEMMA3_ROPE["full_attention"]}}),
-    ("llama-rope-scaling", {"rope_parameters": PLAIN_ROPE}),
-    ("phi3-long", {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}}),
-    ("glm", {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 1.0}}),
-    ("qwen3_moe", {"norm_topk_prob": False}),
-    ("chatglm3-32k", {"rope_ratio": 1}),
-]
-
-
-@pytest.mark.parametrize(("case", "changes"), WITHOUT)
-def test_what_config_json_says_takes_part(
-    case: str, changes: dict[str, object], make_case: Callable[..., Path]
-) -> None:
-    folder = make_case(case)
-    ids = random_ids(1, LENGTH)
-    with torch.inference_mode():
-        with_it = load_model(folder)(ids)
-        change_config(folder, **changes)
-        without_it = load_model(folder)(ids)
-    assert (with_it - without_it).abs().max() > 1e-3
+    assert spec_of(max_position_embeddings=1000, rope_parameters=rope).context == context
 
 
 OLDER_NAMES: dict[str, dict[str, object]] = {

@@ -29,7 +29,7 @@ from models.weight_gradients import linear_layers
 from tests.conftest import ROOT
 from tests.models.attention.test_kernels import position_ids
 from tests.models.cases import CASES
-from tests.models.helpers import saved_tensors
+from tests.models.helpers import saved_tensors, spec_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HIDDEN = 64  # of the tiny models
@@ -166,10 +166,10 @@ def test_the_backward_pass_keeps_the_bf16_inputs() -> None:
     assert layer.get_parameter("0.weight").untyped_storage()._cdata in sizes  # a view of the weight itself
 
 
-def test_models_that_cannot_compute_in_fp8_are_refused(make_checkpoint: Callable[..., Path]) -> None:
-    experts = read_spec(make_checkpoint("mixtral", num_local_experts=4))
+def test_models_that_cannot_compute_in_fp8_are_refused() -> None:
+    experts = spec_of("mixtral", num_local_experts=4)
     assert fp8_obstacle(experts) == "the experts of mixtral are no linear layers"
-    odd = read_spec(make_checkpoint("llama", intermediate_size=100))
+    odd = spec_of(intermediate_size=100)
     assert fp8_obstacle(odd) == f"a linear layer of the blocks has 100 features, no multiple of {FP8_MULTIPLE}"
 
 

@@ -1,23 +1,30 @@
-"""Shows that every family computes what transformers computes: logits, gradients, packed rows, recomputation, bf16."""
+"""Shows that every family computes what transformers computes: logits, gradients, packed rows, recomputation, bf16.
+
+The stored logits, losses and gradient norms of the golden checkpoints come out too, from both layouts.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from models import load_model
+from models import CausalLM, load_model
 from models.attention.rope import depends_on_length
+from models.loss import token_loss
 from models.router import experts_implementation, router_loss
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES, PADDING
 from tests.models.helpers import (
     LAYOUTS,
     change_weights,
+    copy_of,
     expected_of,
     gradients,
     in_layout,
@@ -155,31 +162,6 @@ def test_recomputation_changes_no_gradient(expected: Expected) -> None:
     assert runs == [2] * len(model.blocks)
 
 
-def test_training_may_reuse_the_position_ids_of_an_evaluation(make_checkpoint: Callable[..., Path]) -> None:
-    model = load_model(make_checkpoint("llama"))
-    ids, position_ids = random_ids(1, 8), torch.arange(8)[None]
-    with torch.inference_mode():
-        evaluated = model(ids, position_ids)
-    logits = model(ids, position_ids)
-    shifted_loss(logits, ids).backward()
-    torch.testing.assert_close(logits, evaluated, atol=0, rtol=0)
-    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
-
-
-@pytest.mark.parametrize("what", ["position ids", "dtype"])
-def test_change_between_two_calls_is_noticed(make_checkpoint: Callable[..., Path], what: str) -> None:
-    model = load_model(make_checkpoint("llama"))
-    ids, position_ids = random_ids(1, 8), torch.arange(8)[None]
-    with torch.no_grad():
-        model(ids, position_ids)
-        if what == "dtype":
-            model.bfloat16()
-        else:
-            position_ids[0, 3:] -= 3
-        again = model(ids, position_ids)
-        torch.testing.assert_close(again, model(ids, position_ids.clone()), atol=0, rtol=0)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_bf16_loading_gives_bf16_parameters(
@@ -208,3 +190,47 @@ def test_alibi_biases_keep_near_keys_apart_in_bf16(make_case: Callable[..., Path
     with torch.inference_mode():
         exact, rounded = load_model(folder, torch.float32)(ids), load_model(folder)(ids)
     assert (rounded - exact)[:, -20:].abs().mean() < 0.02 * exact.std()
+
+
+OWN_CODE = ["baichuan2-7b-tiny", "baichuan2-13b-tiny", "chatglm3-tiny"]
+TRANSFORMERS = ["bloom-tiny", "llama-tiny", "llama-untied-tiny", "mixtral-tiny"]
+CONFIGS = [(name, "config") for name in OWN_CODE + TRANSFORMERS] + [(name, "config.legacy") for name in TRANSFORMERS]
+ROUTER_LOSS_COEF = 0.02
+
+
+@pytest.fixture(params=CONFIGS, ids="-".join)
+def golden(request: pytest.FixtureRequest, shared: Path, tmp_path: Path) -> Path:
+    """A copy of a golden checkpoint, with the field names of one age of transformers in config.json."""
+    name, config = request.param
+    folder = copy_of(shared / "golden" / name, tmp_path / "golden")
+    (folder / "config.json").write_bytes((folder / f"{config}.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stored_values_come_out(golden: Path, layout: str, tmp_path: Path) -> None:
+    model = load_model(in_layout(golden, layout, tmp_path / "layers"))
+    inputs = load_file(golden / "expected.safetensors")
+    wanted = json.loads((golden / "expected.json").read_text())
+    stream = model.activations(inputs["input_ids"])
+    torch.testing.assert_close(model.head(stream), inputs["logits"], atol=1e-5, rtol=0)
+
+    loss = token_loss(model.head.norm(stream[0]), inputs["labels"], model.head) / wanted["n_loss_tokens"]
+    assert loss.item() == pytest.approx(wanted["loss"], abs=1e-5)
+    loss.backward(retain_graph=True)
+    norms = gradient_norms(model)
+    assert norms == pytest.approx(wanted["grad_norms"], rel=1e-5)
+    assert sum(norm**2 for norm in norms.values()) ** 0.5 == pytest.approx(wanted["global_grad_norm"], rel=1e-5)
+
+    assert (len(stream) > 2) == ("aux_loss" in wanted)
+    for sums in stream[2:]:
+        balance = router_loss(sums, model.spec.config.num_experts_per_tok)
+        assert balance.item() == pytest.approx(wanted["aux_loss"], abs=1e-5)
+        assert (loss + ROUTER_LOSS_COEF * balance).item() == pytest.approx(wanted["loss_with_aux"], abs=1e-5)
+        (ROUTER_LOSS_COEF * balance).backward()
+        assert gradient_norms(model) == pytest.approx(wanted["grad_norms_with_aux"], rel=1e-5)
+
+
+def gradient_norms(model: CausalLM) -> dict[str, float]:
+    """By name on disk."""
+    return {name: float(gradient.norm()) for name, gradient in gradients(model).items()}

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from models import load_model
-from models.api import read_spec
 from models.generation import Request, generate_many
 from models.tensor_parallel import obstacle
 from tests.closeness import assert_near, bound
 from tests.launching import torchrun
 from tests.models.cases import CASES, EXPERTS, Case
-from tests.models.helpers import change_weights, fill_biases, random_ids
+from tests.models.helpers import change_weights, fill_biases, random_ids, spec_of
 
 Make = Callable[..., Path]
 
@@ -205,7 +204,7 @@ def test_what_cannot_be_shared_is_refused_by_every_rank(name: str, outcomes: dic
     ],
 )
 def test_what_cannot_be_shared_is_told(
-    model: str, changes: dict[str, Any], size: int, spread: bool, told: str | None, make_checkpoint: Make
+    model: str, changes: dict[str, Any], size: int, spread: bool, told: str | None
 ) -> None:
-    reason = obstacle(read_spec(make_checkpoint(model, **changes)), size, spread)
+    reason = obstacle(spec_of(model, **changes), size, spread)
     assert (reason is None) if told is None else (reason is not None and told in reason)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from models.api import read_spec
 from models.architectures import FAMILIES
-from models.derived.derive import derive
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT, Family
 from models.spec import ModelSpec
 from models.weight_map import Binding, WeightMap, reshape_rows
@@ -48,19 +48,11 @@ numbers = misspelt | st.integers(0, 2 * MOST).map(str)
 def spec_of(name: str) -> ModelSpec:
     """The architecture with 5 blocks and 3 experts, of which only the names and shapes matter here."""
     model_type, changes, _ = TABLES[name]
+    fields = TINY | {"model_type": model_type, "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2}
+    fields |= {"moe_intermediate_size": 32}
     if model_type in ORIGINALS:
-        family = FAMILIES[model_type]
-        raw = ORIGINALS[model_type][0] | {"num_hidden_layers": 5, "num_layers": 5} | changes
-        family = family.variant(raw) if family.variant else family
-        assert family.translate is not None
-        fields = family.translate(raw)
-    else:
-        sizes = {"num_hidden_layers": 5, "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2}
-        sizes |= {"moe_intermediate_size": 32}
-        fields = {"model_type": model_type} | TINY | sizes | changes
-        config = CONFIG_MAPPING[model_type].from_dict(fields)
-        family = FAMILIES[model_type] if model_type in FAMILIES else derive(config, fields)
-    return ModelSpec(family, CONFIG_MAPPING[fields["model_type"]].from_dict(fields))
+        fields = ORIGINALS[model_type][0] | {"num_layers": 5}
+    return read_spec(Path(), fields | {"num_hidden_layers": 5} | changes)
 
 
 def weight_map_of(name: str, depth: int, n_experts: int = 3) -> WeightMap:
@@ -183,24 +175,6 @@ def test_buffers_are_carried_weights_are_not_and_both_ends_of_a_tie_have_a_name(
     head, embedding = weight_map.tied_head, weight_map.tied_embedding
     assert weight_map.binding(head) == Binding((head,), 4, (HEAD_WEIGHT,))
     assert weight_map.binding(embedding) == Binding((embedding,), 0, (EMBEDDING_WEIGHT,))
-
-
-@pytest.mark.parametrize("depth", [1, 2, MOST])
-def test_names_without_the_optional_prefix_have_the_same_places(depth: int) -> None:
-    full = weight_map_of("bloom", depth)
-    places = [
-        binding for layer in range(depth + 2) for binding in full.bindings(layer, names_in("bloom", depth, layer))
-    ]
-    full_names = [binding.disk[0] for binding in places]
-    short_names = [name.removeprefix("transformer.") for name in full_names]
-    short = full.for_names(short_names)
-    assert full.for_names(full_names) == full != short
-    for name, binding in zip(short_names, places, strict=True):
-        assert short.binding(name) == binding._replace(disk=(name,))
-        assert short.binding_of(binding.layer, binding.names[0]) == binding._replace(disk=(name,))
-    assert short.binding("transformer.h.0.input_layernorm.weight") is None
-    assert full.binding("h.0.input_layernorm.weight") is None
-    assert full.binding("transformer.lm_head.weight") is short.binding("transformer.lm_head.weight") is None
 
 
 def test_a_single_expert_has_shapes_on_disk_like_one_of_many() -> None:

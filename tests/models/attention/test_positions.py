@@ -28,6 +28,12 @@ def test_masks_are_made_once_a_micro_batch(make_checkpoint: Callable[..., Path])
     made = positions(FULL, hidden, equal)
     equal[0, 4:] -= 4
     assert positions(FULL, hidden, equal) is not made
+    made = positions(FULL, hidden, equal)
+    assert positions(FULL, hidden.bfloat16(), equal) is not made
+    with torch.inference_mode():  # of an evaluation, whose tensors no training may save
+        made = positions(FULL, hidden, equal)
+        assert positions(FULL, hidden, equal) is made
+    assert positions(FULL, hidden, equal) is not made
 
 
 class Tf32(TorchDispatchMode):

@@ -5,15 +5,13 @@ Gradients over real processes are in tests/training/engine/test_gradients.py.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.api import read_spec
 from models.attention.kernels import FLEX
 from models.attention.sequence_parallel import Exchanged, Folded, share_attention
 from models.causal_lm import CausalLM
@@ -21,35 +19,27 @@ from models.layers import Block
 from models.loading import SeededStates
 from models.process_groups import RankGroup, RankGroups
 from models.spec import ModelSpec
-from tests.conftest import BAICHUAN, CHATGLM, TINY
-from tests.models.helpers import saved_tensors
+from tests.models.helpers import saved_tensors, spec_of
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    **{name: {**TINY, "model_type": name, "n_head": 4} for name in ("llama", "bloom", "mixtral", "gemma2", "phi3")},
-    "mistral": {**TINY, "model_type": "mistral", "sliding_window": 8},
-    "gpt_oss": {**TINY, "model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8},
-    "baichuan2-7b": BAICHUAN,
-    "baichuan2-13b": {name: value for name, value in BAICHUAN.items() if name != "max_position_embeddings"},
-    "chatglm": CHATGLM,
-    "dynamic": {**TINY, "model_type": "llama", "max_position_embeddings": 16}
-    | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+SPECS: dict[str, Callable[[], ModelSpec]] = {
+    **{name: partial(spec_of, name) for name in ("llama", "bloom", "mixtral", "gemma2", "phi3", "chatglm")},
+    "mistral": partial(spec_of, "mistral", sliding_window=8),
+    "gpt_oss": partial(spec_of, "gpt_oss", num_local_experts=4, sliding_window=8),
+    "baichuan2-7b": partial(spec_of, "baichuan", max_position_embeddings=256),
+    "baichuan2-13b": partial(spec_of, "baichuan"),
+    "dynamic": partial(spec_of, max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
 }
 LENGTH = 48
 DOCUMENTS = torch.tensor([[*range(20), *range(28)], [*range(48)]])
 PADDED = torch.where(torch.arange(LENGTH) < 40, torch.arange(LENGTH), -1 - torch.arange(LENGTH)).repeat(2, 1)
 
 
-def spec_of(folder: Path, fields: dict[str, Any]) -> ModelSpec:
-    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    return read_spec(folder)
-
-
 @pytest.mark.parametrize(
     "positions", [DOCUMENTS, PADDED, DOCUMENTS[1:].repeat(2, 1)], ids=["packed", "padded", "plain"]
 )
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_in_parts_give_what_whole_rows_give(family: str, positions: Tensor, tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, FAMILIES[family])
+@pytest.mark.parametrize("family", SPECS)
+def test_rows_in_parts_give_what_whole_rows_give(family: str, positions: Tensor) -> None:
+    spec = SPECS[family]()
     model = CausalLM(spec, SeededStates(spec, 0), torch.float32, torch.device("cpu"))
     ids = torch.randint(3, int(spec.config.vocab_size), (2, LENGTH))
     whole = model(ids, positions)
@@ -88,10 +78,8 @@ def part_of(spec: ModelSpec, size: int) -> tuple[Block, Tensor, Tensor]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_block_exchanges_four_times_each_way(
-    size: int, recompute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, others = spec_of(tmp_path, FAMILIES["llama"]), Alone(monkeypatch)
+def test_a_block_exchanges_four_times_each_way(size: int, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, others = spec_of(), Alone(monkeypatch)
     block, hidden, positions = part_of(spec, size)
     block.recompute = recompute
     output = block((hidden, positions))[0]
@@ -105,12 +93,10 @@ def test_a_block_exchanges_four_times_each_way(
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "phi3"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_process_keeps_its_part_of_the_activations(
-    family: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_keeps_its_part_of_the_activations(family: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a twentieth, in layers of the usual proportions: the result of attention is there twice."""
     usual = {"num_key_value_heads": 4, "intermediate_size": 224}
-    spec, kept = spec_of(tmp_path, FAMILIES[family] | usual), {}
+    spec, kept = spec_of(family, **usual), {}
     Alone(monkeypatch)
     for parts in (1, size):
         block, hidden, positions = part_of(spec, parts)
@@ -124,8 +110,8 @@ def test_a_process_keeps_its_part_of_the_activations(
     assert 0.9 < kept[size] / (kept[1] / size) <= 1.05  # phi3's fused projection need not be kept, as its parts are
 
 
-def test_each_process_has_the_slopes_of_its_heads(tmp_path: Path) -> None:
-    spec, cpu = spec_of(tmp_path, FAMILIES["bloom"]), torch.device("cpu")
+def test_each_process_has_the_slopes_of_its_heads() -> None:
+    spec, cpu = spec_of("bloom"), torch.device("cpu")
     groups = [RankGroups(RankGroup(2, sequence), RankGroup(2, tensor)) for tensor in (0, 1) for sequence in (0, 1)]
     own = [spec.positions(each).slopes_on(cpu) for each in groups]
     torch.testing.assert_close(torch.cat(own), spec.positions().slopes_on(cpu), rtol=0, atol=0)
