@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Do what the command line asks for. torch is imported here, as wrong words should not wait for it."""
     import torch
 
-    from models.api import download
+    from models.checkpoint.hub import download
     from models.conversion.check import check
     from models.conversion.to_huggingface import ExportOptions, pp_to_hg
     from models.conversion.to_pipeline import hg_to_pp
@@ -119,7 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     purpose = "say whether a HuggingFace folder is whole and loads in transformers"
     commands.add_parser("check", help=purpose, parents=[source])
     fetch = commands.add_parser("download", help="fetch a model from the HuggingFace hub", parents=[target])
-    fetch.add_argument("--model-name", required=True, help="such as HuggingFaceTB/SmolLM2-135M-Instruct")
+    fetch.add_argument("--model-name", required=True, help="such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION")
     return parser
 
 

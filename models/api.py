@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -17,7 +15,8 @@ from models.adapters import Trained
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
 from models.checkpoint.adapter import AdaptedStates, base_folder, open_factors, read_peft_config
-from models.checkpoint.layout import ADAPTER, TEMPLATES, has_huggingface_weights, resolve
+from models.checkpoint.hub import find_model
+from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
 from models.config_json import model_fields, reason_of
 from models.derived import proven
@@ -27,8 +26,6 @@ from models.process_groups import RankGroup
 from models.router import experts_implementation
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare, obstacle
-
-SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md"]
 
 
 def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
@@ -75,7 +72,7 @@ def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[Mod
     Raises:
         CheckpointError: a folder is none of these.
     """
-    folder = resolve(path, adapter=True)
+    folder = find_model(path, adapter=True)
     if (folder / ADAPTER).is_file():
         if adapter:
             raise CheckpointError(f"{folder}: an adapter itself; expected the model that {adapter} belongs to")
@@ -99,7 +96,8 @@ def load_model(
     """Load the model of a folder of either layout, in evaluation mode.
 
     Args:
-        path: a HuggingFace folder, a pipeline-layout folder, a checkpoint of a run, or a run's `save_path`.
+        path: a HuggingFace folder, a pipeline-layout folder, a checkpoint of a run, a run's `save_path`, or a model's
+            name on the HuggingFace hub.
         dtype: the dtype to hold the weights in; as stored where absent.
         part: which layers to load; all where absent.
         adapter: as `open_model`.
@@ -131,22 +129,3 @@ def load_share(
         raise CheckpointError(f"{path}: tensor parallelism: {reason}")
     share = TensorShare(spec, RankGroup(group.size(), group.rank(), group))
     return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part, share).eval()
-
-
-def download(model_name: str, save_path: Path) -> None:
-    """Download weights, config and tokenizer from the HuggingFace hub, and no code; resume where it stopped.
-
-    Raises:
-        CheckpointError: no such model, no access, or no network.
-    """
-    try:
-        names = HfApi().list_repo_files(model_name)
-        # Other folders of a repository hold the same weights in other formats.
-        near = [name for name in names if "/" not in name or name.startswith(f"{TEMPLATES}/")]
-        has_safetensors = any(name.endswith(".safetensors") for name in near)
-        weights = ["model*.safetensors"] if has_safetensors else ["pytorch_model*.bin"]
-        wanted = [name for name in near if any(fnmatchcase(name, each) for each in (*SIDE_PATTERNS, *weights))]
-        snapshot_download(model_name, local_dir=save_path, allow_patterns=wanted)
-    except Exception as error:  # the hub's own errors, the HTTP library's, the file system's
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{model_name}: cannot be downloaded: {reason}") from None

@@ -40,7 +40,7 @@ from training.errors import USER_ERRORS
 from training.launch import agent
 from training.launch.hosts import exported_variables, read_hostfile
 from training.metrics.reporter import METRICS_FILE, Reporter
-from training.metrics.tracking import WANDB_ID_FILE, WandBWriter, open_trackers
+from training.metrics.tracking import WandBTracker, open_trackers
 from training.plan import timing
 
 PATIENCE = 12.0  # seconds
@@ -105,7 +105,7 @@ def wandb(folder: Path) -> None:
     sys.modules["wandb"] = package
     config = TrainConfig.model_validate({"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 4})
     with publish.writing(folder):
-        WandBWriter(folder, 2, config)
+        WandBTracker(config, folder, 2)
 
 
 def tensorboard(folder: Path) -> None:
@@ -136,8 +136,8 @@ CASES = [
     Case(
         timing.KERNELS_FILE, lambda folder: timing.fastest(["eager"], lambda _: 1.0, folder / timing.KERNELS_FILE, {})
     ),
-    Case(WANDB_ID_FILE, wandb, passes=False, kinds=("folder",)),
-    Case(WANDB_ID_FILE, wandb, kinds=("fifo", "device")),
+    Case("wandb_id", wandb, passes=False, kinds=("folder",)),
+    Case("wandb_id", wandb, kinds=("fifo", "device")),
     Case("tensorboard", tensorboard, passes=False, kinds=("fifo", "device")),
     Case("config.json", read_spec, passes=False),
     Case("model.safetensors", lambda folder: SafetensorsFile(folder / "model.safetensors"), passes=False),

@@ -122,6 +122,8 @@ def test_usage_names_the_typed_command(pipetune: Path, command: str, tmp_path: P
 def test_init_writes_a_config_once(pipetune: Path, tmp_path: Path) -> None:
     assert "pipetune plan --config run.yml" in said(pipetune, "init", "run.yml", cwd=tmp_path)
     assert load_config(str(tmp_path / "run.yml"), []).model_topo.process_topology.dims == [8, 1]
+    schema = (tmp_path / "run.yml").read_text(encoding="utf-8").splitlines()[0].partition("$schema=")[2]
+    assert Path(schema).read_text() == (ROOT / "configs" / "pipetune.schema.json").read_text()
     (tmp_path / "run.yml").write_text("mine")
     again = subprocess.run([pipetune, "init", "run.yml"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 2
@@ -154,7 +156,7 @@ def test_the_wheel_describes_itself(pipetune: Path) -> None:
     assert dead == []
     needed = [Requirement(each) for each in found.get_all("Requires-Dist", [])]
     assert {each.name for each in needed if each.marker is None} == {each.name for each in packages(REQUIREMENTS)}
-    assert {"dev", "gpu", "onnx", "wandb"} <= set(found.get_all("Provides-Extra", []))
+    assert {"dev", "gpu", "onnx", "wandb", "swanlab", "mlflow", "datasets"} <= set(found.get_all("Provides-Extra", []))
 
 
 def test_constraints_lie_in_the_ranges() -> None:

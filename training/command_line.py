@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from common import early_signals
 from common.terminal import typed_name
-from models.checkpoint.layout import resolve
+from models.checkpoint.hub import find_model
 from models.shapes import shape_of
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
@@ -148,7 +148,8 @@ def run_entry_point(
         if arguments.prove and process is not None:
             raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
         if process is None and not hosts and not (arguments.plan and shape_of(config.model_path)):
-            resolve(config.model_path)
+            alone = arguments.plan or arguments.prove or arguments.inspect or config.from_scratch
+            find_model(config.model_path, weights=not alone)
         if arguments.plan and plan:
             if process is None or process.rank == 0:
                 plan(config, arguments)
@@ -212,7 +213,7 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     from training.streamed import stream_of
 
     console = Log()
-    folder = resolve(config.model_path)
+    folder = find_model(config.model_path, weights=False)
     read_spec(folder)  # an unsupported model is reported before a missing tokenizer
     reader = RecordReader(config, folder, console)
     dataset = stream_of(config, reader).windows.peek() if config.stream_gb else reader.read("data", config.data_path)

@@ -161,6 +161,8 @@ class Job:
         with agreed():
             if self.disk.owns_folder:
                 check_writable("save_path", self.save_path)
+            if self.process.rank == 0:
+                self.config.check_packages()
             self.task.read(self.config, self.disk, self.log)
         check_folder(self.save_path, self.disk, self.log)
         with agreed():

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
-from models.checkpoint.layout import resolve
+from models.checkpoint.hub import find_model
 from models.spec import ModelSpec
 from training.checkpoint.folder import DataOrder
 from training.checkpoint.resume import check_same_model
@@ -65,7 +65,7 @@ class LanguageModel(Task):
         return self.dataset
 
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
-        folder = resolve(config.model_path)
+        folder = find_model(config.model_path, weights=not config.from_scratch)
         spec = with_trained(self._read_spec(folder), config)
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
@@ -16,6 +16,7 @@ from models.checkpoint.publish import try_publishing
 from training.callbacks import Callback
 from training.checkpoint.exporting import EXPORTED, export_run
 from training.checkpoint.folder import CheckpointRecord
+from training.config.keys import TrackerName
 from training.distributed.processes import agreed
 from training.metrics.reporter import METRICS_FILE, read_metrics
 from training.metrics.run_info import RUN_FILE
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 CARD, BASE_CARD, PICTURE = "README.md", "README.base.md", "training.png"
 # Keys of the config that say where files were, not what was trained.
-PLACES = ("model_path", "data_path", "eval_data_path", "save_path", "cache_dir", "resume", "wandb")
+PLACES = ("model_path", "data_path", "eval_data_path", "save_path", "cache_dir", "resume", *get_args(TrackerName))
 
 
 class ExportHF(Callback):

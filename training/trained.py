@@ -18,6 +18,7 @@ from models.checkpoint.adapter import (
     open_factors,
     peft_config,
 )
+from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import first_few, open_source
 from models.config_json import read_json
@@ -58,7 +59,7 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
         return SeededStates(spec, config.seed)
     if config.lora is None:
         return open_source(folder, spec)
-    base = open_source(resolve(config.model_path), spec.base)
+    base = open_source(find_model(config.model_path), spec.base)
     if (folder / ADAPTER).is_file():
         return AdaptedStates(base, spec, LayerFiles(folder))
     if config.lora.start_from is None:

@@ -26,9 +26,11 @@ import numpy
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from common.hub import hub_name
 from data.errors import DataError
 from data.paths import expanded
 from data.records.formats import COLUMNS, FORMAT_NAMES
+from data.records.hub import find_split
 
 TEXT_FILE = "text_file"  # a format of files, not of records: one file is one text
 TEXT_SUFFIXES = (".txt",)
@@ -43,7 +45,6 @@ SPLITS = re.compile(
     re.IGNORECASE,
 )
 SHARD = re.compile(r"(\d+)([-_. ]*of[-_. ]*)(\d{1,6})(?!\d)", re.IGNORECASE)  # 00001-of-00003
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TRAIN = ("tr", "训练")  # how its words begin
 MAX_NAMES = 5  # in a line
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")  # whoever reads a file says which of them it cannot unpack
@@ -56,7 +57,13 @@ class Source(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     path: str | list[str] = Field(min_length=1)
-    """A file, a folder or a glob, or a list of them."""
+    """A file, a folder, a glob or the name of a data set on the HuggingFace hub, or a list of them."""
+
+    split: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    """Which split of a data set on the hub; `train` without the key."""
+
+    subset: str | None = None
+    """Which subset of a data set on the hub, where it has several."""
 
     repeat: float = Field(default=1, gt=0, le=10_000, allow_inf_nan=False)
     """How often an epoch holds each record; fractions are allowed."""
@@ -125,7 +132,12 @@ def files_of(source: Source, tell: Callable[[str], object] = lambda _: None) -> 
     files: list[Path] = []
     for path in [source.path] if isinstance(source.path, str) else source.path:
         try:
-            files += _expand(path, tell)
+            if (name := hub_name(path)) and bare_suffix(Path(path)) not in DATA_SUFFIXES:
+                files += find_split(*name, source.subset, source.split or "train")
+            elif source.split or source.subset:
+                raise DataError(f"{path}: no name on the hub; expected neither split nor subset beside it")
+            else:
+                files += _expand(path, tell)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     return files
@@ -147,9 +159,7 @@ def _expand(path: str, tell: Callable[[str], object]) -> list[Path]:
         matches = _matches(place, path)
         files = sorted(match for match in matches if match.is_file())
         if not files:
-            hub = HUB_NAME.fullmatch(path) and not place.parent.exists()
-            get = f", such as what hf download --repo-type dataset {path} --local-dir FOLDER writes" if hub else ""
-            raise DataError(f"{path}: not found; expected a file, a folder or a glob{get}")
+            raise DataError(f"{path}: not found; expected a file, a folder or a glob")
         _check_shards(files, place.name)
         if splits := _splits_of(files)[1]:
             tell(f"warning: {path}: matches the splits {splits}; all of them are read")

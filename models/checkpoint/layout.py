@@ -9,7 +9,6 @@ checkpoint is one. It also holds `pipetune.json`, by which an export restores th
 from __future__ import annotations
 
 import json
-import re
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from common.hub import hub_name
 from common.whole_files import read_regular
 from models.errors import CheckpointError, reading
 
@@ -25,7 +25,6 @@ CARRIED = "carried.safetensors"
 LATEST = "latest"
 TEMPLATES = "additional_chat_templates"  # the one folder that tokenizers have
 ADAPTER = "adapter_config.json"
-HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a model's name on the HuggingFace hub
 RECORD = "checkpoint.json"  # of a run's checkpoint, which is a pipeline folder
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf"}
@@ -89,9 +88,8 @@ def _newest(folder: str | Path) -> Path:
         if path.is_file():
             raise CheckpointError(f"{path}: a file; expected a model folder")
         if not path.is_dir():
-            fetch = ""
-            if HUB.fullmatch(str(folder)) and not path.parent.exists():
-                fetch = f", or first: python convert_model.py download --model-name {folder} --save-path DIR"
+            fetch = f", or first: python convert_model.py download --model-name {folder} --save-path DIR"
+            fetch *= hub_name(str(folder)) is not None
             raise CheckpointError(f"{path}: not found; expected a model folder{fetch}")
         latest = path / LATEST
         if not latest.is_file() or (path / "config.json").is_file():

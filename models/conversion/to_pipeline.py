@@ -12,6 +12,7 @@ from pathlib import Path
 
 from models.api import read_spec
 from models.checkpoint import layout
+from models.checkpoint.hub import find_model
 from models.checkpoint.layout import layer_file, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.side_files import copy_side_files, paths_of
@@ -33,7 +34,7 @@ def hg_to_pp(input_path: str | Path, save_path: str | Path, overwrite: bool = Fa
     Raises:
         CheckpointError: the input is damaged or unknown, or the target cannot be written.
     """
-    folder = layout.resolve(input_path)
+    folder = find_model(input_path)
     if layout.layout_of(folder) is not layout.Layout.HUGGINGFACE:
         raise CheckpointError(f"{folder}: already in the pipeline layout; hg_to_pp expects a HuggingFace folder")
     spec = read_spec(folder)

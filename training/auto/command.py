@@ -24,9 +24,9 @@ from data.inspection import summary
 from data.paths import with_home
 from data.records.sources import as_sources
 from data.tokenized.dataset import Dataset, check_vocabulary
-from models.api import download, read_spec
-from models.checkpoint.layout import HUB, layout_of, resolve
-from models.errors import CheckpointError
+from models.api import read_spec
+from models.checkpoint.hub import find_model
+from models.checkpoint.layout import layout_of
 from training.auto.choices import APART, Choices, fill, precision, sample_length, text_length
 from training.auto.search import Machine, Search
 from training.config.keys import TrainConfig
@@ -41,7 +41,6 @@ from training.preflight import check_writable
 
 FILE = "auto.yml"
 OF_A_RUN = ("config.yml", "latest")  # files of a run's folder
-BASE = "base"  # folder of a model from the hub, in the run's folder
 ANY_BATCH = 720_720  # until one is chosen; a multiple of all numbers up to 16
 SEARCHED = "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations max_seq_len".split()
 OFFLOAD = "zero_optimization.offload_optimizer"
@@ -64,25 +63,16 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
         if key in choices.own:
             raise ConfigError(f"command line: {key}: given by {option}; remove it here")
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    save, model = Path(arguments.save), arguments.model
+    save = Path(arguments.save)
     path = save / FILE
-    is_name = HUB.fullmatch(model) and not Path(model).exists()
-    folder = str(save / BASE) if is_name else model
     if path.exists():
-        _check_same(path, folder, arguments, "data_path" in choices.own)
+        _check_same(path, arguments, "data_path" in choices.own)
         log.print(f"auto: {path} is there, so the run goes on with it as it stands; remove it to choose anew")
         return path
     check_writable("--save", save)
     if found := [name for name in OF_A_RUN if (save / name).exists()]:
         raise ConfigError(f"--save: {save} holds a run that --auto did not begin ({found[0]}); expected another folder")
-    if is_name:
-        log.print(f"auto: {model} is no folder here; fetching it from the HuggingFace hub into {folder}")
-        try:
-            download(model, Path(folder))
-        except CheckpointError as error:
-            reason = str(error).removeprefix(f"{model}: ")
-            raise CheckpointError(f"--model: {model}: no such folder, nor on the HuggingFace hub: {reason}") from None
-    choices.add("model_path", folder, "--model")
+    choices.add("model_path", arguments.model, "--model")
     choices.add("data_path", arguments.data, "--data")
     choices.add("save_path", str(save), "--save")
     lines, plan = choose(choices, Machine.find(hosts, arguments.devices), log)
@@ -93,7 +83,7 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
     return path
 
 
-def _check_same(path: Path, model: str, arguments: argparse.Namespace, own_data: bool) -> None:
+def _check_same(path: Path, arguments: argparse.Namespace, own_data: bool) -> None:
     """Check that an earlier start's config is for this model, these data and this folder.
 
     Args:
@@ -103,7 +93,7 @@ def _check_same(path: Path, model: str, arguments: argparse.Namespace, own_data:
     paths = [source.path for source in as_sources(config.data_path)]
     data = [with_home(each) for path in paths for each in ([path] if isinstance(path, str) else path)]
     for name, given, known in (
-        ("model", [model], [config.model_path]),
+        ("model", [arguments.model], [config.model_path]),
         ("data", arguments.data, arguments.data if own_data else data),
         ("save", [arguments.save], [config.save_path]),
     ):
@@ -129,7 +119,7 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     if apart := choices.own.get("optimizer.type") == "Adafactor":
         choices.add("zero_optimization.stage", 0, APART)
     config = choices.config(train_batch_size=ANY_BATCH)
-    folder = resolve(config.model_path)
+    folder = find_model(config.model_path, weights=not config.from_scratch)
     spec = read_spec(folder)
     if not config.from_scratch:
         layout_of(folder)

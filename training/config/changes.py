@@ -62,7 +62,8 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(True, "where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
     (Rule(True), "save_path storage from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error"),
     (Rule(True), "save_async lora.start_from"),
-    (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start tensorboard wandb profile_steps"),
+    (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start"),
+    (Rule(True), "trackers tensorboard wandb swanlab mlflow profile_steps"),
     (Rule(True), "rebalance steps_per_print use_grad_ckpt offload_activations zero_allow_untested_optimizer"),
     (Rule(True), "gradient_accumulation_steps preemption_signals ports max_restarts"),
 ]

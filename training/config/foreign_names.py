@@ -36,7 +36,7 @@ OTHERS = [  # our key, or none where there is no such thing; advice; names, each
     ("steps_per_print", "", "logging_steps:HTALS"),
     ("eval_interval", "in steps", "eval_steps:HTALS eval_strategy:HTALS evaluation_strategy:HTA"),
     ("eval_share", "a share of data_path, not a count", "val_set_size:A val_size:L split_dataset_ratio:S"),
-    ("", "tensorboard and wandb have sections of their own", "report_to:HTLS use_swanlab:L swanlab:"),
+    ("trackers", "tensorboard, wandb, swanlab or mlflow, in a list", "report_to:HTLS use_swanlab:L"),
     ("lora.r", "", "lora_r:A lora_rank:LS"),
     ("lora.alpha", "", "lora_alpha:ALS"),
     ("lora.dropout", "", "lora_dropout:ALS"),

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Predicate
 from pydantic import Field, PositiveInt, model_validator
@@ -32,8 +33,8 @@ from training.config.sections import (
     RouterLoss,
     Scheduler,
     Section,
-    TensorBoard,
-    WandB,
+    TrackerProject,
+    TrackerSwitch,
     Zero,
     ZLoss,
     expected,
@@ -50,6 +51,8 @@ YEAR = 366 * 24 * 60  # minutes
 Automatic = Annotated[bool | Literal["auto"], expected("true, false or auto")]
 EveryNth = Annotated[dict[Literal["every"], PositiveInt], Field(min_length=1)]
 
+TrackerName = Literal["tensorboard", "wandb", "swanlab", "mlflow"]
+
 ALIASES = {"n_epochs": "n_epoches", "parts": "model_topo.parts"}  # other spellings of our own keys
 
 
@@ -58,10 +61,12 @@ class TrainConfig(Section):
 
     model_path: PathText
     """The folder of the model to start from, in either layout; the `save_path` of a run stands for its newest
-    checkpoint."""
+    checkpoint, and a name such as `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@REVISION` for a model on the HuggingFace hub
+    (docs/conversion.md#models-by-their-names-on-the-hub)."""
 
     data_path: Annotated[DataPath, Field(min_length=1)]
-    """The records to train on: a file, a folder, a glob, or a list of them; an entry may be an object with the keys of
+    """The records to train on: a file, a folder, a glob, a data set on the HuggingFace hub
+    (docs/data.md#data-sets-on-the-hub), or a list of them; an entry may be an object with the keys of
     docs/configuration.md#entries-of-data_path."""
 
     save_path: NewPathText
@@ -230,8 +235,15 @@ class TrainConfig(Section):
     eval_at_start: bool = False
     """Evaluate before the first step too; needs `eval_data_path` or `eval_share`."""
 
-    tensorboard: TensorBoard = TensorBoard()
-    wandb: WandB = WandB()
+    trackers: list[TrackerName] = ["tensorboard"]
+    """Where the numbers of metrics.jsonl are drawn as well: `tensorboard` (in `save_path/tensorboard`), `wandb`
+    (Weights & Biases), `swanlab`, `mlflow`, each with `pip install` of that name
+    (docs/configuration.md#curves-in-a-tracker). A resumed run goes on in the same curves."""
+
+    tensorboard: TrackerSwitch = TrackerSwitch()
+    wandb: TrackerProject = TrackerProject()
+    swanlab: TrackerProject = TrackerProject()
+    mlflow: TrackerProject = TrackerProject()
 
     model_topo: ModelTopo = ModelTopo()
     rebalance: bool = False
@@ -287,6 +299,14 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
+        given = "trackers" in self.model_fields_set
+        for name in get_args(TrackerName):
+            section: TrackerSwitch = getattr(self, name)
+            if section.enabled is False and name in self.trackers and given:
+                raise ValueError(f"{name}.enabled: false, but trackers names {name}; expected only one of them")
+            if section.enabled is not None:
+                self.trackers = [each for each in self.trackers if each != name] + [name] * section.enabled
+            setattr(self, name, section.model_copy(update={"enabled": name in self.trackers}))
         for contradiction in contradictions(self):
             raise ValueError(contradiction)
         return self
@@ -350,6 +370,19 @@ class TrainConfig(Section):
                 f"model_topo.process_topology.dims: {self.model_topo.tensor} processes to a layer are a pipeline's; "
                 "expected no model axis, or train_ds.py"
             )
+
+    def check_packages(self) -> None:
+        """Refuse a tracker whose package is not installed.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        for name in self.trackers:
+            found = find_spec(name)
+            if found is None or found.origin is None:  # a folder of that name, as trackers leave them
+                raise ConfigError(
+                    f"trackers: the package {name} is not installed; expected pip install {name}, or no {name} there"
+                )
 
     def recomputed(self, n_blocks: int) -> frozenset[int]:
         """List the blocks that recompute; with `auto` all that may have to."""

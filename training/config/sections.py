@@ -395,21 +395,18 @@ class RouterLoss(Section):
     case."""
 
 
-class TensorBoard(Section):
-    """`tensorboard`: curves in save_path/tensorboard."""
+class TrackerSwitch(Section):
+    """A tracker of `trackers`."""
 
-    enabled: bool = True
-    """Curves in `save_path/tensorboard`."""
+    enabled: bool | None = Field(default=None, exclude=True)
+    """`true` adds it to `trackers`, `false` takes it out."""
 
 
-class WandB(Section):
-    """`wandb`: curves on Weights & Biases, where its package is installed and a key is set."""
-
-    enabled: bool = False
-    """Curves on Weights & Biases; needs `pip install wandb` and a key of yours there."""
+class TrackerProject(TrackerSwitch):
+    """A tracker of `trackers`, and where its runs appear."""
 
     project: str = "pipetune"
-    """The project that the run appears in."""
+    """The project, or experiment, that the run appears in."""
 
     name: str | None = None
     """The run's name there."""

@@ -21,6 +21,7 @@ from data.errors import DataError
 from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question, load_tokenizer
 from models import load_model
+from models.checkpoint.hub import find_model
 from models.checkpoint.layout import RECORD, resolve
 from models.config_json import stop_ids
 from models.generation import Passes, Request, Sampling, generate_many
@@ -67,7 +68,7 @@ class ChatModel:
         model: Passes | None = None,
         adapter: str | Path | None = None,
     ) -> None:
-        resolved = resolve(folder, adapter=True)
+        resolved = find_model(folder, adapter=True)
         if adapter and (own := resolve(adapter, adapter=True) / TOKENIZER).is_file():
             resolved = own.parent
         # What a template does not support was trained rewritten, or not at all.
@@ -201,7 +202,7 @@ def find_trained_prompts(model: str, names: Sequence[str], notify: Callable[[str
         CheckpointError: there is no such folder.
         DataError: the run's template is gone.
     """
-    folder = resolve(model, adapter=True).resolve()
+    folder = find_model(model, adapter=True).resolve()
     path = folder.parent / RUN_FILE
     if not path.is_file() or not ((folder / RECORD).is_file() or folder.name == EXPORTED):
         return {}

@@ -45,7 +45,7 @@ RANGES = {
 # Option: arguments of `add_argument`, help.
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "--model": ({}, "model folder, checkpoint or a run's save_path; the newest result of a run here where absent"),
+    "--model": ({}, "folder, checkpoint, save_path or name on the HuggingFace hub; a run's newest result where absent"),
     "--prompt": ({}, "ask this and leave; an interactive chat where absent"),
     "--input": ({"metavar": "TEXT"}, "what --prompt is about, as in records of instruct"),
     "--raw": (FLAG, "continue the prompt as a text, as in records of pretrain"),

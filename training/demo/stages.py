@@ -27,7 +27,7 @@ from torch import Tensor, distributed
 
 from models import CausalLM, load_model
 from models.api import load_share, read_spec
-from models.checkpoint.layout import resolve
+from models.checkpoint.hub import find_model
 from models.generation import Pass, Passes
 from models.spec import ModelSpec
 from training.distributed import processes
@@ -200,7 +200,7 @@ def load_stage(
     """
     group = distributed.new_subgroups(shares)[0]
     with agreed():
-        ranges = layer_ranges(divide(read_spec(resolve(folder, adapter=True)), process.world_size // shares))
+        ranges = layer_ranges(divide(read_spec(find_model(folder, adapter=True)), process.world_size // shares))
         layers = range(*ranges[stage_of(process, shares)])
         if shares > 1:
             return load_share(folder, group, dtype, DEVICE, layers, adapter)

@@ -36,6 +36,7 @@ def run_or_launch(
         run: does the whole job; returns whether the processes are to start over.
     """
     if process is None:
+        config.check_packages()
         launch(config)
     if config.max_restarts and RUN not in os.environ:
         raise ConfigError(

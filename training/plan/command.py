@@ -23,7 +23,7 @@ from common.terminal import reason_of
 from data.errors import DataError
 from data.tokenized.dataset import Dataset
 from models.api import read_spec
-from models.checkpoint.layout import resolve
+from models.checkpoint.hub import find_model
 from models.checkpoint.publish import writing
 from models.errors import CheckpointError
 from models.shapes import shape_of
@@ -67,7 +67,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     """
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     shape = shape_of(config.model_path)
-    folder = Path(config.model_path) if shape else resolve(config.model_path)
+    folder = Path(config.model_path) if shape else find_model(config.model_path, weights=False)
     spec = with_trained(_read_spec(folder, shape, log), config)
     check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())

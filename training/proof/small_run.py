@@ -21,7 +21,8 @@ from torch import Tensor
 from data.sample_set import IGNORED, Sample
 from data.tokenized.dataset import check_vocabulary
 from models.api import read_spec
-from models.checkpoint.layout import layer_file, resolve, side_files
+from models.checkpoint.hub import find_model
+from models.checkpoint.layout import layer_file, side_files
 from models.checkpoint.side_files import copy_files
 from models.checkpoint.tensor_files import save_state_dict
 from models.derived.shrink import is_dropout, shrunk_fields
@@ -77,7 +78,7 @@ class SmallRun:
         Raises:
             CheckpointError, ConfigError, DataError: they are unusable.
         """
-        source = resolve(config.model_path)
+        source = find_model(config.model_path, weights=False)
         whole = read_spec(source)
         config.parts_for(whole.n_layers)
         topo = small_topology(config, available_processes())
@@ -201,8 +202,7 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         "deterministic": config.deterministic or ordered,
         "tf32": False,
         "fp8": {},
-        "tensorboard": {"enabled": False},
-        "wandb": {"enabled": False},
+        "trackers": [],
     }
     if config.packing:
         values["pack_len"] = 2 * LENGTH

@@ -1,81 +1,60 @@
-"""Shows that `download` takes weights and side files, and no code, from a hub (a small one on this machine)."""
+"""Models from a hub, a small one on this machine: weights and side files, no code; by name, or by `download`."""
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import pytest
+import torch
 from huggingface_hub import constants
 
-from models.api import download
+from models import load_model
+from models.checkpoint import hub
+from models.checkpoint.hub import download, find_model
+from models.conversion.to_pipeline import hg_to_pp
+from models.errors import CheckpointError
+from tests.hub import COMMIT, NAME, TAGGED, serving
+from tests.launching import Launch
 from tests.models.helpers import contents, copy_of, error_line, write_weights
-
-NAME = "someone/model"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The three requests that a download makes: the list of files, the newest commit, each file."""
-
-    folder: Path
-
-    def do_GET(self) -> None:
-        files = contents(self.folder)
-        path = self.path.partition("?")[0]
-        listing = [{"type": "file", "path": name, "size": len(data), "oid": name} for name, data in files.items()]
-        revision = {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-        if path in (f"/api/models/{NAME}/tree/main", f"/api/models/{NAME}/tree/{COMMIT}"):
-            self.answer(json.dumps(listing).encode(), "application/json")
-        elif path == f"/api/models/{NAME}/revision/main":
-            self.answer(json.dumps(revision).encode(), "application/json")
-        elif (name := path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")) in files:
-            self.answer(files[name], "application/octet-stream")
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    do_HEAD = do_GET  # noqa: N815 (the name that http.server looks for)
-
-    def answer(self, data: bytes, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("ETag", f'"{hash(data)}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """What HF_ENDPOINT does, which the library reads only once."""
+    """What HF_ENDPOINT does, which the library reads only once; other processes read it anew."""
     monkeypatch.setattr(constants, "ENDPOINT", address)
     template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setenv("HF_ENDPOINT", address)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache of the hub, which this process has not asked yet."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub._snapshot.cache_clear()
 
 
 @pytest.fixture
-def repository(llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def sent() -> list[str]:
+    """The files that the hub has sent."""
+    return []
+
+
+@pytest.fixture
+def repository(
+    llama: Callable[..., Path], sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """What a repository holds: a model, code, and weights in other formats."""
     folder = copy_of(llama(), tmp_path / "repository")
     (folder / "modeling_llama.py").write_text("raise SystemExit")
     (folder / "original").mkdir()
     (folder / "original" / "params.json").write_text("{}")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("HubOfFolder", (Hub,), {"folder": folder}))
-    Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    use_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}")
-    yield folder
-    server.shutdown()
-    server.server_close()
+    with serving(folder, sent) as address:
+        use_hub(monkeypatch, address)
+        yield folder
 
 
 def fetched(folder: Path) -> dict[str, bytes]:
@@ -110,3 +89,64 @@ def test_an_unknown_model_and_an_unreachable_hub_are_errors_of_one_line(
     assert "someone/else" in error_line(lambda: download("someone/else", tmp_path / "model"))
     use_hub(monkeypatch, "a-mirror-without-https")
     assert NAME in error_line(lambda: download(NAME, tmp_path / "model"))
+
+
+def command(name: str) -> str:
+    return f"python convert_model.py download --model-name {name} --save-path DIR"
+
+
+@pytest.mark.parametrize("name", [NAME, f"{NAME}@v1"])
+def test_a_name_stands_for_the_snapshot_in_the_cache(
+    name: str, repository: Path, llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    found = find_model(name)
+    assert contents(found) == contents(llama())
+    assert found.name == (TAGGED if "@" in name else COMMIT)
+    for mine, theirs in zip(load_model(name).parameters(), load_model(llama()).parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    hg_to_pp(name, tmp_path / "layers")
+    hg_to_pp(llama(), tmp_path / "other")
+    assert contents(tmp_path / "layers") == contents(tmp_path / "other")
+
+
+def test_a_plan_fetches_no_weights(repository: Path) -> None:
+    assert not list(find_model(NAME, weights=False).glob("*.safetensors"))
+    assert list(find_model(NAME).glob("*.safetensors"))
+
+
+def test_a_local_folder_wins(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(NAME).mkdir(parents=True)
+    assert find_model(NAME) == Path(NAME)
+    with pytest.raises(CheckpointError, match=r"someone/other: not found; expected a model folder$"):
+        find_model("someone/other")
+
+
+def test_pickled_weights_are_not_fetched_by_name(repository: Path) -> None:
+    write_weights(repository, {"pytorch_model.bin": {}})
+    line = error_line(lambda: find_model(NAME))
+    assert command(NAME) in line and "no safetensors" in line
+
+
+@pytest.mark.parametrize("name", [NAME, f"{NAME}@v1"])
+def test_without_a_network_the_cache_is_used_or_the_command_named(
+    name: str, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = find_model(name)
+    for offline in (True, False):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        use_hub(monkeypatch, "http://127.0.0.1:9")
+        hub._snapshot.cache_clear()
+        assert find_model(name) == found
+        for other in ("someone/else@v2", f"{NAME}@v2"):
+            assert command(other) in error_line(partial(find_model, other))
+
+
+def test_several_processes_fetch_a_model_once(repository: Path, sent: list[str]) -> None:
+    words = (sys.executable, "-c", f"from models.checkpoint.hub import find_model; find_model({NAME!r})")
+    launches = [Launch(*words, environment={"LOCAL_RANK": str(rank)}) for rank in range(3)]
+    ended = [launch.end() for launch in launches]
+    assert [done.returncode for done in ended] == [0, 0, 0], ended[0].stderr
+    assert ["fetching" in done.stderr for done in ended] == [True, False, False]
+    weights = [name for name in sent if name.endswith(".safetensors")]
+    assert len(weights) == len(set(weights)) > 0

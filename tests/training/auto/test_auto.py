@@ -288,7 +288,7 @@ def test_a_name_of_the_hub_that_cannot_be_fetched_is_refused(tmp_path: Path, mon
     with pytest.raises(CheckpointError) as refused:
         auto("nobody/no-such-model", tmp_path / "run")
     line = str(refused.value)
-    assert line.startswith("--model: nobody/no-such-model: no such folder, nor on the HuggingFace hub: ")
+    assert line.startswith("nobody/no-such-model: not found; expected a model folder, or first: python ")
     assert "\n" not in line
 
 
