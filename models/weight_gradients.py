@@ -23,8 +23,13 @@ Remembered = list[tuple[nn.Linear, Tensor, Tensor]]  # with the layer's input an
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
-    """List the plain linear layers, whose weight gradients can wait."""
+    """List the plain linear layers."""
     return [layer for layer in module.modules() if type(layer) is nn.Linear]
+
+
+def trained_linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """List the plain linear layers whose weights get a gradient, which can wait."""
+    return [layer for layer in linear_layers(module) if layer.weight.requires_grad]
 
 
 class WeightGradients:
@@ -39,7 +44,7 @@ class WeightGradients:
 
         torch.compile leaves them out and fuses what lies between: what it took in would have a backward of its own.
         """
-        for linear in linear_layers(module):
+        for linear in trained_linear_layers(module):
             vars(linear)["forward"] = torch.compiler.disable(MethodType(self._forward, linear))
 
     def close(self) -> None:
@@ -59,7 +64,7 @@ class WeightGradients:
                 add_product(rows.t(), columns)
             else:
                 found.append((linear.weight, rows.t() @ columns))
-            if linear.bias is not None:
+            if linear.bias is not None and linear.bias.requires_grad:
                 found.append((linear.bias, rows.sum(dim=0)))
         if found:
             weights, gradients = zip(*found, strict=True)

@@ -9,19 +9,18 @@ Cost: some 50 ms per start, and 262 kB read of each model file.
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
 import time
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from common.whole_files import block_checksum
 from models.errors import reading
 from training.config.changes import leaves
 from training.config.keys import TrainConfig
@@ -32,7 +31,6 @@ from training.metrics.run_info import CODE, CONFIG_FILE, RUN_FILE, versions
 
 SOURCE = ("common", "data", "models", "training")
 CONFIG, WEIGHTS = (".json", ".jinja", ".model", ".txt", ".tiktoken"), (".safetensors", ".bin", ".pt")
-BLOCKS, BLOCK = 16, 2**14  # blocks read of a file, and bytes of each
 PATIENCE = 10.0  # seconds until a file of one host must appear on the others
 SKEW = 10.0  # seconds that clocks may differ
 
@@ -130,15 +128,3 @@ def expect_same(mine: Mapping[str, str]) -> None:
             theirs, ours = found.get(name, "none"), expected.get(name, "none")
             if theirs != ours:
                 raise RunRefused(f"{name}: {theirs} on host {host}, but {ours} on host {first}; expected the same")
-
-
-def block_checksum(paths: Iterable[Path]) -> str:
-    """Return the CRC-32 of evenly spread blocks of files, including their first and last ones."""
-    checksum = 0
-    for path in sorted(paths):
-        with open(path, "rb", buffering=0) as file:
-            last = max(0, os.fstat(file.fileno()).st_size - BLOCK)
-            for place in sorted({last * number // (BLOCKS - 1) for number in range(BLOCKS)}):
-                file.seek(place)
-                checksum = zlib.crc32(file.read(BLOCK), checksum)
-    return f"{checksum:08x}"

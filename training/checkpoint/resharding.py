@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from tqdm import tqdm
 
+from models.adapters import IDLE
 from models.checkpoint.layout import not_found
 from models.errors import CheckpointError
 from models.shard import in_common
@@ -46,7 +47,7 @@ def load_optimizer_state(
     """
     saved, tied_names = SavedOptimizer(folder, record.topology, spec), spec.tied_names if spec else None
     wanted: dict[str, list[Slice]] = defaultdict(list)
-    for piece in slices_of(engine):
+    for piece in (each for each in slices_of(engine) if not each.name.endswith(f".{IDLE}")):
         wanted[_saved_name(piece.name, record, tied_names)].append(piece)
     missing = {name: sum(piece.numel for piece in pieces) for name, pieces in wanted.items()}
     hidden = torch.distributed.get_rank() > 0 or not sys.stderr.isatty()

@@ -32,6 +32,8 @@ INCOMPLETE = "\ufffd"  # the end of a text that stops in the middle of a charact
 DEPTHS = ("", "*/", "*/*/", "*/*/*/")  # below the current folder, where a run's folder may lie
 BEFORE = "a"  # some decoders drop a blank at the beginning, so that something has to stand before it
 
+TOKENIZER = "tokenizer_config.json"
+
 
 @dataclass(frozen=True)
 class AnswerOptions:
@@ -47,6 +49,7 @@ class ChatModel:
 
     Args:
         model: to ask instead of loading the folder's.
+        adapter: to use with the model of the folder; its tokenizer counts where it has one.
 
     Attributes:
         context: most tokens of prompt and answer together; None without a limit.
@@ -62,14 +65,17 @@ class ChatModel:
         prompts: AnyPrompts = None,
         dtype: torch.dtype | None = None,
         model: Passes | None = None,
+        adapter: str | Path | None = None,
     ) -> None:
-        resolved = resolve(folder)
+        resolved = resolve(folder, adapter=True)
+        if adapter and (own := resolve(adapter, adapter=True) / TOKENIZER).is_file():
+            resolved = own.parent
         # What a template does not support was trained rewritten, or not at all.
         self.prompts = replace(as_prompts(prompts), template_fallback="rewrite")
         self.tokenizer = load_tokenizer(resolved)
         # A base model learns its template's end of an answer, which none of its files names.
         self._stop = stop_ids(resolved) | end_tokens(self.tokenizer) | answer_end(self.tokenizer, self.prompts)
-        self.model = model or load_model(resolved, dtype, "cuda" if torch.cuda.is_available() else "cpu")
+        self.model = model or load_model(folder, dtype, "cuda" if torch.cuda.is_available() else "cpu", adapter=adapter)
         self.context = self.model.spec.context
 
     def encode(self, said: Sequence[Said], tools: list[JSON] | None = None) -> list[int]:
@@ -195,7 +201,7 @@ def find_trained_prompts(model: str, names: Sequence[str], notify: Callable[[str
         CheckpointError: there is no such folder.
         DataError: the run's template is gone.
     """
-    folder = resolve(model).resolve()
+    folder = resolve(model, adapter=True).resolve()
     path = folder.parent / RUN_FILE
     if not path.is_file() or not ((folder / RECORD).is_file() or folder.name == EXPORTED):
         return {}

@@ -52,6 +52,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--prompts-file": ({"metavar": "FILE"}, "ask each line, an object with a prompt or messages"),
     "--output": ({"metavar": "FILE"}, "the lines of --prompts-file with answers; continues such a file"),
     "--batch-size": ({"type": int, "metavar": "N"}, "prompts answered at once; default 8 a process"),
+    "--adapter": ({"metavar": "DIR"}, "an adapter for --model: a run's, or a folder of peft's"),
     "--system": ({"metavar": "TEXT"}, "a system message before the first question"),
     "--reference": ({"metavar": "FILE"}, "a text to answer from, as in records of ref_qa"),
     "--tools": ({"metavar": "FILE"}, "tools that may be called, a JSON list as in records of chat; type the results"),
@@ -95,6 +96,8 @@ def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> Non
     import torch
 
     if arguments.model is None:
+        if arguments.adapter:
+            raise ConfigError("--adapter: expected it with --model, the folder of its base")
         from training.demo.chat_model import find_newest_result
 
         arguments.model = find_newest_result()
@@ -130,8 +133,8 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     prompts = Prompts(arguments.prompt_format, template_args_of(arguments))
     if not arguments.raw and arguments.prompt_format != PLAIN:
         absent = [name for name in ("prompt_format", "template_args") if getattr(arguments, name) is None]
-        prompts = replace(prompts, **find_trained_prompts(arguments.model, absent, notify))
-    chat_model = ChatModel(arguments.model, prompts, dtype, model)
+        prompts = replace(prompts, **find_trained_prompts(arguments.adapter or arguments.model, absent, notify))
+    chat_model = ChatModel(arguments.model, prompts, dtype, model, arguments.adapter)
     opening = [Said("system", arguments.system)] if arguments.system else []
     if arguments.reference:
         opening.append(Said("context", read_text(arguments.reference), name=REFERENCE_TITLE))

@@ -141,7 +141,7 @@ def run_rank(
     failure = None
     with RankMonitor(process, stage_of(process, shares), timeout_minutes=0):
         handle_signals(process)
-        passes = StagedPasses(load_stage(arguments.model, dtype, process, shares), process, shares)
+        passes = StagedPasses(load_stage(arguments.model, dtype, process, shares, arguments.adapter), process, shares)
         if process.rank:
             passes.follow()
         else:
@@ -186,7 +186,13 @@ def stage_of(process: ProcessInfo, shares: int = 1) -> int:
     return (process.world_size - 1 - process.rank) // shares
 
 
-def load_stage(folder: str | Path, dtype: torch.dtype | None, process: ProcessInfo, shares: int = 1) -> CausalLM:
+def load_stage(
+    folder: str | Path,
+    dtype: torch.dtype | None,
+    process: ProcessInfo,
+    shares: int = 1,
+    adapter: str | None = None,
+) -> CausalLM:
     """Load the layers of this process's stage, or its share of them; all ranks call it together.
 
     Raises:
@@ -194,11 +200,11 @@ def load_stage(folder: str | Path, dtype: torch.dtype | None, process: ProcessIn
     """
     group = distributed.new_subgroups(shares)[0]
     with agreed():
-        ranges = layer_ranges(divide(read_spec(resolve(folder)), process.world_size // shares))
+        ranges = layer_ranges(divide(read_spec(resolve(folder, adapter=True)), process.world_size // shares))
         layers = range(*ranges[stage_of(process, shares)])
         if shares > 1:
-            return load_share(folder, group, dtype, DEVICE, layers)
-        return load_model(folder, dtype, DEVICE, layers)
+            return load_share(folder, group, dtype, DEVICE, layers, adapter)
+        return load_model(folder, dtype, DEVICE, layers, adapter)
 
 
 def divide(spec: ModelSpec, stages: int) -> list[int]:

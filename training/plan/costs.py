@@ -138,7 +138,7 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     update /= config.model_topo.replicas if config.zero_optimization.stage else 1
     times = []
     for number, kind in enumerate(kinds):
-        weights = basis.parameters[number]
+        weights = basis.trained[number]
         forward, backward = passes[kind]
         backward += Spent(sums=weights * _sum_bytes(basis, number, device) / device.bandwidth)
         if calibrated:
@@ -203,7 +203,7 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
     if layer == spec.n_layers - 1:
         forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
-        head = basis.shapes(layer)[HEAD_WEIGHT].numel()
+        head = basis.shapes(layer)[HEAD_WEIGHT].numel() if HEAD_WEIGHT in basis.trained_names[layer] else 0
         backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
     return forward, backward
 

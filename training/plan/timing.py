@@ -177,7 +177,7 @@ def _sum_in_fp32(module: nn.Module) -> None:
         add(total, parameter.grad)
         parameter.grad = None
 
-    for parameter in module.parameters():
+    for parameter in (weight for weight in module.parameters() if weight.requires_grad):
         total = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.register_post_accumulate_grad_hook(partial(take, total))
 

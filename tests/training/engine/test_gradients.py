@@ -24,6 +24,7 @@ from data.loader import Loader
 from data.sample_set import InMemory, Sample
 from models import load_model
 from models.attention.kernels import FLEX
+from models.causal_lm import CausalLM
 from models.router import router_loss
 from tests.closeness import assert_near
 from tests.launching import topology
@@ -271,7 +272,13 @@ def read(folder: Path, case: Case) -> Outcome:
 def reference(
     path: Path, samples: list[Sample], micro_batch: int, row_length: int | None, router_weight: float | None = None
 ) -> Outcome:
-    model = load_model(path, torch.float32)
+    return outcome_of(load_model(path, torch.float32), samples, micro_batch, row_length, router_weight)
+
+
+def outcome_of(
+    model: CausalLM, samples: list[Sample], micro_batch: int, row_length: int | None, router_weight: float | None = None
+) -> Outcome:
+    """Loss and gradients of one process that runs the samples one by one."""
     supervised = sum(label != -100 for sample in samples for label in sample["labels"][1:])
     tokens = sum(len(sample["input_ids"]) for sample in samples)
     total = torch.zeros(())
