@@ -1,8 +1,4 @@
-"""Write counts, durations and sizes of memory for people, everywhere in the same way.
-
-Memory is in GB of 10^9 bytes: checkpoints, disks, links and datasheets count so, and 2 bytes for each of 7 billion
-weights are 14 GB. Only the name of a GPU means 2^30 bytes: an A100-40G has 42.9 GB.
-"""
+"""Write counts, durations and sizes of memory; a GB has 10^9 bytes, as in datasheets (docs/parallelism.md)."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ def duration(seconds: float) -> str:
 
 def gigabytes(size: float) -> str:
     """Write a number of bytes: `32.99 GB`, `0.0042 GB`."""
-    return f"{size / GIGA:.{2 if size >= GIGA / 10 else 4}f} GB"
+    return f"{size / GIGA:.{2 if size >= GIGA / 100 else 4}f} GB"
 
 
 def _digits(number: float) -> str:

@@ -38,5 +38,5 @@ def read_small(path: str | Path) -> bytes:
     with open(path, "rb", opener=regular) as stream:
         content = stream.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"larger than {MOST_BYTES >> 20} MiB")
+        raise OSError(errno.EFBIG, f"larger than {MOST_BYTES / 1e6:.0f} MB")
     return content

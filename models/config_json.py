@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file."""
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
+            raise OSError(f"larger than {MOST_BYTES / 1e6:.0f} MB")
         raw = json.loads(read_regular(path).decode())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found; expected a model folder with a config.json") from None

@@ -16,11 +16,7 @@ from models.spec import ModelSpec
 from training.checkpoint.folder import DataOrder
 from training.checkpoint.resume import check_same_model
 from training.checkpoint.side_files import read_side_files
-from training.config.deepspeed_config import (
-    check_device,
-    check_fp8,
-    check_sharing,
-)
+from training.config.deepspeed_config import check_device, check_fp8, check_sharing
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader, training_loader
 from training.distributed.disk import Disk
@@ -57,7 +53,7 @@ class LanguageModel(Task):
     @property
     def known_loader(self) -> Loader | None:
         """The loader, where lengths of all samples are known before the first step."""
-        return self.loader
+        return self.loader if self.loader.knows_lengths else None
 
     @property
     def known_records(self) -> Dataset | None:
@@ -133,14 +129,12 @@ class LanguageModel(Task):
         if config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer:
             log.print("optimizer: on the CPU; DeepSpeed compiles its part at the first use, about a minute")
         samples = "rows" if config.packing == "dataset" else "samples"
-        log.print(f"steps: {job.progress.total_steps} of {config.train_batch_size} {samples}{self._an_epoch()}")
+        an_epoch = f", {self.loader.steps_per_epoch} an epoch" if self.known_loader else ""
+        log.print(f"steps: {job.progress.total_steps} of {config.train_batch_size} {samples}{an_epoch}")
 
     def _sets(self, config: TrainConfig, reader: RecordReader) -> tuple[Dataset, Dataset | None]:
         """The records to train on, and those to evaluate on, if any."""
         return reader.read_sets()
-
-    def _an_epoch(self) -> str:
-        return f", {self.loader.steps_per_epoch} an epoch"
 
 
 def split_as_configured(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> Division:

@@ -4,7 +4,7 @@ Ranks with different configs, records or weights do not fail: they train somethi
 compare theirs with rank 0's, and the first difference is reported with host and both values, by a RunRefused on every
 rank. Model files are compared by size and the checksum of some blocks, which differs between any two trainings.
 
-Cost: some 50 ms per start, and 256 KiB read of each model file.
+Cost: some 50 ms per start, and 262 kB read of each model file.
 """
 
 from __future__ import annotations

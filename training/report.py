@@ -32,9 +32,7 @@ Lines = Sequence[dict[str, Any]]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=typed_name(), description="Draw a run's loss, learning rate, throughput and memory."
-    )
+    parser = argparse.ArgumentParser(typed_name(), description="Draw a run's loss, learning rate, speed and memory.")
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="folder of the run (save_path)")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"the picture; DIR/{REPORT_FILE} by default")
     return parser

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.loader import Loader
 from data.paths import expanded
 from data.streaming.stream import Stream, StreamLoader, open_stream
 from data.tokenized.dataset import Dataset
@@ -24,10 +23,6 @@ class StreamedLanguageModel(LanguageModel):
 
     dataset: Any  # a `Stream`: its samples are asked for like those of a `Dataset`
     loader_kind = StreamLoader
-
-    @property
-    def known_loader(self) -> Loader | None:
-        return None
 
     @property
     def known_records(self) -> Dataset | None:
@@ -46,18 +41,13 @@ class StreamedLanguageModel(LanguageModel):
             stream.until = progress.total_steps * size
         if progress.done < progress.total_steps:
             stream.take(progress.done * size, size)
-        stream.waiting = partial(
-            job.monitor.mark, "the data of the next step"
-        )  # from now on; a start may take its time
+        stream.waiting = partial(job.monitor.mark, "the data of the next step")  # from now on: a start takes its time
 
     def close(self) -> None:
         self.dataset.close()
 
     def _sets(self, config: TrainConfig, reader: RecordReader) -> Any:
         return stream_of(config, reader), reader.read_evaluation()
-
-    def _an_epoch(self) -> str:
-        return ""
 
 
 def stream_of(config: TrainConfig, reader: RecordReader) -> Stream:

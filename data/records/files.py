@@ -1,7 +1,7 @@
 """Read a file's bytes, unpacking gzip and zstd, and name files without records.
 
 Compression is detected by the file's magic bytes, not its name. Of a file that is cut or damaged, all that
-can be unpacked comes out first. Memory: a chunk of 1 MiB; a block of zstd that was made to burst grows to 128 MiB.
+can be unpacked comes out first. Memory: a chunk of 1 MB; a block of zstd that was made to burst grows to 134 MB.
 """
 
 from __future__ import annotations

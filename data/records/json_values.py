@@ -4,7 +4,7 @@ The standard library's scanner finds where each record ends; its text is handed 
 elsewhere. After the first invalid JSON the next record cannot be found, so a
 complaint is the last item.
 
-Memory: the record at hand and what was read beyond it, about 1 MiB; a record over `MAX_RECORD` is given up.
+Memory: the record at hand and what was read beyond it, about 1 MB; a record over `MAX_RECORD` is given up.
 """
 
 from __future__ import annotations
@@ -127,5 +127,5 @@ class _Buffer:
             if self.ended:
                 return self.at, complaint
             if len(self.text) - self.at > MAX_RECORD:
-                return self.at, f"longer than {MAX_RECORD >> 20} MiB; expected a shorter record"
+                return self.at, f"longer than {MAX_RECORD / 1e6:.0f} MB; expected a shorter record"
             self.more()

@@ -153,7 +153,7 @@ def _completeness(line: str, cut: bool) -> Literal["whole", "several", "open", "
 
 def _line(number: int, kind: Literal["json", "text"], line: bytes) -> RawRecord:
     if len(line) > MAX_RECORD:
-        return _damage(number, f"longer than {MAX_RECORD >> 20} MiB; expected a shorter record")
+        return _damage(number, f"longer than {MAX_RECORD / 1e6:.0f} MB; expected a shorter record")
     return RawRecord(number, kind, line)
 
 

@@ -290,10 +290,10 @@ def test_what_is_too_long_for_a_record_is_passed_over(tmp_path: Path, monkeypatc
         )
         assert second[:2] == (2, "damage")
         lost = f"; {json_values.REST_IS_LOST}" if name == "a.json" else ""
-        assert second.value == f"longer than 1 MiB; expected a shorter record{lost}"
+        assert second.value == f"longer than 1 MB; expected a shorter record{lost}"
     path = tmp_path / "a.txt"
     path.write_bytes(b"x " * (1 << 20))
-    assert values(path, "text_file") == ["longer than 1 MiB; expected a shorter record"]
+    assert values(path, "text_file") == ["longer than 1 MB; expected a shorter record"]
 
 
 @pytest.mark.parametrize(

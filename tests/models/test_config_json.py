@@ -49,7 +49,7 @@ def test_what_no_model_has_is_refused_in_one_line(tmp_path: Path, name: str, val
 def test_a_file_far_too_large_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("w") as file:
         file.truncate(2**40)  # a hole, which takes no room
-    assert "larger than 16 MiB" in error_line(lambda: read_spec(tmp_path))
+    assert "larger than 17 MB" in error_line(lambda: read_spec(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -48,15 +47,8 @@ WIDTH = 160  # columns of a plan that is written to a file
 PICTURE = "plan.png"
 MEMORY = "weights gradients optimizer activations step peak".split()  # columns of a plan, and of `StageMemory`
 DPI = 120
-# What plan.png shows of `StageMemory`, from below.
-DRAWN = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "step": "the optimizer's step,\nwhere it needs more\nthan activations",
-    "beyond": "measured on top",
-}
+STEP = "the optimizer's step,\nwhere it needs more\nthan activations"
+DRAWN = {name: name for name in MEMORY[:4]} | {"step": STEP, "beyond": "measured on top"}  # of plan.png, from below
 
 
 def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
@@ -68,7 +60,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     shape = shape_of(config.model_path)
     folder = Path(config.model_path) if shape else find_model(config.model_path, weights=False)
-    spec = with_trained(_read_spec(folder, shape, log), config)
+    spec = with_trained(read_spec(folder, shape[1] if shape else None), config)
     check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     if arguments.devices:
@@ -96,7 +88,8 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     processes = count or config.model_topo.processes
     where = f"{processes} x {device.name}" if device.memory else f"{counted(processes, 'process')} on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
-    for line in [*ignored, *describe_ignored_keys(config, plan=True)]:
+    known = [f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, full rows"] if shape else []
+    for line in [*known, *ignored, *describe_ignored_keys(config, plan=True)]:
         log.print(line)
     if arguments.search:
         best = search(basis, processes, feed)
@@ -111,14 +104,6 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     if not plan.fits:
         log.print(advice_table(advise(basis), plan))
         sys.exit(DOES_NOT_FIT)
-
-
-def _read_spec(folder: Path, shape: tuple[str, dict[str, Any]] | None, log: Console) -> ModelSpec:
-    """Read the model's config.json, or take the known shape."""
-    if shape is None:
-        return read_spec(folder)
-    log.print(f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, with full rows")
-    return read_spec(folder, shape[1])
 
 
 def show(plan: Plan, log: Console) -> None:
@@ -220,8 +205,8 @@ def plan_summary(plan: Plan) -> list[str]:
     lines += _links(plan)
     if plan.knows_seconds:
         lines.append(f"speed: {_speed(plan)}")
-        if work.steps and plan.run_seconds is not None:
-            lines.append(f"the whole run: {counted(work.steps, 'step')}, {duration(plan.run_seconds)}")
+        if work.steps:
+            lines.append(f"the whole run: {counted(work.steps, 'step')}, {duration(work.steps * plan.seconds)}")
     return [*lines, f"memory: {_room(plan)}"]
 
 
@@ -327,11 +312,9 @@ def draw(plan: Plan, path: Path) -> Path:
         usable = f"{device.name}: {gigabytes(device.memory)} usable"
         above.axhline(device.memory / GIGA, color="black", linewidth=0.8, linestyle="--", label=usable)
     above.set_ylabel("peak of a process, GB")
-    times = numpy.array([stage.seconds for stage in plan.stages])
-    if not plan.knows_seconds:
-        times /= plan.seconds
+    unit = 1.0 if plan.knows_seconds else plan.seconds
+    times, step = [stage.seconds / unit for stage in plan.stages], plan.seconds / unit
     below.bar(stages, times, color="tab:gray", label="a stage's own work in a step")
-    step = plan.seconds if plan.knows_seconds else 1.0
     below.axhline(step, color="tab:red", linewidth=0.8, label=f"the whole step; bubble {plan.bubble:.1%}")
     below.set_ylabel("time, s" if plan.knows_seconds else "time, of the step")
     below.set_xlabel("stage")
@@ -340,8 +323,9 @@ def draw(plan: Plan, path: Path) -> Path:
     for panel, top in ((above, max(bottom.max(), (device.memory or 0) / GIGA)), (below, step)):
         panel.set_ylim(0, 1.05 * top)
         panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    lines = [f"{basis.spec.family.name}, {counted(len(stages), 'stage')} of {plan.parts}", f"memory {_room(plan)}"]
-    figure.suptitle("\n".join([*lines, _speed(plan)] if plan.knows_seconds else lines), fontsize="medium", wrap=True)
+    lines = [f"{basis.spec.family.name}, {counted(len(stages), 'stage')} of {plan.parts}", f"memory: {_room(plan)}"]
+    lines += [f"speed: {_speed(plan)}"] if plan.knows_seconds else []
+    figure.suptitle("\n".join(lines), fontsize="medium", wrap=True)
     figure.savefig(path, format="png")
     return path
 

@@ -31,7 +31,7 @@ import numpy
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from common.quantities import GIGA, gigabytes
+from common.quantities import duration, gigabytes
 from common.whole_files import replace_text
 from data.loader import GlobalBatch
 from training.callbacks import Callback
@@ -221,12 +221,13 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
     lines = [f"plan vs. measured (steps {first}-{last}): the first {WARM_UP} steps of a start are not counted"]
     for stage, peak in enumerate(measured.peaks):
         lines.append(
-            f"plan: stage {stage}: {1000 * seconds[stage]:.3g} ms a micro-batch, "
+            f"plan: stage {stage}: {duration(seconds[stage])} a micro-batch, "
             f"{seconds[stage] / sum(seconds):.1%} of all stages' time (planned {planned[stage] / sum(planned):.1%}); "
-            f"peak {gigabytes(peak)} (planned {plan.stages[stage].memory.peak / GIGA:.2f})"
+            f"peak {gigabytes(peak)} (planned {gigabytes(plan.stages[stage].memory.peak)})"
         )
     slow = max(seconds)
-    return [*lines, f"plan: stage {seconds.index(slow)} takes {slow / mean(seconds) - 1:.0%} longer than the mean"]
+    uneven = f"plan: stage {seconds.index(slow)} takes {slow / mean(seconds) - 1:.0%} longer than the mean"
+    return [*lines, uneven] if len(seconds) > 1 else lines
 
 
 def stage_seconds(plan: Plan) -> list[float]:

@@ -120,12 +120,6 @@ class Plan:
         return total / self.seconds / (self.basis.device.half * config.model_topo.processes)
 
     @property
-    def run_seconds(self) -> float | None:
-        """Time of the whole run; None where the data are not known."""
-        steps = self.basis.workload.steps
-        return None if steps is None else steps * self.seconds
-
-    @property
     def knows_seconds(self) -> bool:
         """Whether times are seconds; else only their proportions are known."""
         return bool(self.basis.measured or self.basis.calibration) or self.basis.device.known

@@ -102,8 +102,8 @@ def explain_out_of_memory(config: TrainConfig, spec: ModelSpec, stage: int, load
                 total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
                 where = f"the {gigabytes(total)} of {torch.cuda.get_device_name()}"
             peak = f"out of memory: stage {stage} had at most {gigabytes(peak_memory())} of {where}"
-            line = f"{peak}, and asked for {gigabytes(size)}"
-            raise ConfigError(line + _planned(config, spec, stage, loader)) from error
+            planned = _planned(config, spec, stage, loader)
+            raise ConfigError(f"{peak}, and asked for {gigabytes(size)}{planned}") from error
         raise
 
 

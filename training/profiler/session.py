@@ -89,20 +89,16 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[Span]]])
     folder, log = Path(run.config.save_path), run.progress.log
     first, last = min(spans), max(spans)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    whole = Figures.from_spans(spans.values())
-    log.print(f"timeline of {steps}: {whole.describe(max(stages) + 1)}")
+    figures = f"timeline of {steps}: {Figures.from_spans(spans.values()).describe(max(stages) + 1)}"
+    log.print(figures)
     names = [f"rank {rank}" for rank in range(len(stages))]
     if run.topology.parts:
         held = held_layers(run.topology.parts, max(stages) + 1)
         layers = [" and ".join(f"{begin}-{end - 1}" for begin, end in held[stage]) for stage in stages]
         names = [f"{name}: stage {stages[rank]}, layers {layers[rank]}" for rank, name in enumerate(names)]
-    drawn = Figures.from_spans([spans[last]])
-    title = f"step {last}: {duration(drawn.seconds)} without the optimizer, bubble {drawn.bubble:.1%}"
-    if first < last:  # the log's number
-        title += f" ({steps}: {whole.bubble:.1%})"
     try:
         replace_text(folder / TRACE_FILE, json.dumps(trace(spans, names)))
-        draw(spans[last], names, title, folder / CHART_FILE)
+        draw(spans[last], names, f"{figures}; drawn: step {last}", folder / CHART_FILE)
     except OSError as error:
         log.print(f"warning: the timeline cannot be written: {error}")
     else:

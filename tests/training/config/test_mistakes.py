@@ -104,7 +104,7 @@ MISTAKES = [
     ("\n".join(BOMB), "line 1, column 1: more than 100,000 values, with aliases and merge keys expanded"),
     ("\n".join(MERGE_BOMB), "line 1, column 1: more than 100,000 values, with aliases and merge keys expanded"),
     ("cache_dir: " + "[" * 50_000, "nested too deeply; expected fewer levels"),
-    ("#" * 2**20, "cannot be read: larger than 1 MiB"),
+    ("#" * 2**20, "cannot be read: larger than 1 MB"),
     # Keys that contradict each other.
     ("ports: {meeting: 29500, failure_detector: 29500}", "ports.failure_detector: 29500 is that of meeting; expect"),
     ("compile: true\nzero_optimization: {stage: 3}", "compile: ZeRO stage 3 gathers weights"),

@@ -121,8 +121,8 @@ def test_plan_needs_neither_weights_nor_records(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("devices", "keys", "texts"),
     [
-        ("8xV100-32G", {}, ["llama, 8 stages of", "memory fits: at most ", "s a step, ", " tokens/s, "]),
-        ("4xV100-32G", {}, ["memory does not fit: at most ", " GB of tensors of 32.99 GB usable"]),
+        ("8xV100-32G", {}, ["llama, 8 stages of", "memory: fits: at most ", "s a step, ", " tokens/s, "]),
+        ("4xV100-32G", {}, ["memory: does not fit: at most ", " GB of tensors of 32.99 GB usable"]),
         (None, {"fp16": {"enabled": False}}, ["GB of tensors a process, which holds Python", "no known limit"]),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_corrected_plan_has_the_times_and_peaks_that_were_measured(keys: dict[
     corrected = plan_of(config, spec, plan.parts)
     lines = comparison(plan, measure(plan, STEPS, seconds, peaks))
     assert len(lines) == 6 and lines[0].startswith("plan vs. measured (steps 3-7): ") and "stage 3 takes" in lines[-1]
-    assert f"(planned {plan.stages[1].memory.peak / 1e9:.2f})" in lines[2]
+    assert f"(planned {plan.stages[1].memory.peak / 1e9:.2f} GB)" in lines[2]
     assert stage_seconds(corrected) == pytest.approx(seconds)
     assert [stage.memory.peak for stage in corrected.stages] == [
         max(stage.memory.peak, peak) for stage, peak in zip(plan.stages, peaks, strict=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from common.quantities import duration
 from data.sample_set import InMemory, Sample
 from models.costs import LayerCase, saved_by
 from models.spec import ModelSpec
@@ -19,7 +20,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.metrics.devices import GIB, parse_devices, this_device
 from training.plan.auto import choose, divide
-from training.plan.command import search_table
+from training.plan.command import plan_summary, search_table
 from training.plan.costs import layer_times
 from training.plan.inputs import FILE, Basis, Calibration, Workload
 from training.plan.memory import MemoryModel, StateBytes
@@ -179,9 +180,9 @@ def test_a_plan_adds_up(schedule: str, tmp_path: Path) -> None:
     assert sum(stage.parameters for stage in plan.stages) == 6_738_415_616
     assert 0 < plan.bubble < 0.2
     assert plan.mfu is not None and 0.2 < plan.mfu < 0.6  # 0.78 of the peak, less traffic, bubble and recomputation
-    assert plan.run_seconds is None
-    known = Plan.make(replace(plan.basis, workload=replace(plan.basis.workload, steps=1000)))
-    assert known.run_seconds == pytest.approx(1000 * plan.seconds)
+    told = plan_summary(replace(plan, basis=replace(plan.basis, workload=replace(plan.basis.workload, steps=1000))))
+    assert f"the whole run: 1,000 steps, {duration(1000 * plan.seconds)}" in told
+    assert not any("the whole run" in line for line in plan_summary(plan))
 
 
 def test_more_micro_batches_than_are_simulated_take_as_much_longer(tmp_path: Path) -> None:
