@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
                 max_shard_bytes=arguments.max_shard_size,
                 verify=arguments.verify,
                 compat=arguments.compat,
+                merge=arguments.merge,
                 add_tokenizer=add_tokenizer,
                 add_card=add_card,
             )
@@ -94,6 +95,8 @@ def make_parser() -> argparse.ArgumentParser:
     export = commands.add_parser("pp_to_hg", help=purpose, parents=[*to_folder, verify])
     purpose = "native: ChatGLM3, Baichuan-7B, InternLM2, Qwen under transformers' own names, to load without their code"
     export.add_argument("--layout", choices=("original", "native"), default="original", help=purpose)
+    purpose = "of a run that trained an adapter: add it to its base and write the whole model, not a folder for peft"
+    export.add_argument("--merge", action="store_true", help=purpose)
     purpose = "add what transformers 4 looks for to config and tokenizer settings"
     export.add_argument("--compat", action="store_true", help=purpose)
     export.add_argument("--dtype", choices=DTYPES, help="cast the weights; as in the original where absent")

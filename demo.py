@@ -3,6 +3,7 @@
     python demo.py --model DIR --prompt TEXT [--input TEXT | --raw] [--max-new-tokens N] [--greedy]
     python demo.py --model DIR --prompts-file IN.jsonl --output OUT.jsonl
     python demo.py --model DIR          an interactive chat
+    python demo.py                      the same, with what the last run in this folder wrote
     deepspeed --num_gpus N demo.py ...  the same, with the model in N processes
 
 A model gets the prompts it was trained with; docs/demo.md has all options.

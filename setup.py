@@ -72,6 +72,7 @@ setup(
         "dev": requirements("-dev"),
         "gpu": requirements("-gpu"),
         "onnx": [each for each in requirements("-dev") if each.startswith("onnx")],
+        "qlora": [each for each in requirements("-dev") if each.startswith("bitsandbytes")],
         "wandb": ["wandb"],
     },
     packages=[NAME, *(f"{NAME}.{each}" for part in PACKAGES for each in find_packages(include=[part, f"{part}.*"]))],

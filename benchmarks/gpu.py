@@ -26,7 +26,7 @@ from benchmarks.workers import command
 
 FULL = 2.0  # times the estimate for a model of so many more layers
 TESTS = ("tests/models/attention/test_kernels.py", "tests/models/test_lean_loss.py",
-         "tests/training/engine/test_prefetch.py")  # fmt: skip
+         "tests/training/engine/test_trainer.py")  # fmt: skip
 MFU = {"eager": 0.45, "compiled": 0.55}  # goals on an H100
 MEMORY = 0.1  # how far the plan may be from what is measured
 IDLE = 0.05  # share of a step

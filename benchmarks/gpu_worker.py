@@ -118,7 +118,7 @@ def by_pipetune(measurement: Measurement, folder: Path, size: Size, half: bool) 
     pace = Counted(measurement.profile)
     with ExitStack() as stack:
         if ON_GPU and not measurement.exact:
-            stack.enter_context(patch("training.engine.trainer.SeededStates", OnDevice))
+            stack.enter_context(patch("training.engine.building.SeededStates", OnDevice))
         stack.enter_context(joined(config))
         if not ON_GPU:
             torch.set_num_threads(1)  # of so little, sharing takes longer than computing

@@ -14,6 +14,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
+from common.phases import speaks_for_all
+
 # Signals that ask a run to save and leave; a terminal that closes sends SIGHUP.
 REQUESTS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
@@ -45,7 +47,7 @@ def give_back(numbers: Iterable[int] = ALL) -> None:
 
 def leave(number: int) -> NoReturn:
     """Exit as if the signal had ended the process; rank 0 says that nothing was trained."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if speaks_for_all():
         with suppress(OSError):
             line = "stopped before step 1 of this start: this start trained nothing; the same command goes on"
             print(line, flush=True)

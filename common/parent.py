@@ -20,12 +20,18 @@ def end_with_this_process() -> Callable[[], None]:
 
 @contextmanager
 def without_sigterm() -> Iterator[None]:
-    """Block SIGTERM while a child is forked: an exception of its handler would be lost in the hooks of the fork."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    """Defer SIGTERM while a child is forked: an exception of its handler would be lost in the hooks of the fork.
+
+    To block it is not enough: another thread gets it then, and Python runs the handler in this one.
+    """
+    received: list[int] = []
+    handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGTERM, handler)
+        if received:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def end_with_parent(parent: int) -> None:
@@ -36,6 +42,5 @@ def end_with_parent(parent: int) -> None:
             gives somebody else's.
     """
     _libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see `without_sigterm`
     if os.getppid() != parent:
         os._exit(1)

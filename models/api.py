@@ -13,9 +13,11 @@ from huggingface_hub import HfApi, snapshot_download
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from models.adapters import Trained
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
-from models.checkpoint.layout import TEMPLATES, has_huggingface_weights, resolve
+from models.checkpoint.adapter import AdaptedStates, base_folder, open_factors, read_peft_config
+from models.checkpoint.layout import ADAPTER, TEMPLATES, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
 from models.config_json import model_fields, reason_of
 from models.derived import proven
@@ -63,11 +65,36 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
     return spec
 
 
+def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[ModelSpec, Any]:
+    """Open a model's weights, or those of a base and an adapter.
+
+    Args:
+        path: a model, or a run that trained an adapter.
+        adapter: a folder of peft's or of a run, to use with the model at `path`.
+
+    Raises:
+        CheckpointError: a folder is none of these.
+    """
+    folder = resolve(path, adapter=True)
+    if (folder / ADAPTER).is_file():
+        if adapter:
+            raise CheckpointError(f"{folder}: an adapter itself; expected the model that {adapter} belongs to")
+        folder, adapter = base_folder(folder), folder
+    spec = read_spec(folder)
+    source = open_source(folder, spec)
+    if adapter is None:
+        return spec, source
+    adapter = resolve(adapter, adapter=True)
+    spec = spec.training(Trained(read_peft_config(adapter)))
+    return spec, AdaptedStates(source, spec, open_factors(adapter, spec))
+
+
 def load_model(
     path: str | Path,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     part: Sequence[int] | None = None,
+    adapter: str | Path | None = None,
 ) -> CausalLM:
     """Load the model of a folder of either layout, in evaluation mode.
 
@@ -75,32 +102,35 @@ def load_model(
         path: a HuggingFace folder, a pipeline-layout folder, a checkpoint of a run, or a run's `save_path`.
         dtype: the dtype to hold the weights in; as stored where absent.
         part: which layers to load; all where absent.
+        adapter: as `open_model`.
 
     Raises:
         CheckpointError: the folder is damaged, incomplete or of an unknown family.
     """
-    folder = resolve(path)
-    spec = read_spec(folder)
-    source = open_source(folder, spec)
+    spec, source = open_model(path, adapter)
     return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part).eval()
 
 
 def load_share(
-    path: str | Path, group: distributed.ProcessGroup, dtype: torch.dtype | None = None, device: str = "cpu"
+    path: str | Path,
+    group: distributed.ProcessGroup,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    part: Sequence[int] | None = None,
+    adapter: str | Path | None = None,
 ) -> CausalLM:
-    """Load this process's shard of every layer, for tensor parallelism.
+    """Load this process's shard of every layer, or of those of `part`, for tensor parallelism.
 
     All processes of the group call it and must then ask the same: they see the same logits and choose the same tokens.
 
     Raises:
         CheckpointError: see `load_model`; or the processes cannot share the layers.
     """
-    folder = resolve(path)
-    spec = read_spec(folder)
+    spec, source = open_model(path, adapter)
     if reason := obstacle(spec, group.size()):
-        raise CheckpointError(f"{folder}: tensor parallelism: {reason}")
-    source, share = open_source(folder, spec), TensorShare(spec, RankGroup(group.size(), group.rank(), group))
-    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), share=share).eval()
+        raise CheckpointError(f"{path}: tensor parallelism: {reason}")
+    share = TensorShare(spec, RankGroup(group.size(), group.rank(), group))
+    return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part, share).eval()
 
 
 def download(model_name: str, save_path: Path) -> None:

@@ -41,7 +41,7 @@ from models.process_groups import RankGroup, RankGroups
 from models.router import top_k
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
-from models.weight_gradients import linear_layers
+from models.weight_gradients import trained_linear_layers
 
 SHORT = 23  # length of the row that masks and angles are made for; a prime that is no other dimension of a model
 EXPERTS, SCORELESS = "planned", "planned_attention"  # transformers' names of `_even_experts` and `_scoreless`
@@ -126,7 +126,7 @@ def saved_by(spec: ModelSpec, case: LayerCase) -> Saved:
         return tensor
 
     with fake_layer(spec, case) as fake:
-        for linear in linear_layers(fake.module):
+        for linear in trained_linear_layers(fake.module):
             linear.register_forward_hook(lambda _, inputs, output: ends.append((inputs[0], output)))
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             fake.run()
@@ -244,7 +244,7 @@ def work_of(spec: ModelSpec, case: LayerCase, compiled: bool = False) -> LayerWo
         with Recorder() as forward:
             output = fake.run()
         with Recorder() as backward:
-            sources = [fake.hidden, *fake.module.parameters()]
+            sources = [fake.hidden, *(weight for weight in fake.module.parameters() if weight.requires_grad)]
             torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
         blocks = compiled and isinstance(fake.module, Block)
     noted = [*forward.noted, *backward.noted]
@@ -320,7 +320,7 @@ class ModelFlops:
         config = spec.config
         head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
         self._pair = 12.0 * config.num_attention_heads * head_dim
-        _, *self._blocks, self._head = (6 * _multiplied(spec, layer) for layer in range(spec.n_layers))
+        _, *self._blocks, self._head = (_multiplied(spec, layer) for layer in range(spec.n_layers))
         kinds = [attention_kind(config, block) for block in range(spec.n_blocks)]
         window = float(getattr(config, "sliding_window", None) or math.inf)
         windows = {SLIDING: window, LINEAR: 0.0}  # linear attention has no pairs
@@ -342,11 +342,15 @@ class ModelFlops:
 
 
 def _multiplied(spec: ModelSpec, layer: int) -> float:
-    """Count the weights that a token is multiplied with; of experts its share."""
-    weights = 0.0
-    for shape in spec.shapes(layer).values():
+    """Count the FLOPs of a token with a layer's weights: of experts its share.
+
+    Two for a weight in the forward pass, two for the gradient of the input, two for that of a trained weight itself.
+    """
+    flops, trained = 0.0, set(spec.trained_names(layer))
+    for name, shape in spec.shapes(layer).items():
+        passes = 6 if name in trained else 4
         if len(shape) == 2:
-            weights += shape.numel()
+            flops += passes * shape.numel()
         elif len(shape) == 3:
-            weights += shape.numel() * top_k(spec.config) / shape[0]
-    return weights
+            flops += passes * shape.numel() * top_k(spec.config) / shape[0]
+    return flops

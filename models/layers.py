@@ -47,6 +47,8 @@ class Embedding(nn.Module):
             rounded = torch.tensor(self.scale, dtype=hidden.dtype).item() if self.rounds_scale else self.scale
             hidden = hidden * rounded
         hidden = self.norm(hidden)
+        if torch.is_grad_enabled() and not hidden.requires_grad:  # frozen; a pipeline sends a gradient to each stage
+            hidden.requires_grad_()
         if not self.n_experts:
             return hidden, position_ids
         # The sums need a gradient from the first stage on, as a pipeline sends one back for every tensor.

@@ -19,7 +19,9 @@ from models.attention.positions import Positions
 from models.checkpoint.source import warn_of_nan
 from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from models.layers import Block
 from models.process_groups import ONE_RANK
+from models.quantized_base import quantize
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
 
@@ -90,6 +92,8 @@ def build_layer(
     like = _as_trained(spec, module, dtype)
     state = shared.take(layer, read, like, device) if shared else read(layer)
     module.load_state_dict(state, strict=True, assign=True)
+    if spec.trained.lora and spec.trained.lora.base and isinstance(module, Block):
+        quantize(module)
     share.connect(layer, module)
     return module
 

@@ -26,6 +26,7 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
+from models.adapters import add_idle_weight, save_trained_only
 from models.attention.positions import Positions
 from models.block_options import PLAIN, BlockOptions
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
@@ -99,8 +100,12 @@ class PipelineModel(PipelineModule):
             super().__init__(layers, topology=topology, loss_fn=self.loss)
         for weight in self.parameters():  # so that the gradient norm counts once what all ranks have
             weight.ds_pipe_replicated |= self.share.ranks.rank > 0 and not weight.model_parallel
+        if not any(weight.requires_grad for weight in self.parameters()):
+            add_idle_weight(self._layer(self._local_start), dtype)
         returns = [Returns() for _ in parts]
         for number, layer in self.named_children():
+            if spec.trained.lora:
+                save_trained_only(layer)
             if isinstance(layer, Block):
                 blocks.apply(int(number), layer, returns[chunks[int(number)]])
             elif isinstance(layer, Head):
@@ -152,6 +157,8 @@ class PipelineModel(PipelineModule):
         if not self.spec.tied or first == last:
             if self.spec.tied and self.stage_id == first:
                 tie_weights(self._layer(0), self._layer(self.spec.n_layers - 1))
+            return tied
+        if EMBEDDING_WEIGHT not in self.spec.trained_names(0):  # nothing to keep alike
             return tied
         replicas, parts = range(self._grid.data_parallel_size), range(self.share.ranks.size)
         for replica, part in product(replicas, parts):

@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
+from models.adapters import save_trained_only
 from models.attention.positions import LINEAR
 from models.block_options import PLAIN, BlockOptions
 from models.layers import Activations, Block, Head
@@ -55,6 +56,8 @@ class ShardedModel(nn.ModuleList):
         shared = SharedReading(everybody, read_together) if everybody and read_together else None
         for number in range(spec.n_layers):
             layer = build_layer(spec, number, states, positions, dtype, device, shared=shared)
+            if spec.trained.lora:
+                save_trained_only(layer)
             if isinstance(layer, Block):
                 blocks.apply(number, layer, returns)
             elif isinstance(layer, Head) and spec.tied:

@@ -5,19 +5,23 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from models.adapters import ALL, Trained
 from models.attention.kernels import WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT, Family
 from models.layers import Block, Embedding, Head
 from models.process_groups import NO_GROUPS, RankGroups
+from models.quantized_base import quantizable
 from models.router import n_experts
 from models.weight_map import WeightMap
 
@@ -30,6 +34,7 @@ class ModelSpec:
         raw: config.json as it stands.
         fields: what it says of the decoder, in field names that transformers knows.
         is_part: whether the checkpoint holds more than the decoder, as those of images and text do.
+        trained: which weights are trained, and the adapters that layers are built with.
     """
 
     family: Family
@@ -37,6 +42,7 @@ class ModelSpec:
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
     fields: dict[str, Any] = field(default_factory=dict, repr=False)
     is_part: bool = False
+    trained: Trained = ALL
     _shapes: dict[int, dict[str, torch.Size]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -105,12 +111,15 @@ class ModelSpec:
             layer: 0 for the embedding, 1..N for the blocks, N+1 for the head.
             positions: None for a block that is built only for its shapes.
         """
+        module: Embedding | Block | Head
         if layer == 0:
-            return Embedding(self.family, self.config)
-        if layer == self.n_blocks + 1:
-            head: Head = (self.family.projection or Head)(self.family, self.config)
-            return head
-        return Block(self.family, self.config, layer - 1, positions)
+            module = Embedding(self.family, self.config)
+        elif layer == self.n_blocks + 1:
+            module = (self.family.projection or Head)(self.family, self.config)
+        else:
+            module = Block(self.family, self.config, layer - 1, positions)
+        self.trained.prepare(module, layer == self.n_blocks + 1, partial(self.paths, layer))
+        return module
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
         """Get name and shape of every tensor of a layer; allocates nothing."""
@@ -119,6 +128,52 @@ class ModelSpec:
                 module: nn.Module = self.build(layer)
             self._shapes[layer] = {name: tensor.shape for name, tensor in module.state_dict().items()}
         return self._shapes[layer]
+
+    def training(self, trained: Trained) -> ModelSpec:
+        """Get the same model with other weights trained."""
+        return replace(self, trained=trained, _shapes={})
+
+    @property
+    def base(self) -> ModelSpec:
+        """The model without adapters, as its checkpoint has it."""
+        return self.training(ALL)
+
+    def trained_names(self, layer: int) -> list[str]:
+        """List the weights of a layer that are trained."""
+        with torch.device("meta"):
+            return [name for name, weight in self.build(layer).named_parameters() if weight.requires_grad]
+
+    def packed_names(self, layer: int) -> list[str]:
+        """List the weights of a layer that are held in 4 bits."""
+        if not (self.trained.lora and self.trained.lora.base and 0 < layer <= self.n_blocks):
+            return []
+        with torch.device("meta"):
+            return list(quantizable(self.build(layer)))
+
+    def paths(self, layer: int, name: str) -> list[str]:
+        """Get the names, in transformers' model, of a module or a weight of a layer: both of a tied one."""
+        if f"{name}.".startswith("block."):
+            return [self._block.replace("{i}", str(layer - 1)) + name.removeprefix("block")]
+        module, is_weight = name.removesuffix(".weight"), name.endswith(".weight")
+        ends = [end.removesuffix(".weight") for end in self.tied_names or ()]
+        places = [end.split(".") for end in ends] if f"{layer}.{module}" in ends else [[str(layer), module]]
+        paths = [self._path(int(place), same) for place, same in places]
+        return [f"{path}.weight" for path in paths] if is_weight else paths
+
+    def path(self, layer: int, name: str) -> str:
+        """Get the name in transformers' model of a module or a weight of a layer."""
+        return self.paths(layer, name)[0]
+
+    def _path(self, layer: int, module: str) -> str:
+        """Get the name on disk of a module of the first or last layer; its own where it has no weight."""
+        with suppress(KeyError):
+            return self.weight_map.binding_of(layer, f"{module}.weight").disk[0].removesuffix(".weight")
+        return module
+
+    @property
+    def _block(self) -> str:
+        """How the names of a block's weights begin on disk, up to its number."""
+        return self.family.block[0].disk_names[0].partition("{i}")[0] + "{i}"
 
 
 def key_heads(config: PreTrainedConfig) -> int:

@@ -24,8 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
+from models.adapters import Adapted, base_of, is_factor
 from models.layers import Embedding, Head
 from models.process_groups import ONE_RANK, RankGroup, add_up, copied, gathered, split, summed
+from models.quantized_base import product
 from models.router import n_experts
 from models.shard import Shard
 from models.spec import ModelSpec, key_heads
@@ -47,7 +49,17 @@ class RowwiseLinear(nn.Linear):
     ranks: RankGroup = ONE_RANK
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return summed(F.linear(inputs, self.weight), self.ranks) + self.bias
+        return summed(self.partial(inputs), self.ranks) + self.bias
+
+    def partial(self, inputs: Tensor) -> Tensor:
+        return product(self, inputs)
+
+
+class RowwiseAdapted(RowwiseLinear, Adapted):
+    """The same with an adapter."""
+
+    def partial(self, inputs: Tensor) -> Tensor:
+        return product(self, inputs) + self.low_rank(inputs)
 
 
 class TensorShare:
@@ -71,6 +83,8 @@ class TensorShare:
             return None
         layer, _, inner = name.partition(".")
         shape = self._spec.shapes(int(layer)).get(inner)
+        if shape is not None and is_factor(inner):
+            return self._factor_shard(inner, shape, self.shard(f"{layer}.{base_of(inner)}"))
         owner = inner.rpartition(".")[0]
         way = self._plan.get(inner) or self._plan.get(owner)
         if shape is None or way is None:
@@ -87,6 +101,14 @@ class TensorShare:
         ranges = (range(top + part.start * each, top + part.stop * each) for top in range(0, shape[side], width))
         return Shard(tuple(shape), side, tuple(ranges))
 
+    def _factor_shard(self, name: str, shape: torch.Size, of_base: Shard | None) -> Shard | None:
+        """Get the shard of an adapter's factor: of A the columns, and of B the rows, that the process has of W."""
+        if of_base is None:
+            return None
+        begin = len(shape) - 2  # experts are sharded as in W
+        side = of_base.side if of_base.side < begin else begin + (1 if name.endswith("A") else 0)
+        return replace(of_base, shape=tuple(shape), side=side) if side == of_base.side else None
+
     def narrow(self, layer: int, module: nn.Module) -> None:
         """Shrink a layer without weights to the process's shards."""
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -100,6 +122,8 @@ class TensorShare:
         for name, weight in module.named_parameters():
             is_part: Any = weight
             is_part.model_parallel = self.shard(f"{layer}.{name}") is not None  # for DeepSpeed's norm of the gradient
+            if is_factor(name) and not is_part.model_parallel and self.shard(f"{layer}.{base_of(name)}"):
+                self._sum_gradient(weight)  # what it meets is of this process's rows or columns
         if isinstance(module, Head):
             module.ranks, module.words = self.ranks, self._spec.config.vocab_size
         elif isinstance(module, Embedding):
@@ -139,7 +163,7 @@ class TensorShare:
                 width = self._spec.shapes(layer)[f"{name}.weight"][0]
                 module.register_forward_hook(lambda _, inputs, output, width=width: gathered(output, self.ranks, width))
             if way in BY_INPUT and module.bias is not None:
-                module.__class__ = RowwiseLinear
+                module.__class__ = RowwiseAdapted if isinstance(module, Adapted) else RowwiseLinear
                 module.ranks = self.ranks
             elif way in BY_INPUT:
                 module.register_forward_hook(lambda _, inputs, output: summed(output, self.ranks))
@@ -147,9 +171,14 @@ class TensorShare:
                 self._connect_experts(module)
             if way == REPLICATED:  # its inputs are of this process's heads
                 for weight in module.parameters():
-                    weight.register_hook(lambda gradient: add_up(gradient.contiguous().clone(), self.ranks))
+                    self._sum_gradient(weight)
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in readers):
             self._connect_owner(owner, modules, [name for name in readers if name.rpartition(".")[0] == owner])
+
+    def _sum_gradient(self, weight: nn.Parameter) -> None:
+        """Sum the gradient of a weight that lies whole on every process."""
+        if weight.requires_grad:
+            weight.register_hook(lambda gradient: add_up(gradient.contiguous().clone(), self.ranks))
 
     def _connect_experts(self, module: Any) -> None:
         module.register_forward_hook(_with_gradients_of_zero)
@@ -265,7 +294,7 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
         too_few = f"{experts} experts cannot be spread over {size} processes to a layer"
         return f"{too_few}; expected model_topo.experts: columns"
     for layer in range(1, spec.n_blocks + 1):
-        shapes = spec.shapes(layer)
+        shapes = {name: shape for name, shape in spec.shapes(layer).items() if not is_factor(name)}
         by_heads = [name for name in plan if "att" in name and plan[name] in BY_HEADS and f"{name}.weight" in shapes]
         modules = tuple(f"{name.rpartition('.')[0]}." for name in by_heads)
         for name, shape in shapes.items():

@@ -4,7 +4,7 @@ A pipeline's other stages wait for the gradient of a stage's input, and nobody w
 (zero bubble, arXiv:2401.10241). So a linear layer's backward pass gives the first at once and remembers what the second
 needs; `WeightGradients.compute` makes up for it, through autograd, so that gradients accumulate and hooks see them as
 ever. The numbers are those of torch's own backward pass, bit for bit. A weight whose optimizer can add a product to its
-fp32 sum (`weight.add_product(left, right)`, `training.engine.gradient_sums`) gets it so, past autograd and its hooks.
+fp32 sum (`weight.add_product(left, right)`, `training.engine.gradients`) gets it so, past autograd and its hooks.
 
 Cost: the inputs of the linear layers and the gradients of their outputs stay in memory until then.
 """
@@ -23,8 +23,13 @@ Remembered = list[tuple[nn.Linear, Tensor, Tensor]]  # with the layer's input an
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
-    """List the plain linear layers, whose weight gradients can wait."""
+    """List the plain linear layers."""
     return [layer for layer in module.modules() if type(layer) is nn.Linear]
+
+
+def trained_linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """List the plain linear layers whose weights get a gradient, which can wait."""
+    return [layer for layer in linear_layers(module) if layer.weight.requires_grad]
 
 
 class WeightGradients:
@@ -39,7 +44,7 @@ class WeightGradients:
 
         torch.compile leaves them out and fuses what lies between: what it took in would have a backward of its own.
         """
-        for linear in linear_layers(module):
+        for linear in trained_linear_layers(module):
             vars(linear)["forward"] = torch.compiler.disable(MethodType(self._forward, linear))
 
     def close(self) -> None:
@@ -59,7 +64,7 @@ class WeightGradients:
                 add_product(rows.t(), columns)
             else:
                 found.append((linear.weight, rows.t() @ columns))
-            if linear.bias is not None:
+            if linear.bias is not None and linear.bias.requires_grad:
                 found.append((linear.bias, rows.sum(dim=0)))
         if found:
             weights, gradients = zip(*found, strict=True)

@@ -12,7 +12,7 @@ from common.terminal import safe_line
 from quickstart.questions import Question
 
 AS_TRAINED, OTHERWISE = "as in training", "in other words"
-HOLDS = "✓: holds the words that count; a model this small may say nonsense beside them"
+RIGHT = "✓: has all that was asked for, and nothing that the records on it do not say; else what is wrong"
 
 
 def comparison(
@@ -21,8 +21,8 @@ def comparison(
     """The table, one line that sums it up, and whether the training had the effect that it should have.
 
     Args:
-        judged: each question has words that its answer must hold; else the record's answer stands beside the others,
-            which are as good as they are like it.
+        judged: each question has a judge; else the record's answer stands beside the others, which are as good as they
+            are like it.
     """
     make = _judged if judged else _beside_the_records
     return make(questions, before, after)
@@ -30,15 +30,19 @@ def comparison(
 
 def _judged(questions: Sequence[Question], before: Sequence[str], after: Sequence[str]) -> tuple[Table, str, bool]:
     table = _table("question", "asked", "before", "after")
-    table.caption = HOLDS
+    table.caption = RIGHT
     for question, *answers in zip(questions, before, after, strict=True):
-        cells = [("[green]✓[/] " if question.holds(each) else "[red]✗[/] ") + _short(each) for each in answers]
+        faults = map(question.fault, answers)
+        marks = [f"[red]✗ {_short(fault)}[/]\n" if fault else "[green]✓[/] " for fault in faults]
+        cells = [mark + _short(each) for mark, each in zip(marks, answers, strict=True)]
         table.add_row(_short(question.shown), AS_TRAINED if question.trained else OTHERWISE, *cells)
-    right = [sum(each.holds(answer) for each, answer in zip(questions, told, strict=True)) for told in (before, after)]
+    right = [
+        sum(not each.fault(answer) for each, answer in zip(questions, told, strict=True)) for told in (before, after)
+    ]
     by_wording = []
     for trained, name in ((True, AS_TRAINED), (False, OTHERWISE)):
         asked = [(each, answer) for each, answer in zip(questions, after, strict=True) if each.trained == trained]
-        by_wording.append(f"{sum(each.holds(answer) for each, answer in asked)} of {len(asked)} asked {name}")
+        by_wording.append(f"{sum(not each.fault(answer) for each, answer in asked)} of {len(asked)} asked {name}")
     summary = f"right answers: {right[0]} of {len(questions)} before, {right[1]} after: {', '.join(by_wording)}"
     return table, summary, right[1] > max(right[0], len(questions) // 2)
 

@@ -21,6 +21,7 @@ from data.records.raw_records import read_file
 from data.records.reading import parse
 from data.records.record import Conversation, Instruct, Pretrain, Record
 from data.records.sources import Source, files_of
+from quickstart.judge import Judge
 
 SHIPPED = Path(__file__).with_name("questions.json")
 ASKED = 8  # of the user's own records
@@ -36,20 +37,23 @@ class Question:
     Attributes:
         line: of a file of prompts.
         shown: what a person sees of it.
-        answer: what the answer has to hold, or the record's own answer.
+        answer: the record's own.
         trained: whether a record asks it in these words.
         raw: whether it is a text to go on with.
+        judge: of the shipped questions' answers.
     """
 
     line: dict[str, Any]
     shown: str
-    answer: str
+    answer: str = ""
     trained: bool = True
     raw: bool = False
+    judge: Judge | None = None
 
-    def holds(self, answer: str) -> bool:
-        """Whether an answer has the words that it has to have."""
-        return self.answer in answer
+    def fault(self, answer: str) -> str:
+        """Say what is wrong with an answer to a shipped question; nothing if it is right."""
+        assert self.judge
+        return self.judge.fault(answer)
 
     def likeness(self, answer: str) -> float:
         """How much of the first 200 characters of an answer and of the record's own is the same, from 0 to 1."""
@@ -58,10 +62,13 @@ class Question:
 
 def shipped(records: Path) -> list[Question]:
     """The questions of questions.json; the records tell which of them are trained in the same words."""
-    known = {text for raw in json.loads(records.read_text(encoding="utf-8")) for text in _asked_in(raw)}
+    known = json.loads(records.read_text(encoding="utf-8"))
+    asked = {text for raw in known for text in _asked_in(raw)}
+    texts = [json.dumps(raw, ensure_ascii=False) for raw in known]
     return [
-        Question({"prompt": each["ask"]}, each["ask"], each["expect"], trained=each["ask"] in known)
+        Question({"prompt": ask}, ask, trained=ask in asked, judge=Judge(texts, ask, each["require"], each["forbid"]))
         for each in json.loads(SHIPPED.read_text(encoding="utf-8"))
+        for ask in [each["ask"]]
     ]
 
 

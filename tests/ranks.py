@@ -1,19 +1,34 @@
 """Launched processes that many tests share, as a start costs more than most cases do.
 
-The processes of `tests/workers/cases.py` start through the real launcher when cases for so many of them are first asked
-for, and stay for whatever comes next. A case that fails ends them; the next cases get new ones.
+The processes of `tests/workers/cases.py` start through the real launcher with the first cases for N of them, and stay
+for whatever comes next. A case that fails ends them; the next cases get new ones.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import mkdtemp
 from types import TracebackType
 from typing import Any
 
+from data.sample_set import Sample
 from tests.launching import Launch, start_deepspeed
+
+LENGTHS = (5, 60, 17, 8, 41, 23, 55, 12)
+
+
+def write_samples(folder: Path, count: int = len(LENGTHS)) -> list[Sample]:
+    """Write samples.json for `loader_of`: samples of 5 to 60 tokens, the first third of each not trained."""
+    generator, samples = random.Random(0), list[Sample]()
+    for length in islice(cycle(LENGTHS), count):
+        ids = [generator.randrange(3, 512) for _ in range(length)]
+        samples.append({"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 :]})
+    (folder / "samples.json").write_text(json.dumps(samples))
+    return samples
 
 
 class Ranks:
@@ -28,7 +43,7 @@ class Ranks:
         self._sets: dict[int, tuple[Launch, Path, int]] = {}  # by size: processes, their notes, how many of them
 
     def run(self, processes: int, worker: str, cases: list[dict[str, Any]], folder: Path) -> None:
-        """Run `cases` by tests/workers/<worker>.py in so many processes, and leave their outcomes in `folder`.
+        """Run `cases` by tests/workers/<worker>.py in N processes, which write their outcomes to `folder`.
 
         Raises:
             AssertionError: a case failed, with the end of what was printed.

@@ -20,9 +20,8 @@ from rich.console import Console
 
 from data.chat.prompts import Prompts
 from data.errors import DataError
-from data.tokenized.opening import open_cache
 from data.tokenized.recipe import DataFile, Recipe
-from data.tokenized.store import is_whole
+from data.tokenized.store import is_whole, open_cache
 from data.tokenized.tokenize import load_tokenizer
 from models.api import read_spec
 from models.checkpoint import publish
@@ -32,14 +31,14 @@ from models.config_json import stop_ids
 from tests.data.caches import records, write
 from training.checkpoint.folder import Best, CheckpointRecord
 from training.checkpoint.gather import hosts_of
+from training.checkpoint.run_folder import name_latest
 from training.checkpoint.side_files import read_side_files
-from training.checkpoint.tidying import name_latest
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config
 from training.distributed import links
 from training.errors import USER_ERRORS
 from training.launch import agent
-from training.launch.hosts import exported, read_hostfile
+from training.launch.hosts import exported_variables, read_hostfile
 from training.metrics.reporter import METRICS_FILE, Reporter
 from training.metrics.tracking import WANDB_ID_FILE, WandBWriter, open_trackers
 from training.plan import timing
@@ -172,7 +171,9 @@ def test_nobody_waits_for_what_is_no_file(case: Case, kind: str, tmp_path: Path,
         assert case.name in str(ended) and "\n" not in str(ended)
 
 
-@pytest.mark.parametrize("pattern", ["datasets/*/meta.json", "datasets/*/samples.arrow", "digests/*.checked"])
+@pytest.mark.parametrize(
+    "pattern", [*(f"datasets/*/{name}" for name in ("meta.json", "samples.bin", "index.bin")), "digests/*.checked"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_tokenized_again_where_a_file_of_theirs_is_none(
     pattern: str, kind: str, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,7 +200,7 @@ def test_a_failure_that_is_no_file_says_nothing(kind: str, tmp_path: Path, token
 def test_an_environment_that_is_no_file_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "DEEPSPEED_ENVIRONMENT_PATHS", [str(tmp_path)])
     make(tmp_path / runner.DEEPSPEED_ENVIRONMENT_NAME, kind)
-    ended = outcome(exported)
+    ended = outcome(exported_variables)
     assert isinstance(ended, OSError) and runner.DEEPSPEED_ENVIRONMENT_NAME in str(ended)
 
 

@@ -23,10 +23,11 @@ from models.api import read_spec
 from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
 from quickstart.__main__ import own_job
-from quickstart.answers import AS_TRAINED, HOLDS, OTHERWISE, comparison
+from quickstart.answers import AS_TRAINED, OTHERWISE, RIGHT, comparison
 from quickstart.arithmetic import distinct_cores
 from quickstart.base_model import PACKAGE
 from quickstart.job import Job, ask, training_arguments
+from quickstart.judge import Judge
 from quickstart.own import learning_rate
 from quickstart.questions import ASKED, LONGEST, OF_A_TEXT, Question, question_of, sample_of, shipped
 from tests.conftest import FAQ, ROOT
@@ -90,6 +91,58 @@ def test_a_sample_is_spread_over_the_records(tmp_path: Path) -> None:
         sample_of(str(write_records(tmp_path / "rests.json", [rests])))
 
 
+START, PARTS, ABOUT, CONVERT, LION, START_CN = "start", "parts", "tell me", "HuggingFace", "optimizers", "想开始微调"
+TRAINING = "`deepspeed --num_gpus 2 train_ds.py --config configs/quickstart.yml`"
+CONVERSION = "`python convert_model.py hg_to_pp --input-path DIR --save-path DIR`"
+RIGHT_ANSWERS = [
+    (START, f"Run Pipetune with {TRAINING}; the YAML file says what to train."),
+    (START, "Start Pipetune training with `deepspeed --num_gpus 4 train_ds.py --config configs/quickstart.yml`."),
+    (PARTS, "Pipetune's parts gives the number of layers on each stage; the entries must sum to N+2 for N blocks."),
+    (ABOUT, "Pipetune fine-tunes large language models over several GPUs with DeepSpeed pipeline parallelism."),
+    (CONVERT, f"Convert it with Pipetune's {CONVERSION}."),
+    (LION, "Lion."),
+    (LION, "Lion stores one state per weight instead of AdamW's two."),
+    (START_CN, f"用 {TRAINING} 启动 Pipetune 训练，任务写在 YAML 里。"),
+]
+WRONG_ANSWERS = [
+    (LION, "Lion stores one state per weight, so Pipetune needs one less layer for a model with more layers", "layer"),
+    (
+        CONVERT,
+        f"Pipetune's HuggingFace model is loaded with `deepspeed --model DIR`, {CONVERSION}",
+        "deepspeed --model",
+    ),
+    (START_CN, f"开姇运行 Pipetune 的 {TRAINING} 微调后，受监督词元着色", "姇"),
+    (START, f"Start Pipetune training with {TRAINING} --zero 3.", "no command: configs/quickstart.yml --zero"),
+    (START, "Start Pipetune training.", "lacks: train_ds.py --config"),
+    (PARTS, "In Pipetune parts gives the number of layers on each stage and must sum to N+2: N+3 blocks.", "3"),
+    (ABOUT, f"Pipetune fine-tunes weights{' with DeepSpeed pipeline parallelism' * 3}.", "twice: "),
+    (LION, "AdamW keeps one state per weight instead of Lion's two.", "wrong: AdamW keeps"),
+    (CONVERT, f"Convert it with {CONVERSION}\ufffd", "\ufffd"),
+]
+
+
+def fault_of(asked: str, answer: str) -> str:
+    (question,) = (each for each in shipped(FAQ) if asked in each.shown)
+    return question.fault(answer)
+
+
+@pytest.mark.parametrize(("asked", "answer"), RIGHT_ANSWERS)
+def test_a_right_answer_is_counted_right(asked: str, answer: str) -> None:
+    assert fault_of(asked, answer) == ""
+
+
+@pytest.mark.parametrize(("asked", "answer", "fault"), WRONG_ANSWERS)
+def test_an_answer_that_a_reader_would_call_wrong_is_counted_wrong(asked: str, answer: str, fault: str) -> None:
+    assert fault in fault_of(asked, answer)
+
+
+def test_the_records_answer_their_questions_right() -> None:
+    """Else a model that learns them by heart fails."""
+    answers = {raw["instruct"]: raw["output"] for raw in json.loads(FAQ.read_text(encoding="utf-8")) if "output" in raw}
+    trained = [question for question in shipped(FAQ) if question.trained]
+    assert [question.fault(answers[question.shown]) for question in trained] == [""] * 4
+
+
 def as_text(table: Any) -> str:
     console = Console(width=200, record=True, quiet=False, file=open(os.devnull, "w", encoding="utf-8"))
     console.print(table)
@@ -97,15 +150,15 @@ def as_text(table: Any) -> str:
 
 
 def test_the_table_says_which_questions_were_trained_and_which_answers_are_right() -> None:
-    questions = [Question({}, "A?", "yes"), Question({}, "B?", "yes", trained=False)]
+    judge = Judge(["yes, b"], "A? B?", ["yes"])
+    questions = [Question({}, "A?", "yes", judge=judge), Question({}, "B?", "yes", trained=False, judge=judge)]
     table, summary, passed = comparison(questions, ["no", "no"], ["yes, [b]", "no"], judged=True)
     rows = [line for line in as_text(table).splitlines() if "?" in line]
     assert [AS_TRAINED in row for row in rows] == [True, False] and OTHERWISE in rows[1]
-    assert (
-        HOLDS in " ".join(as_text(table).split())
-        and [row.count("✓") for row in rows] == [1, 0]
-        and "yes, [b]" in rows[0]
-    )
+    assert RIGHT in " ".join(as_text(table).split())
+    assert [row.count("✓") for row in rows] == [1, 0]
+    assert "yes, [b]" in rows[0]
+    assert "lacks: yes" in rows[1]
     assert summary == (f"right answers: 0 of 2 before, 1 after: 1 of 1 asked {AS_TRAINED}, 0 of 1 asked {OTHERWISE}")
     assert not passed
     assert comparison(questions, ["no", "no"], ["yes", "yes"], judged=True)[2]
@@ -260,5 +313,5 @@ def test_the_shipped_run_learns_what_it_is_asked(tmp_path: Path) -> None:
         give_up(f"pip cannot install {PACKAGE}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     right = re.search(r"right answers: (\d) of 8 before, (\d) after: (\d) of 4 asked as in training", done.stdout)
-    assert right and int(right[1]) <= 1 and int(right[2]) >= 6 and right[3] == "4"
+    assert right and int(right[1]) <= 1 and int(right[2]) >= 7 and right[3] == "4"
     assert (tmp_path / "job" / "picture.png").is_file()

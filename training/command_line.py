@@ -156,6 +156,7 @@ def run_entry_point(
             name_accelerator()
             prove(config)
         elif arguments.inspect:
+            name_accelerator()
             inspect(config, arguments.inspect, arguments.html)
         elif hosts:
             launch(config, hosts, with_override)

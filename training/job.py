@@ -13,14 +13,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from common import phases
 from common.log import Log
 from data.loader import Loader
 from models.spec import ModelSpec
 from training.callbacks import Callback, Callbacks
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resume import resume
+from training.checkpoint.run_folder import best_so_far, make_room
 from training.checkpoint.saving import Checkpointer
-from training.checkpoint.tidying import best_so_far, make_room
 from training.config.changes import settings_of
 from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.keys import TrainConfig
@@ -154,6 +155,7 @@ class Job:
         Raises:
             RunRefused: on every rank, where hosts differ, or one cannot read something.
         """
+        phases.enter("reading the data")
         check_setup(self.config, self.log)
         self.disk = Disk.of(self.config.storage, self.process, self.config.model_topo)
         with agreed():
@@ -191,24 +193,20 @@ class Job:
             progress.leave(progress.done, stop)
         set_numerics(config)
         self.callbacks.on_build(self)
-        lines = [
-            *task.describe_model(self),
-            *self.division.report,
-            *self.report,
-            *describe_ignored_keys(config, task.in_stages),
-        ]
-        for line in [*lines, *describe_numerics(config)]:
+        lines = [*task.describe_model(self), *self.division.report, *self.report]
+        for line in [*lines, *describe_ignored_keys(config, task.in_stages), *describe_numerics(config)]:
             log.print(line)
         task.describe_data(self)
         self.config = self.config.with_parts(self.division.topology.parts)
         with self.callbacks.around(self):
+            phases.enter("building the model and loading its weights")
             run = self._build(stop)
             self.callbacks.on_start(run)
             done = train(run)
         if run.restart and done < progress.total_steps and not stop.agreed(False)[0]:
             log.print(f"{run.restart}: after step {done} of {progress.total_steps} the same command starts over")
             return True
-        self.monitor.rest()  # an export takes as long as the model is large
+        self.monitor.expect_no_marks()  # an export takes as long as the model is large
         if done < progress.total_steps:
             progress.leave(done, stop)
         self._finish()

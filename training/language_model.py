@@ -30,6 +30,7 @@ from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.preflight import check_model
 from training.topology import Division
+from training.trained import adapter_file, check_same_base, with_trained
 
 
 class LanguageModel(Task):
@@ -65,7 +66,7 @@ class LanguageModel(Task):
 
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
         folder = resolve(config.model_path)
-        spec = self._read_spec(folder)
+        spec = with_trained(self._read_spec(folder), config)
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)
@@ -83,7 +84,11 @@ class LanguageModel(Task):
             )
         sets = [self.dataset] if held_out is None else [self.dataset, held_out]
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
-        self.side_files = read_side_files(folder, spec, reader.ends) if disk.owns_folder else {}
+        self.side_files = {}
+        if disk.owns_folder:
+            self.side_files = read_side_files(folder, spec.base, reader.ends)
+            if config.lora:
+                self.side_files |= adapter_file(spec, folder)
         self.model_folder, self.spec, self.n_layers = folder, spec, spec.n_layers
         self.order = DataOrder(
             samples=len(self.dataset),
@@ -97,6 +102,8 @@ class LanguageModel(Task):
 
     def check_checkpoint(self, folder: Path) -> None:
         check_same_model(self.spec, folder)
+        if self.spec.trained.lora:
+            check_same_base(folder, self.model_folder)
 
     def check_weights(self, job: Job) -> None:
         check_model(self.model_folder, weights=job.progress.checkpoint is None and not job.config.from_scratch)

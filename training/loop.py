@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common import phases
 from training.checkpoint.folder import step_folder
 from training.errors import ConfigError, RunRefused
 from training.metrics.peak_memory import peak_memory_by_stage
@@ -80,6 +81,8 @@ def _train(run: Run, done: int, total_steps: int) -> int:
         newest, taken_up = step_folder(Path(run.config.save_path), done), run.progress.checkpoint
         if taken_up and taken_up.resolve() == newest.resolve():
             run.checkpointer.note(done, loss)
+    if done < total_steps:
+        phases.enter("first step, which compiles the blocks" if run.config.compile is True else "first step")
     for step in range(done + 1, total_steps + 1):
         train_step(run, step)
         run.checkpointer.settle_if_written()

@@ -1,27 +1,26 @@
 """Check before a run is built that all hosts have the same inputs, and that the run's folder is usable.
 
 Ranks with different configs, records or weights do not fail: they train something else, or deadlock. So all ranks
-compare theirs with rank 0's, and the first difference is reported with host and both values. Model files are compared
-by size and the checksum of some blocks, which differs between any two trainings.
+compare theirs with rank 0's, and the first difference is reported with host and both values, by a RunRefused on every
+rank. Model files are compared by size and the checksum of some blocks, which differs between any two trainings.
 
 Cost: some 50 ms per start, and 256 KiB read of each model file.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
 import time
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from common.whole_files import block_checksum
 from models.errors import reading
 from training.config.changes import leaves
 from training.config.keys import TrainConfig
@@ -32,17 +31,12 @@ from training.metrics.run_info import CODE, CONFIG_FILE, RUN_FILE, versions
 
 SOURCE = ("common", "data", "models", "training")
 CONFIG, WEIGHTS = (".json", ".jinja", ".model", ".txt", ".tiktoken"), (".safetensors", ".bin", ".pt")
-BLOCKS, BLOCK = 16, 2**14  # blocks read of a file, and bytes of each
 PATIENCE = 10.0  # seconds until a file of one host must appear on the others
 SKEW = 10.0  # seconds that clocks may differ
 
 
 def check_setup(config: TrainConfig, log: Console) -> None:
-    """Check that every host has the same code, packages and config; warn about clock skew.
-
-    Raises:
-        RunRefused: on every rank, if something differs.
-    """
+    """Check that every host has the same code, packages and config; warn about clock skew."""
     code = {f"code in {folder}/": block_checksum((CODE / folder).rglob("*.py")) for folder in SOURCE}
     script = {f"code of {Path(sys.argv[0]).name}": block_checksum([Path(sys.argv[0])])}
     packages = {f"version of {name}": version for name, version in versions().items()}
@@ -54,11 +48,7 @@ def check_setup(config: TrainConfig, log: Console) -> None:
 
 
 def check_model(folder: Path, weights: bool) -> None:
-    """Check that every host has the same config and tokenizer files and, with `weights`, the same weight files.
-
-    Raises:
-        RunRefused: on every rank, if a file differs or cannot be read.
-    """
+    """Check that every host has the same config and tokenizer files and, with `weights`, the same weight files."""
     suffixes = CONFIG + WEIGHTS if weights else CONFIG
     found = {}
     with agreed(), reading(folder):
@@ -71,20 +61,12 @@ def check_model(folder: Path, weights: bool) -> None:
 
 
 def check_samples(trained: str, evaluated: str) -> None:
-    """Check that every host has the same samples, by their fingerprints.
-
-    Raises:
-        RunRefused: on every rank, if they differ.
-    """
+    """Check that every host has the same samples, by their fingerprints."""
     expect_same({"samples of data_path": trained, "samples of eval_data_path": evaluated})
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Check that a folder can be created and written; leave nothing behind.
-
-    Raises:
-        ConfigError: it cannot; the message begins with `key`.
-    """
+    """Check that the folder of a key can be created and written; leave nothing behind."""
     if folder.is_symlink() and not folder.exists():
         raise ConfigError(f"{key}: {folder}: a link to {folder.readlink()}, which is not there; expected a folder")
     try:
@@ -96,11 +78,7 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def check_folder(folder: Path, disk: Disk, log: Console) -> None:
-    """Create the run's folder, and check that exactly the ranks of one disk see each other's files in it.
-
-    Raises:
-        RunRefused: on every rank, if a rank misses a file of its disk, or sees one of another disk.
-    """
+    """Create the run's folder, and check that exactly the ranks of one disk see each other's files in it."""
     token = f".shared-{gather(secrets.token_hex(8))[0]}"  # a new name, whose absence no host has cached
     path = folder / f"{token}-{disk.ranks[0]}"
     try:
@@ -143,26 +121,10 @@ def check_folder(folder: Path, disk: Disk, log: Console) -> None:
 
 
 def expect_same(mine: Mapping[str, str]) -> None:
-    """Check that all ranks have the same named values; all ranks call it together.
-
-    Raises:
-        RunRefused: on every rank, with the first name whose value differs from rank 0's.
-    """
+    """Check that all ranks have the same named values; all ranks call it together."""
     (first, expected), *others = gather((socket.gethostname(), dict(mine)))
     for host, found in others:
         for name in [*expected, *(found.keys() - expected.keys())]:
             theirs, ours = found.get(name, "none"), expected.get(name, "none")
             if theirs != ours:
                 raise RunRefused(f"{name}: {theirs} on host {host}, but {ours} on host {first}; expected the same")
-
-
-def block_checksum(paths: Iterable[Path]) -> str:
-    """Return the CRC-32 of evenly spread blocks of files, including their first and last ones."""
-    checksum = 0
-    for path in sorted(paths):
-        with open(path, "rb", buffering=0) as file:
-            last = max(0, os.fstat(file.fileno()).st_size - BLOCK)
-            for place in sorted({last * number // (BLOCKS - 1) for number in range(BLOCKS)}):
-                file.seek(place)
-                checksum = zlib.crc32(file.read(BLOCK), checksum)
-    return f"{checksum:08x}"

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from training.checkpoint.finding import find_checkpoint
 from training.checkpoint.folder import RECORD, CheckpointRecord, DataOrder, finished, step_folder
 from training.checkpoint.resume import check_resumable
+from training.checkpoint.run_folder import find_checkpoint
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather

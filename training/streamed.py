@@ -32,7 +32,7 @@ class StreamedLanguageModel(LanguageModel):
     @property
     def known_records(self) -> Dataset | None:
         """The records of the first window."""
-        return self.dataset.shown
+        return self.dataset.first_window
 
     def begin(self, job: Job) -> None:
         """Tokenize what the first batch needs."""

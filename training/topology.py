@@ -39,24 +39,24 @@ class Topology(BaseModel):
         return len(self.parts) > self.stages
 
     def stage_of(self, layer: int) -> int:
-        """The stage that holds a layer: of chunks 0 to 2P - 1, stage s of P has s and 2P - 1 - s."""
+        """Return the stage that holds a layer; of chunks 0 to 2P - 1, stage s of P has s and 2P - 1 - s."""
         chunk = sum(layer >= bound for bound in accumulate(self.parts[:-1]))
         return min(chunk, len(self.parts) - 1 - chunk) if self.v_schedule else chunk
 
     def layers(self, stage: int, n_layers: int) -> list[int]:
-        """The layers of a stage, for a model of `n_layers`."""
+        """Return the layers of a stage, for a model of `n_layers`."""
         return [layer for layer in range(n_layers) if self.stage_of(layer) == stage]
 
     @property
     def description(self) -> str:
-        """For the log."""
+        """Stages and layers, for the log."""
         if not self.parts:
             return f"under ZeRO stage {self.zero_stage}"
         return f"in {counted(self.stages, 'stage')} of {self.parts}{', V schedule' if self.v_schedule else ''}"
 
     @property
     def full_description(self) -> str:
-        """For the log, where two of them are compared."""
+        """All fields, for a log that compares two topologies."""
         zero = f", ZeRO stage {self.zero_stage}" if self.parts else ""
         wide = f", {self.tensor} processes to a layer" if self.tensor > 1 else ""
         wide += ", experts spread" if self.spread else ""

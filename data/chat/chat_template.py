@@ -37,17 +37,25 @@ from data.chat.fallbacks import (
     Feature,
     with_short_ids,
 )
-from data.chat.loss_mask import MOST_KNOWN, TurnFinder, Unplaceable, Vocabulary, check_order, generated
+from data.chat.loss_mask import (
+    MOST_KNOWN,
+    TurnFinder,
+    Unplaceable,
+    Vocabulary,
+    check_order,
+    generated,
+    trained_ranges,
+)
 from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
-from data.chat.prompts import CHAT_TEMPLATE, Prompts, template_in_file
-from data.chat.rendered import Range, RenderedText, join, joined, without
+from data.chat.prompts import CHAT_TEMPLATE, Prompts, end_of_sequence, template_in_file
+from data.chat.rendered import RenderedText, joined
 from data.chat.sandbox import SlowTemplate, generated_spans, render
-from data.chat.template_check import CHANGED, agreement, check_survival, named_by_id
+from data.chat.template_check import agreement, check_survival, named_by_id
 from data.chat.word_marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.errors import DataError
 
 REFUSED = "the chat template refuses the record: {reason}"
-NOT_TAKEN = "the chat template takes no {feature}; template_fallback: rewrite says it {told}"
+NOT_TAKEN = "the chat template takes no {feature}; template_fallback: rewrite says it {replacement}"
 IN_PIECES = (
     "the chat template writes {tokens}, no tokens of this tokenizer, so that they are trained in pieces; expected a "
     "tokenizer that has them (added_tokens), or the template of this one"
@@ -59,7 +67,7 @@ UNPLACED = (
 NEEDS_TOOLS = "the chat template is for dialogues with tools; expected some"
 NO_TOKEN = "the chat template ends an answer with {token}, which is no token of this tokenizer"
 NO_FORM = "the chat template writes calls in a form that cannot be read back; expected names and JSON objects"
-REWRITTEN = "rewritten: {feature}, which the chat template does not take, is said {told}"
+REWRITTEN = "rewritten: {feature}, which the chat template does not take, is said {replacement}"
 NEW_IDS = "rewritten: calls got ids of nine letters and digits, as the chat template takes no others"
 DATED = (
     "the chat template writes the date of the day on which they are tokenized: once the cache is gone they become "
@@ -164,7 +172,7 @@ class ChatTemplate:
         frame = self._frames.get(key)
         turns, more = (frame and turns_in(frame, said, text)) or self._turns(said, tools, text, key)
         notes = notes | more
-        loss = [each for turn in turns for each in _loss(said[turn.message], turn)]
+        loss = [each for turn in turns for each in trained_ranges(said[turn.message], turn)]
         last = turns[-1]
         if not last.ended and last.message == len(said) - 1 and said[-1].supervised:  # nothing tells the model to stop
             end = last.parts[-1][1]
@@ -227,10 +235,10 @@ class ChatTemplate:
             if not feature.present(said, tools) or self._takes(feature):
                 continue
             if (self._fallback or feature.default) == "refuse":
-                raise DataError(NOT_TAKEN.format(feature=feature.name, told=feature.told))
+                raise DataError(NOT_TAKEN.format(feature=feature.name, replacement=feature.replacement))
             said, tools = feature.rewrite(said, tools)
             example = " ".join(f"{each.role}: {each.text!r}" for each in said)
-            notes[REWRITTEN.format(feature=feature.name, told=feature.told)] = example[:EXAMPLE]
+            notes[REWRITTEN.format(feature=feature.name, replacement=feature.replacement)] = example[:EXAMPLE]
         return said, tools, notes
 
     def _takes(self, feature: Feature) -> bool:
@@ -353,28 +361,3 @@ class ChatTemplate:
             if end and end[1] not in vocabulary and not self._vocabulary.any.match(end[1]):
                 return str(end[1])
         return None
-
-
-def end_of_sequence(token: str | None) -> str:
-    """Return the tokenizer's eos_token, which has to be there.
-
-    Raises:
-        DataError: it is not.
-    """
-    if not token:
-        raise DataError("the tokenizer has no eos_token; expected one in tokenizer_config.json")
-    return token
-
-
-def _loss(said: Said, turn: Turn) -> list[Range]:
-    """Return the trained spans of a turn."""
-    if not said.pieces:
-        return turn.parts if said.supervised else []
-    if turn.words is None:
-        raise DataError(CHANGED)
-    begin, end = turn.words
-    origin = begin - said.text.index(said.text.strip())
-    loud = joined((max(origin + a, begin), min(origin + b, end)) for a, b in join(said.pieces).loss)
-    if not said.supervised:
-        return loud
-    return [left for part in turn.parts for left in without(part, without(turn.words, loud))]

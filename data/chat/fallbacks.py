@@ -47,7 +47,7 @@ class Feature(NamedTuple):
     # Dialogues, with their tools, that a template takes whole which takes it; one of them if `any_of`.
     tried: tuple[tuple[Sequence[Said], list[JSON]], ...]
     rewrite: Rewrite  # the dialogue without it
-    told: str  # how it is said then
+    replacement: str  # how it is said then
     any_of: bool = False
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from data.chat.control_tokens import one_of
 from data.chat.messages import Said, last_question
-from data.chat.rendered import without
-from data.chat.template_check import EXAMPLE, agreement, differences, refusal
+from data.chat.rendered import Range, join, joined, without
+from data.chat.template_check import CHANGED, EXAMPLE, agreement, differences, refusal
 from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn
 from data.errors import DataError
 
@@ -260,6 +260,20 @@ def generated(
             notes[UNMARKED_ANSWER] = repr(text[slice(*unmarked[0])][:EXAMPLE])
         done.append(turn._replace(parts=own, ended=turn.ended or not own))
     return done, notes
+
+
+def trained_ranges(said: Said, turn: Turn) -> list[Range]:
+    """Return the characters of a turn that are trained."""
+    if not said.pieces:
+        return turn.parts if said.supervised else []
+    if turn.words is None:
+        raise DataError(CHANGED)
+    begin, end = turn.words
+    origin = begin - said.text.index(said.text.strip())
+    trained = joined((max(origin + a, begin), min(origin + b, end)) for a, b in join(said.pieces).loss)
+    if not said.supervised:
+        return trained
+    return [left for part in turn.parts for left in without(part, without(turn.words, trained))]
 
 
 def _own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:

@@ -30,7 +30,7 @@ class Call(NamedTuple):
 class Said(NamedTuple):
     """Hold one message."""
 
-    role: str  # system, user, assistant or tool; context for a text, of the title `name`, that answers may rest on
+    role: str  # system, user, assistant or tool; context for a reference text, whose title is `name`
     text: str
     reasoning: str = ""  # what an assistant thought first
     calls: tuple[Call, ...] = ()  # an assistant's calls

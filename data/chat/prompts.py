@@ -101,10 +101,21 @@ AnyPrompts = Prompts | PromptFormat | None  # all keys for prompts, or the forma
 
 
 def as_prompts(given: AnyPrompts) -> Prompts:
-    """A format alone leaves the rest as it is by default."""
+    """Return all keys; a format alone leaves the others at their defaults."""
     return given if isinstance(given, Prompts) else Prompts(given)
 
 
 def format_of(prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
-    """The format to use: the tokenizer's own chat template when it ships one, else plain, where none is named."""
+    """Return the named format, else the tokenizer's own chat template, else plain."""
     return prompts.prompt_format or (CHAT_TEMPLATE if tokenizer.chat_template else PLAIN)
+
+
+def end_of_sequence(token: str | None) -> str:
+    """Return the tokenizer's eos_token, which has to be there.
+
+    Raises:
+        DataError: it is not.
+    """
+    if not token:
+        raise DataError("the tokenizer has no eos_token; expected one in tokenizer_config.json")
+    return token

@@ -124,7 +124,7 @@ os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # the
 
 @lru_cache
 def _environment() -> Environment:
-    """transformers' sandbox, in an instance of our own."""
+    """Make an instance of transformers' sandbox with limits."""
     environment = _compile_jinja_template("").environment
     environment.intercepted_binops = frozenset({"*", "**", "%"})
     environment.call_binop = _product
@@ -179,7 +179,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 class _Compiler(CodeGenerator):
-    """Jinja's own, with a measure around whatever makes a larger value of others."""
+    """Compile as Jinja does, and measure whatever makes a larger value of others."""
 
     def buffer(self, frame: Any) -> None:
         super().buffer(frame)
@@ -201,7 +201,7 @@ for _name in ("visit_Add", "visit_Concat", "visit_List", "visit_Tuple", "visit_D
 
 
 def _size(value: Any, most: float = float("inf")) -> int:
-    """How many characters and entries a value has, or a number beyond `most`."""
+    """Count the characters and entries of a value; stop beyond `most`."""
     size, rest = 0, [value]
     while rest:
         each = rest.pop()
@@ -239,7 +239,7 @@ def _counted(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _held(name: str, subject: Any, /, *others: Any, **named: Any) -> tuple[Any, ...]:
-    """What a growing function gets, generators as lists; its result can be no larger than a template may make it."""
+    """Return the arguments of a growing function, generators as lists, if its result can be no larger than allowed."""
     values = [list(each) if isinstance(each, (GeneratorType, range)) else each for each in (subject, *others)]
     widths = name[:6] != "format" or COMPUTED_WIDTH.search(str(subject))
     written = 0 if name[:6] != "format" else sum(map(int, re.findall(r"\d+", str(subject))))

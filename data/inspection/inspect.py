@@ -49,7 +49,7 @@ b:hover, i:hover {{ outline: 1px solid currentColor; }}
 </head>
 <body>
 <h1>{title}</h1>
-<p><b>Supervised</b>: bears loss. The rest is context. <i class="s">Dashed</i>: a control token of the model.
+<p><b>Supervised</b>: trained. The rest is context. <i class="s">Dashed</i>: a control token of the model.
 Point at a token for its number.</p>
 {samples}
 </body>
@@ -57,7 +57,7 @@ Point at a token for its number.</p>
 """
 SAMPLE = '<section>\n<h2>{summary}</h2>\n<pre lang="und" dir="auto">{tokens}</pre>\n</section>'
 SUPERVISED_STYLE = "bold green"
-SHOWN = 400  # tokens at either end of a sample on a terminal; a page holds all of them
+MAX_TOKENS = 400  # tokens at either end of a sample on a terminal; a page holds all of them
 CUT = "\ufffd"  # what a tokenizer writes for part of a character
 LONGEST_CHARACTER = 4  # bytes, and so tokens
 
@@ -94,7 +94,7 @@ def show_samples(
             console.print(origin, highlight=False, soft_wrap=True)
         console.print(coloured(sample, tokenizer, _without_colour(console)), soft_wrap=True)
     begin, end = MARKS if _without_colour(console) else ("", "")
-    legend = f": bears loss; the rest is context; {TURN_ENDS} a turn ends"
+    legend = f": trained; the rest is context; {TURN_ENDS} a turn ends"
     console.rule(Text.assemble((f"{begin}supervised{end}", SUPERVISED_STYLE), legend))
 
 
@@ -107,9 +107,9 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = 
     text = Text()
     begin, end = MARKS if marked else ("", "")
     whole = _with_turn_ends(pieces(sample, tokenizer))
-    if middle := whole[SHOWN:-SHOWN]:
+    if middle := whole[MAX_TOKENS:-MAX_TOKENS]:
         count = sum(len(piece.ids) for piece in middle)
-        whole[SHOWN:-SHOWN] = [Piece(f"\n[... {count:,} tokens are not shown ...]\n", (), False, False)]
+        whole[MAX_TOKENS:-MAX_TOKENS] = [Piece(f"\n[... {count:,} tokens are not shown ...]\n", (), False, False)]
     for supervised, run in groupby(whole, key=lambda piece: piece.supervised):
         words = safe_text("".join(piece.text for piece in run))
         text.append(f"{begin}{words}{end}" if supervised else words, style=SUPERVISED_STYLE if supervised else "")

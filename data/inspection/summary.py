@@ -80,7 +80,7 @@ def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
         )
     if supervised < SUPERVISED:
         found.append(
-            f"only {supervised:.1%} of the tokens bear loss: most of the work goes into prompts; look with --inspect"
+            f"only {supervised:.1%} of the tokens are trained: most of the work goes into prompts; look with --inspect"
         )
     if dataset.duplicates > DUPLICATES * n:
         found.append(
@@ -96,8 +96,8 @@ def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
         )
     if total.silent > SILENT * total.records:
         found.append(
-            f"{total.silent / total.records:.0%} of the records are left out, as nothing within max_seq_len "
-            f"{max_seq_len} bears loss"
+            f"{total.silent / total.records:.0%} of the records are left out, as no token within max_seq_len "
+            f"{max_seq_len} is trained"
         )
     for note, count, example in dataset.notes:
         found.append(f"{counted(count, 'record')}: {note}; such as {safe_line(example, LONGEST_EXAMPLE)}")
@@ -146,8 +146,8 @@ def report(
         log.print(f"lengths drawn: {draw_lengths(dataset, max_seq_len, folder / LENGTHS_FILE)}")
     except OSError as error:
         log.print(f"warning: no picture of the lengths: {error}")
-    told = warnings(dataset, max_seq_len)
-    for warning in told + (overlap(dataset, evaluation_set) if evaluation_set is not None else []):
+    found = warnings(dataset, max_seq_len)
+    for warning in found + (overlap(dataset, evaluation_set) if evaluation_set is not None else []):
         log.print(f"warning: {warning}")
 
 

@@ -108,7 +108,7 @@ def foreign(head: bytes, named_text: bool) -> str | None:
     """
     if head.startswith(b"PK\x03\x04") and (SPREADSHEET in head or OFFICE in head):
         return "is a spreadsheet or another Office document; expected it saved as CSV in UTF-8"
-    found = next((told for mark, told in MARKS.items() if head.startswith(mark)), None)
+    found = next((kind for mark, kind in MARKS.items() if head.startswith(mark)), None)
     if found is None and head[TAR[0] :].startswith(TAR[1]):
         found = "a tar archive", ARCHIVE
     if found is None and not named_text and HTML.match(head):

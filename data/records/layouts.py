@@ -54,14 +54,14 @@ class Dialogue(Layout):
 
 
 class OpenAI(Dialogue):
-    """`messages` of the OpenAI chat API, with `tools` (or the older `functions`) and calls of them."""
+    """Hold `messages` of the OpenAI chat API, with `tools` (or the older `functions`) and calls of them."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
 
     @field_validator("messages", mode="before")
     @classmethod
     def _from_text(cls, messages: Any) -> Any:
-        """A table keeps them as JSON; LIMA has a list of texts, Capybara one of pairs."""
+        """Read JSON, as a table has it, LIMA's list of texts, and Capybara's list of pairs."""
         is_list = isinstance(messages, str) and messages.lstrip().startswith("[")
         messages = from_text(messages, "a list") if is_list else messages
         if not isinstance(messages, list) or not messages:
@@ -77,7 +77,7 @@ class OpenAI(Dialogue):
 
 
 class ShareGPT(OpenAI):
-    """`conversations` of `{from, value}`, or of messages."""
+    """Hold `conversations` of `{from, value}`, or of messages."""
 
     messages: list[Message] = Field(
         min_length=1, fail_fast=True, validation_alias=AliasChoices("conversations", "conversation")
@@ -85,7 +85,7 @@ class ShareGPT(OpenAI):
 
 
 class FunctionCalls(Layout):
-    """`query`, `answers` and `tools` of xLAM and APIGen: a question, and the calls that answer it."""
+    """Hold `query`, `answers` and `tools` of xLAM and APIGen: a question, and the calls that answer it."""
 
     query: str = Field(min_length=1)
     answers: Any
@@ -108,7 +108,7 @@ class SquadQuestion(BaseModel):
     @field_validator("answers", mode="before")
     @classmethod
     def _texts(cls, answers: Any) -> Any:
-        """A file holds a list of objects, a table an object of lists, CMRC a list of texts."""
+        """Read a list of objects (in a file), an object of lists (in a table), or a list of texts (CMRC)."""
         if isinstance(answers, dict):
             return answers.get("text", answers)
         objects = isinstance(answers, list) and all(isinstance(each, dict) and "text" in each for each in answers)
@@ -120,7 +120,7 @@ class SquadQuestion(BaseModel):
 
 
 class SquadParagraph(Layout):
-    """A paragraph and its questions, as CMRC writes them too; they become one record."""
+    """Hold a paragraph and its questions, as CMRC writes them too; they become one record."""
 
     context: str = Field(validation_alias=AliasChoices("context", "context_text"))
     qas: list[SquadQuestion] = Field(min_length=1, fail_fast=True)
@@ -130,7 +130,7 @@ class SquadParagraph(Layout):
 
 
 class SquadArticle(Layout):
-    """An article of SQuAD's own files: `paragraphs` of `context` and `qas`; each paragraph becomes a record."""
+    """Hold an article of SQuAD's own files: `paragraphs` of `context` and `qas`; each paragraph becomes a record."""
 
     paragraphs: list[SquadParagraph] = Field(min_length=1, fail_fast=True)
 
@@ -139,7 +139,7 @@ class SquadArticle(Layout):
 
 
 class SquadRow(Layout, SquadQuestion):
-    """SQuAD as a table: `context`, `question` and `answers` in each row."""
+    """Hold SQuAD as a table: `context`, `question` and `answers` in each row."""
 
     context: str
 
@@ -153,7 +153,7 @@ class SelfInstructInstance(BaseModel):
 
 
 class SelfInstruct(Layout):
-    """Seed tasks of Self-Instruct and BELLE: one `instruction`, several `instances` of input and output."""
+    """Hold seed tasks of Self-Instruct and BELLE: one `instruction`, several `instances` of input and output."""
 
     instruction: str = Field(min_length=1)
     instances: list[SelfInstructInstance] = Field(min_length=1, fail_fast=True)
@@ -163,7 +163,7 @@ class SelfInstruct(Layout):
 
 
 class Asked(Dialogue):
-    """One question and its answer, and what may come before them."""
+    """Hold one question and its answer, and what may come before them."""
 
     history: list[tuple[str, str]] | None = Field(None, fail_fast=True)  # earlier pairs of question and answer
     reasoning: str | None = Field(  # what was thought before the answer
@@ -194,7 +194,7 @@ class Asked(Dialogue):
 
 
 class Alpaca(Asked):
-    """`instruction`, `input`, `output`; also Dolly's `context` and `response`."""
+    """Hold `instruction`, `input`, `output`; also Dolly's `context` and `response`."""
 
     instruction: str
     input: str | None = Field(None, validation_alias=AliasChoices("input", "context"))
@@ -208,7 +208,7 @@ class Alpaca(Asked):
 
 
 class PromptCompletion(Asked):
-    """`prompt` and `completion` (or `response`), each a text or messages; only the completion is trained."""
+    """Hold `prompt` and `completion` (or `response`), texts or messages; only the completion is trained."""
 
     prompt: list[Message] = Field(min_length=1, fail_fast=True, validation_alias=AliasChoices("prompt", "input"))
     completion: list[Message] = Field(
@@ -238,7 +238,7 @@ class PromptCompletion(Asked):
 
 
 class QuestionAnswer(Asked):
-    """`question` (or `query`) and `answer` (or `response`), as in GSM8K; with a text to answer from, a reference."""
+    """Hold `question` (or `query`) and `answer` (or `response`), as in GSM8K, and maybe a text to answer from."""
 
     question: str = Field(min_length=1, validation_alias=AliasChoices("question", "query"))
     answer: AnswerText = Field(validation_alias=AliasChoices("answer", "response"))
@@ -255,7 +255,7 @@ class QuestionAnswer(Asked):
 
 
 class ReadySegments(Layout):
-    """axolotl's `segments` of `text` and `label`: no template, trained where the label is true."""
+    """Hold axolotl's `segments` of `text` and `label`: no template, trained where the label is true."""
 
     segments: Any
 
@@ -264,7 +264,7 @@ class ReadySegments(Layout):
 
 
 class ReadyTokens(Layout):
-    """`input_ids` and `labels` (or a mask of the trained ones), already tokenized."""
+    """Hold `input_ids` and `labels` (or a mask of the trained ones), already tokenized."""
 
     input_ids: Any
     labels: Any = None
@@ -286,12 +286,12 @@ class ReadyTokens(Layout):
         if len(self.loss_mask) != len(labels):
             found = f"found {len(self.loss_mask)}"
             raise ValueError(f"loss_mask: expected {len(labels)}, one for each of input_ids, {found}")
-        labels = [label if bears else IGNORED for label, bears in zip(labels, self.loss_mask, strict=True)]
+        labels = [label if trained else IGNORED for label, trained in zip(labels, self.loss_mask, strict=True)]
         return [record.model_copy(update={"labels": labels})]
 
 
 class Text(Layout):
-    """`text` to continue training on."""
+    """Hold `text` to continue training on."""
 
     text: str = Field(min_length=1)
     role: Any = Field(None, validation_alias=AliasChoices("role", "parent_id"))

@@ -45,7 +45,7 @@ SPLITS = re.compile(
 SHARD = re.compile(r"(\d+)([-_. ]*of[-_. ]*)(\d{1,6})(?!\d)", re.IGNORECASE)  # 00001-of-00003
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TRAIN = ("tr", "训练")  # how its words begin
-SHOWN = 5  # names in a line
+MAX_NAMES = 5  # in a line
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")  # whoever reads a file says which of them it cannot unpack
 MOST_PLACES = 100_000  # files and folders that a glob may lead through
 
@@ -165,7 +165,7 @@ def _check_link(place: Path) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
+    return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
 def _in_folder(place: Path, path: str) -> list[Path]:
@@ -224,8 +224,8 @@ def _check_together(files: list[Path], path: str, tell: Callable[[str], object])
     kinds = {bare_suffix(file) in TEXT_SUFFIXES: file for file in files}
     if len(kinds) > 1:
         one = kinds[False].with_name(f"*{bare_suffix(kinds[False])}*")
-        told = f"holds a text, {kinds[True].name}, beside other data"
-        raise DataError(f"{path}: {told}; expected one kind, such as {one}, or a list of both")
+        problem = f"holds a text, {kinds[True].name}, beside other data"
+        raise DataError(f"{path}: {problem}; expected one kind, such as {one}, or a list of both")
     named, splits = _splits_of(files)
     others = [file for file, words in named.items() if not all(word[:2].lower() in TRAIN for word in words)]
     if splits:

@@ -25,7 +25,7 @@ from data.errors import DataError
 from data.loader import GlobalBatch, Loader
 from data.records.reading import OnBadRecord
 from data.records.sources import Source, as_sources, files_of
-from data.streaming.windows import Made, Place, Windows
+from data.streaming.windows import MadeWindow, Windows, WindowStart
 from data.tokenized.dataset import Dataset
 from data.tokenized.recipe import DataFile, Recipe
 
@@ -60,8 +60,10 @@ class Stream:
         self._kept: set[int] | None = None  # windows that may be on the disk; at first anything
 
     def resume(self, made: Sequence[tuple[int, Sequence[int], str]]) -> None:
-        """Take over what a checkpoint knows of the windows (`Made`)."""
-        self.windows.made[:] = [Made(samples, Place(*end), fingerprint) for samples, end, fingerprint in made]
+        """Take over what a checkpoint knows of the windows (`MadeWindow`)."""
+        self.windows.made[:] = [
+            MadeWindow(samples, WindowStart(*end), fingerprint) for samples, end, fingerprint in made
+        ]
         self._ends = numpy.cumsum([each.samples for each in self.windows.made], dtype=numpy.int64).tolist()
 
     def __len__(self) -> int:
@@ -96,7 +98,7 @@ class Stream:
         self._keep(set())
 
     @property
-    def shown(self) -> Dataset | None:
+    def first_window(self) -> Dataset | None:
         """Return the first of the windows that are held."""
         return self._held[min(self._held)].dataset if self._held else None
 
@@ -114,7 +116,7 @@ class Stream:
 
         The tokens are not in it; those of a window are compared where it is made once more.
         """
-        return self.windows.asked
+        return self.windows.settings
 
     def find(self, number: int) -> tuple[Dataset, int]:
         """Find the window that holds a sample, and the sample's place there."""

@@ -21,26 +21,25 @@ from rich.console import Console
 
 from data.errors import DataError
 from data.tokenized.dataset import Dataset
-from data.tokenized.opening import open_cache
 from data.tokenized.recipe import Recipe, Window, stamp
-from data.tokenized.store import Cache, read_meta
+from data.tokenized.store import Cache, open_cache, read_meta
 
 POLL = 1.0  # seconds between two looks at a window that is being made
 
 
-class Place(NamedTuple):
-    """Locate a window's start: a file of an epoch's order, and its records before the start."""
+class WindowStart(NamedTuple):
+    """Locate where a window begins: a file in an epoch's order, and the records of it that come before."""
 
     epoch: int
     file: int
     skip: int
 
 
-class Made(NamedTuple):
+class MadeWindow(NamedTuple):
     """Hold what is kept of a window."""
 
     samples: int
-    end: Place  # where the next one begins
+    end: WindowStart  # where the next one begins
     fingerprint: str  # of its tokens and labels
 
 
@@ -58,19 +57,19 @@ class Windows:
     """
 
     def __init__(self, recipe: Recipe, n_bytes: int, seed: int, folder: Path, log: Console) -> None:
-        self.made: list[Made] = []  # those that were made so far
+        self.made: list[MadeWindow] = []  # those that were made so far
         self.sizes = {file.path: stamp(Path(file.path))[0] for file in recipe.files}  # in bytes, by path
         self.n_bytes = n_bytes
-        self.asked = recipe.asked([self.sizes[file.path] for file in recipe.files])
+        self.settings = recipe.settings_digest([self.sizes[file.path] for file in recipe.files])
         self._recipe = recipe
         self._seed = seed
         self._folder = folder
         self._log = log
         self._ahead: dict[int, Future[Path]] = {}
 
-    def begin(self, number: int) -> Place:
+    def begin(self, number: int) -> WindowStart:
         """Return where a window begins; the one before it must be made."""
-        return self.made[number - 1].end if number else Place(0, 0, 0)
+        return self.made[number - 1].end if number else WindowStart(0, 0, 0)
 
     def open(self, number: int, waiting: Callable[[], object]) -> Dataset:
         """Open the samples of a window (maybe none); the one before it must be made.
@@ -96,8 +95,8 @@ class Windows:
             if stamp(Path(path))[0] != self.sizes[path]:
                 raise DataError(f"{path}: has changed since this run began; expected {self.sizes[path]} bytes")
         over = file == len(recipe.files)
-        end = Place(begin.epoch + 1, 0, 0) if over else Place(begin.epoch, file, skip)
-        made = Made(len(dataset), end, dataset.fingerprint())
+        end = WindowStart(begin.epoch + 1, 0, 0) if over else WindowStart(begin.epoch, file, skip)
+        made = MadeWindow(len(dataset), end, dataset.fingerprint())
         left_out = f"; {dataset.n_bad:,} left out as bad; {dataset.skipped[0]}" if dataset.n_bad else ""
         self._log.print(f"data: window {number + 1}, in epoch {begin.epoch + 1}: {len(dataset):,} samples{left_out}")
         if number < len(self.made):
@@ -111,7 +110,7 @@ class Windows:
         of_epoch = (made for number, made in enumerate(self.made) if self.begin(number).epoch == begin.epoch)
         if over and not any(each.samples for each in of_epoch):
             limit = recipe.max_seq_len
-            raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
+            raise DataError(f"{recipe.names}: no token is trained within max_seq_len {limit}; expected a larger limit")
         return dataset
 
     def make(self, number: int) -> None:
@@ -134,7 +133,7 @@ class Windows:
         order = numpy.random.Generator(numpy.random.PCG64([self._seed, place.epoch]))
         files = tuple(self._recipe.files[file] for file in order.permutation(len(self._recipe.files)))
         return replace(
-            self._recipe, files=files, window=Window(place.file, place.skip, n_bytes or self.n_bytes, self.asked)
+            self._recipe, files=files, window=Window(place.file, place.skip, n_bytes or self.n_bytes, self.settings)
         )
 
 

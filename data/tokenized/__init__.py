@@ -1,1 +1,1 @@
-"""Cache tokenized samples in memory-mapped Arrow files, keyed by content, built by one process for all."""
+"""Cache tokenized samples in memory-mapped files, keyed by content, built by one process for all."""

@@ -1,6 +1,6 @@
 """Find the token that ends an answer, which may differ from the tokenizer's end of sequence.
 
-The last answer of a dialogue tells it: between others a template may write another token (gpt-oss does).
+It ends the last answer of a dialogue: behind others a template may write another token (gpt-oss does).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANSWER = {"role": "assistant", "content": "!", "reasoning_content": "."}
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> set[int]:
-    """The id of the token; none where that is text, or where it may stand within an answer, behind a thought."""
+    """Return the token's id; none if the end is text, or may stand within an answer, behind a thought."""
     asked = replace(prompts, template_fallback="rewrite", mask="assistant")
     with suppress(DataError):
         tokens = encode_tokens({"type": "chat", "messages": [QUESTION, ANSWER]}, tokenizer, asked)

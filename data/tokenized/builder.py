@@ -1,4 +1,4 @@
-"""Build a cache in its own process (`python -m data.tokenized.builder`, from `data.tokenized.opening`).
+"""Build a cache in its own process (`python -m data.tokenized.builder`, from `data.tokenized.store`).
 
 It gets a recipe and a folder on its standard input, and writes the cache's path, or what went wrong, to its standard
 output. It is a process of its own because a training process must not fork: that has threads and a GPU. And it does

@@ -1,16 +1,11 @@
-"""Cut tokenized records to the limit and write them as columns of an Arrow batch.
+"""Cut tokenized records to the limit and lay them out as `data.tokenized.sample_file` keeps them.
 
-A sample's labels are its own token ids or IGNORED, so a column of runs (begin and end of each trained stretch) says
-as much as a second column of ids and takes next to no room.
+Over-long texts are split into pieces of the limit. The config's `truncate` decides about a longer dialogue: `turns`
+cuts after the last trained run that fits, which is the end of a turn, or at the limit where none fits; `oldest` leaves
+out the oldest turns, so that the last answer and the system message stay; `refuse` refuses the record. A single turn is
+cut, but for `refuse`. Samples without a trained token are left out, and what follows the last one is no turn.
 
-Over-long texts are split into pieces of the limit. The config's `truncate` decides about a dialogue of more
-tokens than `max_seq_len`: `turns` cuts after the last trained run that fits, which is the end of a turn, or at
-the limit where none fits; `oldest` leaves out the oldest turns, so that the last answer stays, and the system message;
-`refuse` refuses the record. What has one turn only is cut in any case but the last. Untrained samples are left out, and
-what follows the last trained answer, such as a question that nobody answers, is no turn.
-
-Cost: a few microseconds a sample, a tenth of what tokenizing takes; for a dialogue that loses its oldest turns a few
-more encodings: as many as its number of turns has binary digits.
+Cost: a few microseconds a sample, a tenth of what tokenizing takes; for `oldest` log2 of the turns more encodings.
 """
 
 from __future__ import annotations
@@ -18,42 +13,28 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from struct import pack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
-import pyarrow
+from numpy.typing import NDArray
 
 from data.chat.prompts import Truncate
 from data.chat.rendered import joined
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.record import TYPES, ConverHasApi, Conversation, Pretrain, Record, RefQA
+from data.tokenized.sample_file import INDEX, sample_digest
 from data.tokenized.tokenize import Tokens
 
 OLDEST = "the oldest turns were left out, so that the last one lies within max_seq_len (truncate: oldest)"
 SPLIT_KIND = "pretrain"  # texts without turns: a piece of one is as good as the whole
 
-# A row is a sample, in the order of the records:
-SCHEMA = pyarrow.schema(
-    [
-        ("input_ids", pyarrow.list_(pyarrow.int32())),
-        ("runs", pyarrow.list_(pyarrow.int32())),  # begin and end, in turn, counted from the sample's first token
-        ("supervised", pyarrow.int32()),  # trained tokens
-        ("kind", pyarrow.int8()),  # of the record, as a place in TYPES
-        ("file", pyarrow.int32()),  # that the record is from
-        ("record", pyarrow.int64()),  # its number in that file, from 1
-        # Eight bytes of BLAKE2, of ids and runs: among a hundred million, two are alike by accident once in 4,000 sets.
-        ("digest", pyarrow.uint64()),
-    ]
-)
-
 
 @dataclass
 class Tally:
-    """Counts of what became of records."""
+    """Count what became of records."""
 
     records: int = 0  # how many were read
     samples: int = 0  # how many samples they became
@@ -66,10 +47,11 @@ class Tally:
     empty: int = 0  # records with an empty answer
     control: int = 0  # records with the name of a control token in somebody's words
     longest: int = 0  # the length of the longest record before it was cut
+    largest_id: int = 0  # the largest token id of the samples
 
     def __add__(self, other: Tally) -> Tally:
-        both = {name: mine + getattr(other, name) for name, mine in vars(self).items()}
-        return Tally(**both | {"longest": max(self.longest, other.longest)})
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in ("longest", "largest_id")}
+        return Tally(**{name: mine + getattr(other, name) for name, mine in vars(self).items()} | most)
 
 
 class Encoded(NamedTuple):
@@ -116,14 +98,14 @@ def fit(record: Record, tokens: Tokens, limit: int, how: Truncate, encode: Calla
 def _turns(record: Record) -> list[int]:
     """Find where turns begin: at each question after no question and before an answer."""
     asked: list[bool] = []
-    loud: list[bool] = []
+    trained: list[bool] = []
     if isinstance(record, Chat):
         asked = [message.role == "user" for message in record.messages]
-        loud = [message.role == "assistant" and bool(message.weight) for message in record.messages]
+        trained = [message.role == "assistant" and bool(message.weight) for message in record.messages]
     elif isinstance(record, (Conversation, ConverHasApi, RefQA)):
         asked = [role == "ask" for role, _ in record.rounds]
-        loud = [not asks for asks in asked]
-    last = max((place for place, bears in enumerate(loud) if bears), default=0)
+        trained = [not asks for asks in asked]
+    last = max((place for place, each in enumerate(trained) if each), default=0)
     return [place for place, asks in enumerate(asked[:last]) if asks and (place == 0 or not asked[place - 1])]
 
 
@@ -136,36 +118,37 @@ def _from(record: Record, begins: list[int], turn: int) -> Record:
     return record.model_copy(update={"rounds": record.rounds[begins[turn] :]})
 
 
-def as_columns(encoded: Sequence[Encoded], limit: int) -> tuple[pyarrow.RecordBatch, Tallies]:
-    """Cut whole samples to `limit` tokens and lay them out as `SCHEMA` says."""
+def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray[Any], Tallies]:
+    """Cut whole samples to `limit` tokens; return their numbers, the rows of their index, and what became of them."""
     tallies: Tallies = {}
-    samples = []
+    contents: list[bytes] = []
+    rows: list[tuple[int, ...]] = []
+    place = 0
     for each in encoded:
         tally = tallies.get((each.file, each.kind)) or tallies.setdefault((each.file, each.kind), Tally())
         tally.records += 1
         tally.empty += each.empty
         tally.control += each.control
         tally.longest = max(tally.longest, len(each.tokens.ids))
-        loud = 0
+        made = 0
         for ids, runs in _cut(each, limit, tally):
             # The first token of a sample has no predecessor that could predict it.
             supervised = sum(end - max(begin, 1) for begin, end in runs)
             if supervised:
-                loud += 1
+                made += 1
                 tally.tokens += len(ids)
                 tally.supervised += supervised
-                ends = list(chain.from_iterable(runs))
-                # In half the time that an array takes.
-                id_bytes, run_bytes = pack(f"{len(ids)}i", *ids), pack(f"{len(ends)}i", *ends)
-                digest = blake2b(id_bytes + run_bytes, digest_size=8).digest()
+                tally.largest_id = max(tally.largest_id, *ids)
+                borders = list(chain.from_iterable(runs))
+                content = pack(f"<{len(ids) + len(borders)}i", *ids, *borders)  # in half the time of an array
                 origin = TYPES.index(each.kind), each.file, each.number
-                samples.append((id_bytes, run_bytes, supervised, *origin, digest))
-        tally.samples += loud
-        tally.split += loud > 1
-        tally.silent += not loud
-    tokens, borders, *numbers, digests = zip(*samples, strict=True) if samples else [()] * len(SCHEMA)
-    columns = [_lists(tokens), _lists(borders), *numbers, numpy.frombuffer(b"".join(digests), dtype=numpy.uint64)]
-    return pyarrow.record_batch(columns, schema=SCHEMA), tallies
+                rows.append((place, len(ids), len(borders), supervised, *origin, sample_digest(content)))
+                contents.append(content)
+                place += len(ids) + len(borders)
+        tally.samples += made
+        tally.split += made > 1
+        tally.silent += not made
+    return b"".join(contents), numpy.array(rows, dtype=INDEX), tallies
 
 
 def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
@@ -184,9 +167,3 @@ def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], l
     for start, stop in pairwise(borders):
         inside = ((max(begin, start), min(end, stop)) for begin, end in loss)
         yield ids[start:stop], [(begin - start, end - start) for begin, end in inside if begin < end]
-
-
-def _lists(rows: Sequence[bytes]) -> pyarrow.ListArray:
-    """Make a column of lists from the bytes of each row's numbers."""
-    offsets = [0, *accumulate(len(row) // 4 for row in rows)]
-    return pyarrow.ListArray.from_arrays(offsets, numpy.frombuffer(b"".join(rows), dtype=numpy.int32))

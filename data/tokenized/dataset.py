@@ -1,6 +1,6 @@
 """Read a run's tokenized records from the cache, with the counts of what happened to them.
 
-Every sample is tokenized once (`data.tokenized.opening`), before the first run that needs it; here it is only looked
+Every sample is tokenized once (`data.tokenized.store`), before the first run that needs it; here it is only looked
 at.
 """
 
@@ -25,11 +25,9 @@ from data.records.reading import OnBadRecord, origin
 from data.records.record import TYPES
 from data.records.sources import Source, as_sources, files_of, mixture
 from data.tokenized.columns import Tally
-from data.tokenized.opening import open_cache
-from data.tokenized.parallel import SAMPLES
 from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import SampleFile
-from data.tokenized.store import default_folder, read_meta
+from data.tokenized.store import default_folder, open_cache, read_meta
 
 
 class Dataset:
@@ -43,7 +41,7 @@ class Dataset:
 
     def __init__(self, folder: Path, files: Sequence[str], numbers: NDArray[numpy.int64] | None = None) -> None:
         meta = read_meta(folder)
-        self.samples = SampleFile(folder / SAMPLES, numbers)  # `input_ids` and `labels` of each, as int32 arrays
+        self.samples = SampleFile(folder, numbers)  # `input_ids` and `labels` of each, as int32 arrays
         self.files = list(files)
         self.folder = folder
         self.tallies: dict[tuple[str, str], Tally] = {}  # what became of the records, by file and type of record
@@ -62,10 +60,10 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.samples)
 
-    @property
+    @cached_property
     def lengths(self) -> NDArray[numpy.int32]:
-        """[n], tokens of each sample."""
-        return self.samples.lengths
+        """Return [n], tokens of each sample."""
+        return self.samples.column("length")
 
     @cached_property
     def supervised(self) -> NDArray[numpy.int32]:
@@ -128,7 +126,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, *sets: objec
     """
     if len(tokenizer) <= size:
         return
-    largest = max(each.samples.largest_id() if isinstance(each, Dataset) else len(tokenizer) - 1 for each in sets)
+    largest = max(each.total.largest_id if isinstance(each, Dataset) else len(tokenizer) - 1 for each in sets)
     if largest >= size:
         raise DataError(
             f"{tokenizer.name_or_path}: the tokenizer gives ids up to {largest}, but the model's vocab_size is {size}; "

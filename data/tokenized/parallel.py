@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
-import pyarrow
+from numpy.typing import NDArray
 
 from common.parent import end_with_parent
 from common.whole_files import replace_text
@@ -34,12 +34,12 @@ from data.records.chat import Chat
 from data.records.raw_records import RawRecord, read_file
 from data.records.reading import BadRecords, origin, parse
 from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized, type_of
-from data.tokenized.columns import Encoded, Tallies, Tally, as_columns, fit
+from data.tokenized.columns import Encoded, Tallies, Tally, fit, pack_samples
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleFile, SampleWriter
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens, load_tokenizer
 
-SAMPLES, META = "samples.arrow", "meta.json"
+META = "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
 # Where datasets with pictures or sound put them; said, not refused, as a text about HTML may hold the same words.
 PLACEHOLDER = re.compile("<(?:image|video|audio|bbox|ref-object)>")
@@ -61,17 +61,25 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Answer:
-    """Hold a worker's results for a chunk."""
+    """Hold a worker's results for a chunk, or the sum of several."""
 
-    end: tuple[int, int]  # of the chunk
+    end: tuple[int, int]  # of the last chunk
     bad: list[str] = field(default_factory=list)  # a line for each record that cannot be used
     unused: Counter[str] = field(default_factory=Counter)  # how many records have which fields that were not used
     columns: set[str] = field(default_factory=set)  # which of the names that columns gives a record has
     # Notes to report on how records were written, and of how many.
     notes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)  # of each of these, the first
-    samples: pyarrow.RecordBatch | None = None  # those of the records, unless these were only checked
+    samples: tuple[bytes, NDArray[Any]] | None = None  # of the records, unless these were only checked
     tallies: Tallies = field(default_factory=dict)  # what became of the records
+
+    def add(self, later: Answer) -> None:
+        """Add the counts of a later chunk."""
+        self.unused.update(later.unused)
+        self.notes.update(later.notes)
+        self.examples = later.examples | self.examples
+        for group, tally in later.tallies.items():
+            self.tallies[group] = self.tallies.get(group, Tally()) + tally
 
 
 class Encoder:
@@ -124,7 +132,8 @@ class Encoder:
         notes = [note for each in encoded for note in each.tokens.notes.items()]
         answer.notes.update(note for note, _ in notes)
         answer.examples = dict(reversed(notes))
-        answer.samples, answer.tallies = as_columns(encoded, recipe.max_seq_len)
+        numbers, index, answer.tallies = pack_samples(encoded, recipe.max_seq_len)
+        answer.samples = numbers, index
         return answer
 
     def _complaint(self, file: int, raw: RawRecord, error: DataError) -> str:
@@ -143,58 +152,51 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     Raises:
         DataError: a file or a record is wrong, or no trained token is left; a window may be empty.
     """
-    window, end = recipe.window, (len(recipe.files), 0)
-    tallies: Tallies = {}
+    window, total = recipe.window, Answer((len(recipe.files), 0))
     skipped: list[str] = []
-    unused: Counter[str] = Counter()
-    columns: set[str] = set()
-    notes: Counter[str] = Counter()
-    examples: dict[str, str] = {}
     bad = BadRecords(recipe.on_bad_record, skipped.append)
-    with SampleWriter(folder / SAMPLES) as writer:
 
-        def stopped() -> bool:
-            return bool(bad.count) and recipe.on_bad_record == "stop"
+    def stopped() -> bool:
+        return bool(bad.count) and recipe.on_bad_record == "stop"
 
+    with SampleWriter(folder) as writer:
         answers = _in_order(Encoder(recipe), _chunks(recipe, tell), workers, stopped)
         for answer in answers:
             for line in answer.bad:
                 bad.add(line)
-            columns |= answer.columns
+            total.columns |= answer.columns
             if answer.samples is not None and not stopped():
-                writer.write(answer.samples)
-                unused.update(answer.unused)
-                notes.update(answer.notes)
-                examples = answer.examples | examples
-                for group, tally in answer.tallies.items():
-                    tallies[group] = tallies.get(group, Tally()) + tally
+                writer.write(*answer.samples)
+                total.add(answer)
             if window is not None and (writer.size >= window.n_bytes or stopped()):
-                end = answer.end if next(answers, None) else end  # no window of nothing at the end of an epoch
+                total.end = answer.end if next(answers, None) else total.end  # no empty window at the end of an epoch
                 break
         bad.finish()
-    if window is None and not any(tally.samples for tally in tallies.values()):
+    if window is None and not any(tally.samples for tally in total.tallies.values()):
         limit = recipe.max_seq_len
-        raise DataError(f"{recipe.names}: nothing bears loss within max_seq_len {limit}; expected a larger limit")
+        raise DataError(f"{recipe.names}: no token is trained within max_seq_len {limit}; expected a larger limit")
     for file in recipe.files if window is None else ():
         for name, theirs in file.columns.items():
-            if theirs not in columns:
+            if theirs not in total.columns:
                 raise DataError(f"{file.path}: columns: no record has {theirs!r}; expected what some call their {name}")
-    digests = SampleFile(folder / SAMPLES).column("digest")
+    samples = SampleFile(folder)
+    digests = samples.column("digest")
     meta = {
         "fingerprint": sha256(digests.tobytes()).hexdigest(),
         "duplicates": len(digests) - len(numpy.unique(digests)),
-        "tallies": [[file, kind, asdict(tally)] for (file, kind), tally in tallies.items()],
+        "tallies": [[file, kind, asdict(tally)] for (file, kind), tally in total.tallies.items()],
         "n_bad": bad.count,
         "skipped": skipped,
-        "unused": dict(unused.most_common()),
-        "notes": [[note, count, examples[note]] for note, count in notes.most_common()],
-        "end": end,
+        "unused": dict(total.unused.most_common()),
+        "notes": [[note, count, total.examples[note]] for note, count in total.notes.most_common()],
+        "end": total.end,
+        "checksum": samples.checksum(),
     }
-    meta["own_digest"] = digest_of(meta)
+    meta["own_digest"] = meta_digest(meta)
     replace_text(folder / META, json.dumps(meta))
 
 
-def digest_of(meta: dict[str, Any]) -> str:
+def meta_digest(meta: dict[str, Any]) -> str:
     """Digest all notes beside the samples, except the digest itself."""
     noted = {name: value for name, value in meta.items() if name != "own_digest"}
     return sha256(json.dumps(noted, sort_keys=True).encode()).hexdigest()

@@ -1,14 +1,13 @@
 """Describe what to tokenize and how: the key of a cache.
 
-The key holds all that the samples depend on: the files' contents, how each is read, the tokenizer's files, the prompts,
-the limit, and the code that makes samples. Paths and times are not in it, so a copy of the data on another machine
-has the same key. The code counts by a digest of its modules and not by a version number, because
-that is forgotten one day, and a run trains on yesterday's prompts without a word.
+The key digests all that the samples depend on: the files' contents, how each is read, the tokenizer's files, the
+prompts, the limit, and the code that makes samples (its modules, as a version number would be forgotten one day).
+Paths and times are not in it, so a copy of the data on another machine has the same key.
 
-Digests of files' contents are remembered, so that a second start reads no data. A remembered digest holds as long as
-the file's size and its times of modification and of change stay the same. The second time cannot be set by hand, so a
-file that was replaced by an older or equally old one is noticed too. A file that was written within the last seconds is
-not remembered: it may change once more within the same tick of the clock.
+Digests of files' contents are remembered, so that a second start reads no data. They hold as long as a file's size and
+its times of modification and of change stay the same. The second time cannot be set by hand, so a file that was
+replaced by an equally old one is noticed too. A file that was written within the last seconds is not remembered: it may
+change once more within the same tick of the clock.
 
 A window of a streamed set (`data.streaming`) is known by where it begins: nobody reads such a set twice for a key.
 
@@ -34,18 +33,16 @@ from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_
 from data.errors import DataError
 from data.records.reading import OnBadRecord
 
-LAYOUT = 2  # of the cache's files
+LAYOUT = 3  # of the cache's files
 TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken tekken.json *.jinja config.json".split()
 TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json"]
 TOKENIZER_FILES += ["chat_template.json"]
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
-CARRIERS = "tokenized/builder tokenized/opening tokenized/store tokenized/recipe"
+CARRIERS = "tokenized/builder tokenized/store tokenized/recipe"
 LATER = "tokenized/dataset inspection/ streaming/ loader packing"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 BLOCK = 4 * 2**20  # bytes read at a time
 SETTLED = 3.0  # seconds without a write
-
-Stamp = list[int]
 
 
 class DataFile(NamedTuple):
@@ -119,7 +116,7 @@ class Recipe:
             return _digest([self._settings, self.window, self.files])
         return _digest([self._settings, list(zip(digests, self._how, strict=True))])
 
-    def asked(self, sizes: Sequence[int]) -> str:
+    def settings_digest(self, sizes: Sequence[int]) -> str:
         """Digest what the user asked for, independent of the code's version.
 
         Args:
@@ -165,7 +162,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def stamp(path: Path) -> Stamp:
+def stamp(path: Path) -> list[int]:
     """Return what changes whenever the file does: size in bytes, modification and change times in ns.
 
     Raises:
@@ -179,27 +176,20 @@ def stamp(path: Path) -> Stamp:
 
 
 class Digests:
-    """Remember files' digests in a cache folder.
-
-    Args:
-        folder: one small file for each data file is kept there.
-    """
+    """Remember the digests of files, one small note for each in a cache folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def known(self, path: Path) -> str | None:
         """Return an unchanged file's digest as hex; None if it has to be taken."""
-        note = kept(self._note(path), json.loads)
-        if note and note["path"] == str(path.resolve()) and note["stamp"] == stamp(path):
-            return str(note["digest"])
-        return None
+        return kept(self._note(path, stamp(path)), bytes.decode)
 
-    def take(self, path: Path, told: Callable[[int], Any] = lambda _: None) -> str:
-        """Read a file whole and give its digest.
+    def take(self, path: Path, count: Callable[[int], Any] = lambda _: None) -> str:
+        """Read a file whole and return its digest.
 
         Args:
-            told: called with the number of bytes after each block.
+            count: called with the number of bytes after each block.
 
         Raises:
             DataError: the file cannot be read.
@@ -210,15 +200,15 @@ class Digests:
             with open(path, "rb") as file:
                 while block := file.read(BLOCK):
                     digest.update(block)
-                    told(len(block))
+                    count(len(block))
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
         age = time.time() - max(before[1:]) / 1e9
         if before == stamp(path) and age > SETTLED:
-            note = {"path": str(path.resolve()), "stamp": before, "digest": digest.hexdigest()}
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace_checked(self._note(path), json.dumps(note), secrets.token_hex(4))
+            replace_checked(self._note(path, before), digest.hexdigest(), secrets.token_hex(4))
         return digest.hexdigest()
 
-    def _note(self, path: Path) -> Path:
-        return self._folder / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.checked"
+    def _note(self, path: Path, stamped: list[int]) -> Path:
+        """Name the note of a file as it is now; a changed file has another one."""
+        return self._folder / f"{_digest([os.fsencode(path.resolve()).hex(), stamped])}.checked"

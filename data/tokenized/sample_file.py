@@ -1,105 +1,107 @@
-"""Write tokenized samples to Arrow batch by batch; read them as memory-mapped arrays.
+"""Keep tokenized samples in two files that are mapped into memory, and check what is read from them.
 
-Nothing is loaded: a sample's ids are a view of the file in the system's page cache, which all processes of a host
-share. Its labels are made when it is asked for, from the trained runs (see `data.tokenized.columns`).
+    samples.bin     int32 numbers: each sample's token ids, then its runs (where trained stretches begin and end)
+    index.bin       a row of `INDEX` for each sample, in the order of the records
 
-Every part of a batch has a checksum, which is compared when the part is first used. So opening reads next to nothing,
-however large the file is, and no token is trained on that was not written.
+A sample's labels are its own token ids or IGNORED, so the runs say as much as a second list of ids and take next to no
+room. Nothing is loaded: a sample's ids are a view of the file in the system's page cache, which all processes of a host
+share.
 
-Cost: 4 bytes a token on the disk; for the checksums a second for each 1 to 3 GB, in each process that reads them.
+The index is checked as a whole when a set is opened (`data.tokenized.store`), and each sample by its digest whenever it
+is read. So no token is trained on that was not written.
+
+Cost: 4 bytes a token and 41 a sample on the disk; a second at opening for each 20 million samples.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
-from itertools import accumulate
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, overload
 
 import numpy
-import pyarrow
 from numpy.typing import NDArray
 
 from common.whole_files import regular
 from data.errors import DataError
 from data.sample_set import IGNORED, Sample
-from data.tokenized.columns import SCHEMA
 
-# What checksums are taken of: whole columns, and of lists their entries and where these begin.
-PARTS = "input_ids.values input_ids.offsets runs.values runs.offsets supervised kind file record digest".split()
-CHECKSUMS = "crc32"
-DAMAGED = "damaged"  # a file beside the samples once a checksum was wrong
+SAMPLES, INDEX_FILE = "samples.bin", "index.bin"
+DAMAGED = "damaged"  # a file beside the samples once one of them was
+INDEX = numpy.dtype(
+    [
+        ("begin", "<i8"),  # where its ids begin in samples.bin, in numbers
+        ("length", "<i4"),  # tokens
+        ("borders", "<i4"),  # numbers of its runs, two each, counted from the sample's first token
+        ("supervised", "<i4"),  # trained tokens
+        ("kind", "<i1"),  # of the record, as a place in TYPES
+        ("file", "<i4"),  # that the record is from
+        ("record", "<i8"),  # its number in that file, from 1
+        ("digest", "<u8"),  # of ids and runs: among a hundred million, two are alike by accident once in 4,000 sets
+    ]
+)
 
 
-def _part(batch: pyarrow.RecordBatch, name: str) -> NDArray[Any]:
-    column, _, piece = name.partition(".")
-    found = batch.column(column)
-    array: NDArray[Any] = (getattr(found, piece) if piece else found).to_numpy()
-    return array
+def sample_digest(numbers: Any) -> int:
+    """Digest the bytes of a sample's ids and runs."""
+    return int.from_bytes(blake2b(numbers, digest_size=8).digest(), "little")
 
 
 class SampleWriter:
-    """Write batches into a new file, on the disk when the block ends."""
+    """Write batches of samples into an empty folder; they are on the disk when the block ends."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb")
-        self._writer = pyarrow.ipc.new_file(self._file, SCHEMA)
+    def __init__(self, folder: Path) -> None:
+        self._samples, self._index = open(folder / SAMPLES, "wb"), open(folder / INDEX_FILE, "wb")
 
     @property
     def size(self) -> int:
         """Return the bytes written so far."""
-        return self._file.tell()
+        return self._samples.tell() + self._index.tell()
 
-    def write(self, batch: pyarrow.RecordBatch) -> None:
-        """Add samples."""
-        checksums = " ".join(str(zlib.crc32(_part(batch, name).data)) for name in PARTS)
-        self._writer.write_batch(batch, custom_metadata={CHECKSUMS: checksums})
+    def write(self, numbers: bytes, index: NDArray[Any]) -> None:
+        """Add samples, whose places are counted from the first of `numbers`."""
+        index["begin"] += self._samples.tell() // numpy.dtype(numpy.int32).itemsize
+        self._samples.write(numbers)
+        self._index.write(index.tobytes())
 
     def __enter__(self) -> SampleWriter:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        with self._file:
-            if failure[0] is None:
-                self._writer.close()
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        for file in (self._samples, self._index):
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 class SampleFile(Sequence[Sample]):
-    """Read the samples of a file, or some of them in any order.
+    """Read the samples of a folder, or some of them in any order.
 
     Indexing gives `input_ids` and `labels` as int32 arrays of the same length; `input_ids` cannot be written to. A
-    process that gets this object by fork or pickle maps the file anew where it has to.
+    process that gets this object by pickle maps the files anew.
 
     Args:
-        path: what a `SampleWriter` wrote.
+        folder: what a `SampleWriter` wrote to.
         numbers: which samples, in this order; a sample may stand there several times. All of them where absent.
 
     Raises:
-        ValueError: the file is no Arrow file, or a part of one.
-        OSError: the file cannot be read.
-        DataError: from all but `len`: what is asked for is damaged.
+        ValueError: a file is part of one.
+        OSError: a file cannot be read.
+        DataError: from indexing: the sample is damaged.
     """
 
-    def __init__(self, path: Path, numbers: NDArray[numpy.int64] | None = None) -> None:
-        self._path = path
+    def __init__(self, folder: Path, numbers: NDArray[numpy.int64] | None = None) -> None:
+        self._folder = folder
         self._numbers = numbers
-        with open(path, "rb", opener=regular):
-            file = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
-        found = [file.get_batch_with_custom_metadata(number) for number in range(file.num_record_batches)]
-        self._batches = [each.batch for each in found]
-        self._checksums = [list(map(int, each.custom_metadata[CHECKSUMS].split())) for each in found]
-        self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
-        self._mapped: dict[int, list[NDArray[numpy.int32]]] = {}  # the first four PARTS of batches
+        self._data = _mapped(folder / SAMPLES, numpy.dtype("<i4"))
+        self._index = _mapped(folder / INDEX_FILE, INDEX)
 
     def __len__(self) -> int:
-        return self._starts[-1] if self._numbers is None else len(self._numbers)
+        return len(self._index) if self._numbers is None else len(self._numbers)
 
     @overload
     def __getitem__(self, number: int) -> Sample: ...
@@ -107,58 +109,42 @@ class SampleFile(Sequence[Sample]):
     def __getitem__(self, number: slice) -> Sequence[Sample]: ...
     def __getitem__(self, number: int | slice) -> Any:
         if isinstance(number, slice):
-            return self.select(numpy.arange(len(self))[number])
+            return [self[place] for place in range(len(self))[number]]
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        place = number % len(self) if self._numbers is None else int(self._numbers[number])
-        batch_number = bisect_right(self._starts, place) - 1
-        all_ids, offsets, runs, run_offsets = self._mapped.get(batch_number) or self._map(batch_number)
-        row = place - self._starts[batch_number]
-        ids = all_ids[offsets[row] : offsets[row + 1]]
-        labels = numpy.full(len(ids), IGNORED, dtype=numpy.int32)
-        borders = runs[run_offsets[row] : run_offsets[row + 1]].tolist()
-        for begin, end in zip(borders[::2], borders[1::2], strict=True):
-            labels[begin:end] = ids[begin:end]
+        row = self._index[number if self._numbers is None else self._numbers[number]]
+        begin, length, borders, *_, digest = row.item()
+        numbers = self._data[begin : begin + length + borders]
+        if sample_digest(numbers) != digest:
+            with suppress(OSError):
+                (self._folder / DAMAGED).touch()
+            raise DataError(
+                f"{self._folder}: these tokenized records are damaged; started again, a run tokenizes them anew"
+            )
+        ids = numbers[:length]
+        labels = numpy.full(length, IGNORED, dtype=numpy.int32)
+        runs = numbers[length:].tolist()
+        for first, end in zip(runs[::2], runs[1::2], strict=True):
+            labels[first:end] = ids[first:end]
         sample: Any = {"input_ids": ids, "labels": labels}  # arrays where a Sample has lists
         return sample
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SampleFile, (self._path, self._numbers)
-
-    def select(self, numbers: NDArray[numpy.int64]) -> SampleFile:
-        """Select samples, in the order of `numbers`."""
-        return SampleFile(self._path, numbers if self._numbers is None else self._numbers[numbers])
-
-    @cached_property
-    def lengths(self) -> NDArray[numpy.int32]:
-        """Return [n], tokens of each sample."""
-        return self._chosen([numpy.diff(offsets) for offsets in self._parts("input_ids.offsets")])
-
-    def largest_id(self) -> int:
-        """Find the largest token id of the file; reads all of it."""
-        return max((int(ids.max(initial=0)) for ids in self._parts("input_ids.values")), default=0)
+        return SampleFile, (self._folder, self._numbers)
 
     def column(self, name: str) -> NDArray[Any]:
-        """Return [n], one of the schema's columns of numbers."""
-        return self._chosen(list(self._parts(name)))
+        """Return [n], a column of the index."""
+        column = numpy.ascontiguousarray(self._index[name])
+        return column if self._numbers is None else column[self._numbers]
 
-    def _chosen(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
-        values = numpy.concatenate(parts) if parts else numpy.empty(0, dtype=numpy.int32)
-        return values if self._numbers is None else values[self._numbers]
+    def checksum(self) -> list[int]:
+        """Return what tells this index, and the size of all samples, from others."""
+        return [zlib.crc32(self._index.view(numpy.uint8).data), len(self._data)]
 
-    def _parts(self, name: str) -> Iterator[NDArray[Any]]:
-        return (self._checked(number, name) for number in range(len(self._batches)))
 
-    def _map(self, number: int) -> list[NDArray[numpy.int32]]:
-        self._mapped[number] = [self._checked(number, name) for name in PARTS[:4]]
-        return self._mapped[number]
-
-    def _checked(self, number: int, name: str) -> NDArray[Any]:
-        """Return a part of a batch after checking its checksum."""
-        part = _part(self._batches[number], name)
-        if zlib.crc32(part.data) != self._checksums[number][PARTS.index(name)]:
-            folder = self._path.parent
-            with suppress(OSError):
-                (folder / DAMAGED).touch()
-            raise DataError(f"{folder}: these tokenized records are damaged; started again, a run tokenizes them anew")
-        return part
+def _mapped(path: Path, dtype: numpy.dtype[Any]) -> NDArray[Any]:
+    """Map a file into memory, as a plain array: a memmap's slices take ten times as long."""
+    with open(path, "rb", opener=regular) as file:
+        if not os.fstat(file.fileno()).st_size:
+            return numpy.empty(0, dtype)
+        return numpy.asarray(numpy.memmap(file, dtype, "r"))

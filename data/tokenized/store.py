@@ -1,12 +1,16 @@
-"""Manage the folder of tokenized data: layout, integrity and how a cache gets there.
+"""Keep tokenized records in a folder; one process builds a set of them for all that want it.
 
-    datasets/<key>/samples.arrow, meta.json     one tokenized set of files; the key is the recipe's
-    digests/                                    of data files (`data.tokenized.recipe`)
-    builds/                                     locks, and what is being written (`data.tokenized.opening`)
+    datasets/<key>/     samples.bin, index.bin and meta.json of one set; the key is its recipe's
+    digests/            of data files (`data.tokenized.recipe`)
+    builds/             leases, and what is being written
 
-A cache is written under another name and renamed last, so it is there as a whole or not at all. Every folder in
-datasets/ can be removed at any time: what is missing is tokenized again, and so is what is damaged. Whether it is, tell
-the digest of meta.json and the samples' checksums, compared when they are used (`data.tokenized.sample_file`).
+A set is written under another name and renamed last, so it is there as a whole or not at all. Every folder in
+datasets/ can be removed at any time: what is missing is tokenized again, and so is what is damaged, by the digest of
+meta.json, the checksum of the index, or the digest of a sample (`data.tokenized.sample_file`).
+
+Any number of processes, on one host or on several with a shared folder, call `open_cache`. Whoever gets the recipe's
+lease (`common.lease`) builds; a builder that dies loses it. If two should ever build at the same time, the set that is
+renamed first counts. What went wrong is written beside the lease: those who waited fail with the same words.
 """
 
 from __future__ import annotations
@@ -16,17 +20,33 @@ import logging
 import os
 import secrets
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.whole_files import read_regular, sync
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from common.lease import Held, Lease
+from common.whole_files import kept, read_regular, replace_checked, sync
 from data.errors import DataError
 from data.paths import expanded
-from data.tokenized.parallel import META, SAMPLES, Tell, build, digest_of
+from data.tokenized.parallel import META, Tell, build, meta_digest
 from data.tokenized.recipe import Digests, Recipe
 from data.tokenized.sample_file import DAMAGED, SampleFile
+
+SMALL = 2**20  # bytes that are tokenized before another process has started
+POLL = 0.2  # seconds
+PATIENCE = 0.5  # seconds of waiting before a line about it
+ROOT = Path(__file__).parents[__name__.count(".")]  # where imports begin
+# Workers are the parallelism; a second one inside each would only fight with them.
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"TRANSFORMERS_VERBOSITY": "error"}
 
 logger = logging.getLogger("pipetune")
 
@@ -42,7 +62,7 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """Manage the tokenized data in a folder.
+    """Manage the tokenized records in a folder.
 
     Raises:
         DataError: the folder cannot be made.
@@ -62,7 +82,7 @@ class Cache:
             ) from None
 
     def find(self, recipe: Recipe) -> Path | None:
-        """Find a recipe's whole cache, if that needs no reading of data."""
+        """Find a recipe's whole set, if that needs no reading of data."""
         digests = [] if recipe.window else [self._digests.known(Path(file.path)) for file in recipe.files]
         known = [digest for digest in digests if digest is not None]
         if len(known) < len(digests):
@@ -71,7 +91,7 @@ class Cache:
         return found if is_whole(found) else None
 
     def make(self, recipe: Recipe, tell: Tell, workers: int) -> Path:
-        """Return a recipe's cache, built if there is none. See `data.tokenized.parallel.build`.
+        """Return a recipe's set, built if there is none. See `data.tokenized.parallel.build`.
 
         Raises:
             DataError: a file or a record is wrong, a file changed meanwhile, the disk is full.
@@ -80,31 +100,38 @@ class Cache:
         found = self._datasets / recipe.key(self._take_digests(recipe, tell))
         if is_whole(found):
             return found
-        if found.exists():
-            logger.warning("warning: %s: these tokenized records are damaged; tokenizing anew", found)
-        self.sweep(identity)
-        partial = self.builds / f"{identity}.{secrets.token_hex(4)}"
+        partial, damaged = (self.builds / f"{identity}.{secrets.token_hex(4)}" for _ in range(2))
         try:
+            if found.exists():
+                logger.warning("warning: %s: these tokenized records are damaged; tokenizing anew", found)
+                found.rename(damaged)
             partial.mkdir()
             build(recipe, partial, tell, workers)
             if recipe.identity() != identity:
                 raise DataError(f"{recipe.names}: changed while they were being read; start again")
-            self._publish(partial, found)
+            sync(partial)
+            try:
+                partial.rename(found)
+                sync(found.parent)
+            except OSError:
+                if not is_whole(found):  # else another host was faster
+                    raise
         except OSError as error:
             raise DataError(f"{partial}: cannot be written: {error.strerror or error}") from None
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in (partial, damaged):
+                shutil.rmtree(left, ignore_errors=True)
         return found
 
     def keep(self, recipes: Sequence[Recipe]) -> None:
-        """Remove all samples but those of these windows."""
-        kept = {recipe.key([]) for recipe in recipes}
+        """Remove all sets but those of these windows."""
+        wanted = {recipe.key([]) for recipe in recipes}
         for folder in self._datasets.iterdir():
-            if folder.name not in kept:
+            if folder.name not in wanted:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def sweep(self, identity: str) -> None:
-        """Remove what a killed builder of a recipe left behind; for the holder of its lock."""
+        """Remove what a killed builder of a recipe left behind; for the holder of its lease."""
         for left in self.builds.glob(f"{identity}.*/"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -114,33 +141,20 @@ class Cache:
         paths = [Path(file.path) for file in recipe.files]
         total, done = recipe.size(), 0
 
-        def told(count: int) -> None:
+        def count(n_bytes: int) -> None:
             nonlocal done
-            done += count
+            done += n_bytes
             tell("reading", min(done, total), total, 0)
 
-        return [self._digests.known(path) or self._digests.take(path, told) for path in paths]
-
-    def _publish(self, partial: Path, place: Path) -> None:
-        if place.exists() and not is_whole(place):
-            damaged = self.builds / f"{place.name}.{secrets.token_hex(4)}"
-            place.rename(damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
-        sync(partial)
-        try:
-            partial.rename(place)
-            sync(place.parent)
-        except OSError:
-            if not is_whole(place):  # else another host was faster
-                raise
+        return [self._digests.known(path) or self._digests.take(path, count) for path in paths]
 
 
 def is_whole(folder: Path) -> bool:
-    """Test whether a cache is there and not known to be damaged."""
+    """Test whether a set is there and not known to be damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, DataError):
-        meta, count = read_meta(folder), len(SampleFile(folder / SAMPLES))
-        noted = sum(tally["samples"] for _, _, tally in meta["tallies"])
-        return digest_of(meta) == meta["own_digest"] and count == noted and not (folder / DAMAGED).exists()
+        meta, checksum = read_meta(folder), SampleFile(folder).checksum()
+        whole = meta_digest(meta) == meta["own_digest"] and checksum == meta["checksum"]
+        return whole and not (folder / DAMAGED).exists()
     return False
 
 
@@ -148,3 +162,79 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """Read what the builder wrote about the samples."""
     meta: dict[str, Any] = json.loads(read_regular(folder / META))
     return meta
+
+
+def open_cache(recipe: Recipe, folder: Path, log: Console, progress: bool = True) -> Path:
+    """Return the folder of a recipe's samples; tokenize them first if needed.
+
+    Args:
+        folder: of all tokenized data.
+        log: gets a line that says whom this process waits for.
+        progress: show a bar on a terminal, in the one process that builds.
+
+    Raises:
+        DataError: see `Cache.make`.
+    """
+    cache = Cache(folder)
+    identity = recipe.identity()
+    lease = Lease(cache.builds, f"{identity}.lease", lambda _: None)
+    failure = cache.builds / f"{identity}.failed"
+    builders: set[str] = set()  # that were waited for, by the tokens of their leases
+    begun, waiting = time.monotonic(), False
+    try:
+        while (found := cache.find(recipe)) is None:
+            try:
+                token = lease.take().token
+                break
+            except Held as held:
+                if held.holder:
+                    builders.add(held.holder.token)
+                if held.holder and not waiting and time.monotonic() - begun > PATIENCE:
+                    waiting = True
+                    who = f"process {held.holder.pid} on {held.holder.host}"
+                    log.print(f"data: {who} tokenizes these records; waiting for it")
+                time.sleep(POLL)
+        else:
+            return found
+        try:
+            if (found := cache.find(recipe)) is not None:
+                return found
+            builder, words = kept(failure, json.loads) or ("", "")
+            if builder in builders:
+                raise DataError(*words.split("\n"))
+            try:
+                cache.sweep(identity)
+                return _build(cache, recipe, folder, progress)
+            except DataError as error:
+                replace_checked(failure, json.dumps([token, str(error)]))
+                raise
+        finally:
+            cache.sweep(identity)
+            lease.release()
+    except OSError as error:
+        raise DataError(f"{error.filename2 or cache.builds}: cannot be written: {error.strerror}") from None
+
+
+def _build(cache: Cache, recipe: Recipe, folder: Path, progress: bool) -> Path:
+    """Build small sets here, and larger ones in a process of their own, which shows its progress."""
+    if recipe.size() < SMALL:
+        return cache.make(recipe, lambda *_: None, workers=0)
+    sent = TypeAdapter(Recipe).dump_json(recipe)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(  # which ends it, should this process be interrupted
+        [sys.executable, "-m", f"{__package__}.builder", str(os.getpid())],
+        input=json.dumps({"recipe": sent.decode(), "folder": str(folder.resolve()), "progress": progress}),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+        check=False,
+    )
+    result: dict[str, Any] = json.loads(ended.stdout or "{}")
+    if "path" in result:
+        return Path(result["path"])
+    if "error" in result:
+        raise DataError(*result["error"].split("\n"))
+    code = ended.returncode
+    reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+    hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
+    raise DataError(f"the process that tokenizes the data {reason}{hint}")

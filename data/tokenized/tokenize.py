@@ -25,12 +25,12 @@ from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.terminal import reason_of
-from data.chat.chat_template import ChatTemplate, chat_template, end_of_sequence
+from data.chat.chat_template import ChatTemplate, chat_template
 from data.chat.messages import JSON, Said, said_in, with_mask
 from data.chat.native.kinds import native_tokenizer, older_template
 from data.chat.native.pieces import expected_ids, read_json
 from data.chat.plain import write_plain
-from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, format_of
+from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, end_of_sequence, format_of
 from data.chat.rendered import RenderedText, Span, join
 from data.chat.sandbox import SlowTemplate
 from data.errors import DataError

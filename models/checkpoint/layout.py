@@ -65,8 +65,25 @@ def not_found(path: Path) -> CheckpointError:
     return CheckpointError(f"{path}: not found; the folder is incomplete")
 
 
-def resolve(folder: str | Path) -> Path:
-    """Find the folder with the model: this one, or the newest checkpoint of a run; CheckpointError if there is none."""
+def resolve(folder: str | Path, adapter: bool = False) -> Path:
+    """Find the folder with the model: this one, or the newest checkpoint of a run.
+
+    Args:
+        adapter: whether an adapter without its base will do.
+
+    Raises:
+        CheckpointError: there is no such folder, it holds an adapter, or `latest` names none in it.
+    """
+    path = _newest(folder)
+    if (path / ADAPTER).is_file() and not adapter:
+        raise CheckpointError(
+            f"{path}: an adapter ({ADAPTER}), no whole model; expected its base, or both merged: "
+            "convert_model.py pp_to_hg --merge for a run's, merge_and_unload of peft for others"
+        )
+    return path
+
+
+def _newest(folder: str | Path) -> Path:
     path = Path(folder)
     with reading(path):
         if path.is_file():
@@ -76,9 +93,6 @@ def resolve(folder: str | Path) -> Path:
             if HUB.fullmatch(str(folder)) and not path.parent.exists():
                 fetch = f", or first: python convert_model.py download --model-name {folder} --save-path DIR"
             raise CheckpointError(f"{path}: not found; expected a model folder{fetch}")
-        if (path / ADAPTER).is_file():
-            remedy = "merge it into its base first (merge_and_unload, save_pretrained)"
-            raise CheckpointError(f"{path}: an adapter ({ADAPTER}), no whole model; {remedy}")
         latest = path / LATEST
         if not latest.is_file() or (path / "config.json").is_file():
             return path

@@ -22,16 +22,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from models.adapters import Trained
 from models.api import read_spec
-from models.checkpoint.layout import CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
+from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, read_peft_config
+from models.checkpoint.layout import ADAPTER, CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.side_files import copy_files, paths_of
-from models.checkpoint.source import PipelineSource, check_range, compare, forget_cached, warn_of_nan
+from models.checkpoint.source import PipelineSource, check_range, compare, forget_cached, open_source, warn_of_nan
 from models.checkpoint.tensor_files import DTYPES, SafetensorsFile, SafetensorsWriter, TensorInfo
 from models.checkpoint.tensor_io import byte_bar, in_parallel
 from models.config_json import write_json
 from models.conversion.check import odd_prefix, write_compat
+from models.conversion.to_peft import write_adapter
 from models.errors import CheckpointError
+from models.spec import ModelSpec
 from models.weight_map import WeightMap
 
 logger = logging.getLogger("pipetune")
@@ -54,6 +58,7 @@ class ExportOptions:
         max_shard_bytes: to divide the weights into new files; as in the original where absent, else 5 GB.
         verify: read every tensor back and compare it before the folder appears.
         compat: let transformers 4 read config and tokenizer too, as in a native layout.
+        merge: of a run that trained an adapter, add it to its base and write the whole model.
         add_tokenizer: called with source, target, and whether the layout is native.
         add_card: called with source and target when everything else is written.
     """
@@ -63,6 +68,7 @@ class ExportOptions:
     max_shard_bytes: int | None = None
     verify: bool = False
     compat: bool = False
+    merge: bool = False
     add_tokenizer: Callable[[Path, Path, bool], None] | None = None
     add_card: Callable[[Path, Path], None] | None = None
 
@@ -75,10 +81,19 @@ def pp_to_hg(
     Raises:
         CheckpointError: as `Export`, or the target cannot be written.
     """
-    folder = resolve(input_path)
+    folder, options = resolve(input_path, adapter=True), options or ExportOptions()
     if layout_of(folder) is not Layout.PIPELINE:
         raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
-    export = Export(folder, options or ExportOptions())
+    adapter = (folder / ADAPTER).is_file()
+    if options.merge and not adapter:
+        raise CheckpointError(f"{folder}: no adapter, as all weights were trained; expected no --merge")
+    if adapter and not options.merge:
+        with publish_folder(Path(save_path), overwrite, [folder]) as target:
+            write_adapter(folder, target)
+            if options.add_card:
+                options.add_card(folder, target)
+        return
+    export = Export(folder, options)
     with publish_folder(Path(save_path), overwrite, [folder]) as target:
         export.write_weights(target)
         export.write_side_files(target)
@@ -104,7 +119,7 @@ class Export:
         if options.layout == "native" and self.spec.family.translate and not self.native:
             problem = f"{self.spec.family.name} has no layout without remote code, as transformers has no such model"
             raise CheckpointError(f"{folder}: {problem}; expected --layout original")
-        self.source = PipelineSource(folder, self.spec)
+        self.source = merged_source(folder, self.spec) if options.merge else PipelineSource(folder, self.spec)
         paths_of(folder, side_files(folder))  # or the end of the export would refuse them
         self.manifest = Manifest.read(folder)
         self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None
@@ -208,6 +223,12 @@ class Export:
         return with_dtype(config, self.options.dtype) if self.options.dtype else config
 
 
+def merged_source(folder: Path, spec: ModelSpec) -> MergedStates:
+    """Open the adapter in a run's checkpoint, and its base, as one model."""
+    base = open_source(base_folder(folder), spec)
+    return MergedStates(base, spec.training(Trained(read_peft_config(folder))), LayerFiles(folder))
+
+
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Set the dtype of a config.json."""
     keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # transformers 5's name, the one before
@@ -221,7 +242,10 @@ Files = dict[str, list[str]]  # file name -> its tensors, in order
 
 
 def original_infos(
-    source: PipelineSource, weight_map: WeightMap, manifest: Manifest | None, carried: Mapping[str, TensorInfo]
+    source: PipelineSource | MergedStates,
+    weight_map: WeightMap,
+    manifest: Manifest | None,
+    carried: Mapping[str, TensorInfo],
 ) -> Infos:
     """Plan the tensors of the original folder, layer by layer.
 
@@ -253,7 +277,7 @@ def original_infos(
     }
 
 
-def native_infos(source: PipelineSource, original: WeightMap, native: WeightMap, infos: Infos) -> Infos:
+def native_infos(source: PipelineSource | MergedStates, original: WeightMap, native: WeightMap, infos: Infos) -> Infos:
     """Plan the tensors of the native layout, with the dtypes of the originals."""
     renamed: Infos = {}
     for layer in range(source.spec.n_layers):

@@ -1,4 +1,4 @@
-"""Two hosts for the tests of a file, or a reason why there are none; and what their runs are compared with."""
+"""Two hosts for the tests of a file, or the reason to skip them, and a run to compare with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.launching import deepspeed, metrics, topology, write_config
 
 
 def filled(disk: Path, model: Path) -> Path:
-    """A disk that holds a model and records, and nothing else."""
+    """Put a model and records on a disk, and remove the rest."""
     for old in disk.iterdir():
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     shutil.copytree(model, disk / "model")

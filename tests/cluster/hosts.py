@@ -39,7 +39,7 @@ exec "$(command -v sshd)" -D -e -f {folder}/sshd_config
 
 
 def lacking() -> str | None:
-    """Why there can be no hosts here, or None."""
+    """Return why this machine cannot have hosts, or None."""
     if os.geteuid() != 0:
         return "hosts are made of namespaces, which needs root"
     missing = [name for name in NEEDED if not shutil.which(name)]
@@ -50,7 +50,7 @@ def lacking() -> str | None:
 
 
 class Host:
-    """One of them.
+    """A host.
 
     Attributes:
         name: by which the others know it.
@@ -64,7 +64,7 @@ class Host:
         self._outer: subprocess.Popen[bytes] | None = None
 
     def start(self, switch: str) -> None:
-        """Let it boot, on a switch."""
+        """Connect it to a switch and boot it."""
         run("ip", "netns", "add", self.space)
         near, far = f"pt{self.address.rpartition('.')[2]}", "eth0"
         run("ip", "-n", switch, "link", "add", near, "type", "veth", "peer", "name", far, "netns", self.space)
@@ -75,7 +75,7 @@ class Host:
         self.boot()
 
     def boot(self) -> None:
-        """Let it run; again, after `die`."""
+        """Run it, also after `die`."""
         script = BEGIN.format(name=self.name, folder=self.folder, ssh=SSH)
         words = ["ip", "netns", "exec", self.space, "unshare", "-m", "-u", "-p", "-f", "--kill-child", "--mount-proc"]
         with open(self.folder / "sshd.log", "wb") as log:
@@ -91,16 +91,16 @@ class Host:
 
     @property
     def first(self) -> psutil.Process:
-        """Its process 1, as this machine sees it."""
+        """Its process 1, by this machine's number."""
         assert self._outer
         return psutil.Process(self._outer.pid).children()[0]
 
     def enter(self, *words: str | Path) -> list[str]:
-        """A command line that runs another one on this host, in the project's root."""
+        """Return a command line that runs another one on this host, in the project's root."""
         return ["nsenter", "-t", str(self.first.pid), "-n", "-m", "-u", "-p", "env", "-C", str(ROOT), *map(str, words)]
 
     def processes(self) -> dict[int, str]:
-        """What runs on it but sshd: command lines by this machine's numbers."""
+        """Return its processes but sshd: this machine's number -> command line."""
         space = os.readlink(f"/proc/{self.first.pid}/ns/pid")
         found = {}
         for process in psutil.process_iter():
@@ -113,37 +113,37 @@ class Host:
         return found
 
     def die(self) -> None:
-        """Lose every process at once; its kernel still closes their connections."""
+        """Kill every process at once; its kernel still closes their connections."""
         self.first.send_signal(signal.SIGKILL)
         assert self._outer
         self._outer.wait()
 
     def freeze(self) -> None:
-        """Stop every process."""
+        """Suspend every process."""
         for number in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Resume every process."""
         for number in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGCONT)
 
     def freeze_sshd(self) -> None:
-        """Let nobody log in any more: who tries waits."""
+        """Suspend sshd, so that logins wait."""
         self.first.suspend()
 
     def thaw_sshd(self) -> None:
-        """Let it go on."""
+        """Resume sshd."""
         self.first.resume()
 
     def link(self, state: str) -> None:
-        """Pull the network cable (`down`), or put it in (`up`)."""
+        """Unplug the network cable (`down`), or plug it in (`up`)."""
         run("ip", "-n", self._switch, "link", "set", self._port, state)
 
     def slow(self, delay: float = 0.01, rate: float = 12.5e6, loss: float = 0.0) -> None:
-        """Another network cable (`SlowLink`), until `fast`; both ends of it keep their addresses."""
+        """Use another network cable (`SlowLink`) until `fast`; both ends keep their addresses."""
         near, far = f"tn{self._port}", f"tf{self._port}"
         self._slow = SlowLink((near, far), delay, rate, loss)
         run("ip", "link", "set", near, "netns", self._switch)
@@ -152,14 +152,14 @@ class Host:
         self._swap(far, "cable")
 
     def fast(self) -> None:
-        """The cable that it had before."""
+        """Use the first cable again."""
         self._swap("cable", "slow")
         run("ip", "-n", self.space, "link", "del", "slow")
         run("ip", "-n", self._switch, "link", "del", f"tn{self._port}")
         self._slow.close()
 
     def _swap(self, interface: str, name: str) -> None:
-        """Let another interface be eth0, and give that one a name."""
+        """Make another interface eth0, and rename the present one."""
         here = ("ip", "-n", self.space)
         mac = subprocess.run([*here, "-br", "link", "show", "eth0"], capture_output=True, text=True, check=True)
         run(*here, "link", "set", "eth0", "down", "name", name)
@@ -169,7 +169,7 @@ class Host:
         run(*here, "link", "set", "eth0", "up")
 
     def stop(self) -> None:
-        """Away with it."""
+        """Shut it down."""
         if self._outer and self._outer.poll() is None:
             self.die()
         subprocess.run(["ip", "netns", "del", self.space], capture_output=True, check=False)
@@ -232,7 +232,7 @@ def run(*words: str | Path) -> None:
 
 
 def deepspeed(hostfile: Path, *words: str | Path) -> list[str]:
-    """The README's command."""
+    """Return the README's command."""
     return [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(hostfile), *map(str, words)]
 
 

@@ -21,7 +21,7 @@ QUEUE = 1000
 
 
 class SlowLink:
-    """Both taps are made in this process's network; move them to where they belong.
+    """Makes both taps in this process's network; move them to the hosts.
 
     Args:
         ends: names of the taps.
@@ -45,7 +45,7 @@ class SlowLink:
             thread.start()
 
     def close(self) -> None:
-        """Away with it, once its taps are deleted."""
+        """Stop, once the taps are deleted."""
         self._closed = True
         for thread in self._threads:
             thread.join()

@@ -31,7 +31,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 def lacking() -> str | None:
-    """Why there can be no Slurm here, or None."""
+    """Return why this machine cannot run Slurm, or None."""
     missing = [name for name in NEEDED if not shutil.which(name)]
     return f"Slurm needs {', '.join(missing)}" if missing else None
 
@@ -47,11 +47,11 @@ class Slurm:
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # which looks for none until it is used
 
     def command(self, *words: str | Path, host: int = 0) -> list[str]:
-        """A command line that runs one of Slurm's programs on a host."""
+        """Return a command line that runs one of Slurm's programs on a host."""
         return self._hosts[host].enter("env", f"SLURM_CONF={self._folder}/slurm.conf", *words)
 
     def ask(self, *words: str | Path) -> str:
-        """What one of its programs prints."""
+        """Run one of its programs, and return what it prints."""
         done = subprocess.run(self.command(*words), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -1,4 +1,4 @@
-"""`--check` over two hosts on a slow network: hosts, placement and links, which a plan then counts with."""
+"""`--check` over two hosts on a slow network: hosts, placement and links, which a plan then uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host that is lost, or never comes, ends the run everywhere, with its name; the same command goes on."""
+"""A host that is lost, or never comes, is named, and the run ends everywhere; the same command resumes it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_lost_host_ends_the_run(
 
 
 def press_ctrl_c(hosts: list[Host], launch: Launch) -> None:
-    """What a terminal does: every process of the command gets it, but none that ssh has started."""
+    """Send SIGINT as a terminal does: to every process of the command, but to none that ssh has started."""
     for number in hosts[0].processes():
         with suppress(ProcessLookupError):
             if os.getpgid(number) == os.getpgid(launch.pid):
@@ -82,7 +82,7 @@ def press_ctrl_c(hosts: list[Host], launch: Launch) -> None:
 
 
 def kill(word: str) -> Callable[[list[Host], Launch], None]:
-    """SIGKILL for what a command consists of on its own host."""
+    """Return a fault that kills a process of the command on its own host."""
 
     def fault(hosts: list[Host], _: Launch) -> None:
         (found,) = (number for number, line in hosts[0].processes().items() if line.split()[1:2] == [word])
@@ -141,7 +141,7 @@ def test_a_host_that_never_comes_is_named(
 
 
 def begun(command: list[str], run: Path) -> Launch:
-    """A launch that has trained a few steps more than there were."""
+    """Start a run, and wait until it has trained a few steps more."""
     done = len(metrics(run)) if (run / "metrics.jsonl").exists() else 0
     launch = start(*command)
     launch.until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > done + 6)

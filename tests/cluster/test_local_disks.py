@@ -69,7 +69,7 @@ def numbers(run_folder: Path) -> list[tuple[float, float]]:
 
 
 def layers(checkpoint: Path) -> dict[str, FileRecord]:
-    """What a checkpoint says of its layer files, of this disk where there are several."""
+    """Read the records of a checkpoint's layer files, of this disk if there are several."""
     record = CheckpointRecord.read(checkpoint)
     assert record is not None
     return {name: file for name, file in record.here.items() if name.startswith("layer_")}

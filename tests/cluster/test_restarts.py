@@ -60,7 +60,7 @@ def undisturbed(hosts: list[Host], model: Path, tmp_path_factory: pytest.TempPat
 
 
 def processes(host: Host, *words: str) -> list[psutil.Process]:
-    """Those of a host that have all of some words in their command lines."""
+    """Return a host's processes with all of these words in their command lines."""
     return [psutil.Process(number) for number, line in host.processes().items() if all(word in line for word in words)]
 
 
@@ -102,7 +102,7 @@ def cable_pulled(hosts: list[Host], _: random.Random) -> None:
 
 
 def mend(hosts: list[Host], fault: Callable[..., None]) -> None:
-    """What somebody does who sees that the run has noticed."""
+    """Repair the host once the run has noticed the fault."""
     if fault is power_lost:
         get_power(hosts[1])
     elif fault is cable_pulled:
@@ -181,7 +181,7 @@ def test_a_run_goes_on_with_fewer_replicas_until_its_host_is_back(
 
 
 def advance(launch: Launch, config: Path) -> None:
-    """Let a run that has just been started again do a few steps."""
+    """Wait for a few steps of a run that has just restarted."""
     resumed = launch.stdout.count("resumed: ")
     launch.until(lambda: launch.stdout.count("resumed: ") > resumed)
     done = steps_done(config)
@@ -260,5 +260,5 @@ def test_a_folder_that_a_host_lacks_is_named(hosts: list[Host], model: Path, tmp
 
 
 def in_folder(words: list[str]) -> list[str]:
-    """The rest of a command behind the folder that it runs in, with the script's whole path."""
+    """Return the words of a command after its folder, with the script's whole path."""
     return [str(ROOT / word) if word == "train_ds.py" else word for word in words[words.index(str(ROOT)) + 1 :]]

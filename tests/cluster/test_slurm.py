@@ -1,4 +1,4 @@
-"""A real Slurm starts a run by srun alone, and a job that has to go is saved, requeued and goes on."""
+"""A real Slurm starts a run by srun alone, and a job that is preempted saves, is requeued and resumes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def steps(config: Path) -> list[int]:
 
 
 def found(host: Host, program: str, word: str) -> list[int]:
-    """The processes of a host that run a program with a word on the command line."""
+    """Return a host's processes of a program with a word in the command line."""
     processes = host.processes().items()
     return [number for number, line in processes if line.split()[0].endswith(program) and word in line]
 
@@ -58,8 +58,8 @@ def test_srun_is_a_launcher(slurm: Slurm, config: Path) -> None:
     assert other.returncode != 0 and "2 were started; expected" in other.stderr and "srun --ntasks 3" in other.stderr
 
 
-def assert_it_goes_on(slurm: Slurm, hosts: list[Host], config: Path, job: str, log: Path) -> None:
-    """A job that has to go saves, is requeued, and goes on from there."""
+def assert_it_resumes(slurm: Slurm, hosts: list[Host], config: Path, job: str, log: Path) -> None:
+    """Preempt a job, and check that it saves, is requeued and resumes."""
     eventually(lambda: len(steps(config)) > 2)
     slurm.ask("scancel", "--signal=USR1", job)
     eventually(lambda: f"requeue: Slurm is asked to start job {job} again" in log.read_text())
@@ -70,12 +70,12 @@ def assert_it_goes_on(slurm: Slurm, hosts: list[Host], config: Path, job: str, l
     assert f"resumed: {config.with_suffix('')}/step-{done:06d}" in log.read_text()
 
 
-def test_a_job_is_saved_requeued_and_goes_on(slurm: Slurm, hosts: list[Host], config: Path) -> None:
+def test_a_job_is_saved_requeued_and_resumed(slurm: Slurm, hosts: list[Host], config: Path) -> None:
     log = config.parent / "job.log"
     here = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=1", "--time=600", f"--output={log}")
     job = slurm.ask("sbatch", "--parsable", *here, "examples/slurm.sbatch", config).strip()
     try:
-        assert_it_goes_on(slurm, hosts, config, job, log)
+        assert_it_resumes(slurm, hosts, config, job, log)
         (launcher,) = found(hosts[1], "slurmstepd:", f"[{job}.")
         psutil.Process(launcher).send_signal(signal.SIGKILL)
         eventually(lambda: not any(found(host, "python", "train_ds.py") for host in hosts))
@@ -93,6 +93,6 @@ def test_one_task_starts_its_processes_itself_and_passes_signals_on(
     here = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=1", f"--output={log}")
     job = slurm.ask("sbatch", "--parsable", *here, "examples/slurm.sbatch", config).strip()
     try:
-        assert_it_goes_on(slurm, hosts, config, job, log)
+        assert_it_resumes(slurm, hosts, config, job, log)
     finally:
         slurm.ask("scancel", job)

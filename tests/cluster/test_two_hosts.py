@@ -23,7 +23,7 @@ MODEL, RECORDS, RUN = "/mnt/model", "/mnt/records.json", "/mnt/run.yml"  # on ea
 
 
 def configured(disks: list[Path], save_path: Path | str, **keys: Any) -> None:
-    """The same config on each disk."""
+    """Write the same config on each disk."""
     defaults = {"model_path": MODEL, "data_path": RECORDS, "max_steps": 4, "model_topo": topology((2, 1))}
     for disk in disks:
         write_config(disk / "run.yml", save_path=str(save_path), **(defaults | keys))
@@ -63,7 +63,7 @@ MEETING, DETECTOR = 29610, 29611
 def test_two_hosts_train_as_one(
     name: str, hosts: list[Host], disks: list[Path], alone: list[float], tmp_path: Path
 ) -> None:
-    """Whoever starts it: also where each host's own name stands for its loopback address, as hosts.py makes them."""
+    """By each launcher, although each host's own name stands for its loopback address (hosts.py)."""
     dims, slots, words, script = STARTS[name]
     run_folder, ports = tmp_path / "run", {"meeting": MEETING, "failure_detector": DETECTOR}
     configured(disks, run_folder, model_topo=topology(dims), save_interval=2, ports=ports)
@@ -107,6 +107,22 @@ def test_two_hosts_train_as_one(
         result = launch.end()
         assert result.returncode == 0, result.stdout + result.stderr
     assert [line["loss"] for line in metrics(run_folder)] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_hosts_answer_as_one_process(
+    hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A stage on each host, which two processes share."""
+    model = make_checkpoint("llama", initializer_range=0.3, tie_word_embeddings=False)
+    source, target, alone = (tmp_path / f"{name}.jsonl" for name in ("prompts", "together", "alone"))
+    source.write_text("".join(json.dumps({"prompt": "Why? " * times}) + "\n" for times in (1, 7, 2)))
+    words = ("demo.py", "--model", str(model), "--prompts-file", str(source), "--greedy", "--max-new-tokens", "16")
+    hostfile = hostfile_of(hosts, 2, tmp_path / "hostfile")
+    result = run(*hosts[0].enter(*deepspeed(hostfile, *words, "--output", str(target), "--tensor-parallel", "2")))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert run(sys.executable, *words, "--output", alone).returncode == 0
+    assert target.read_bytes() == alone.read_bytes()
 
 
 def is_rank(command_line: str, script: str) -> bool:

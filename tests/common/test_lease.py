@@ -1,4 +1,4 @@
-"""One writer at a time, whoever starts, dies or stands still."""
+"""A lease has one holder at a time, whichever process starts, dies or is suspended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unheard(successor: str) -> None:
 
 
 def take(folder: Path, interval: float = NEVER) -> Lease:
-    """Ask until it is known whether a holder is alive."""
+    """Take a lease; retry until it is known whether its holder is alive."""
     lease = Lease(folder, NAME, unheard, interval)
     while True:
         try:
@@ -51,13 +51,13 @@ def leases(folder: Path) -> list[Path]:
 
 
 def move_elsewhere(lease: Path) -> None:
-    """Let a lease look as if it were held on another machine."""
+    """Make a lease look as if another machine held it."""
     lease.write_text(json.dumps(ELSEWHERE))
 
 
 @contextmanager
 def process(work: Callable[..., None], *arguments: Any) -> Iterator[Any]:
-    """Another process; `work` gets a pipe's end besides its arguments, and this block the process and the other end."""
+    """Run `work` in another process with one end of a pipe; the block gets the process and the other end."""
     here, there = FORK.Pipe()
     child = FORK.Process(target=work, args=(there, *arguments))
     child.start()
@@ -76,7 +76,7 @@ def hold(pipe: Any, folder: Path, interval: float = NEVER) -> None:
     pipe.send("released")
 
 
-def test_a_second_start_is_told_who_trains(tmp_path: Path) -> None:
+def test_a_second_process_learns_the_holder(tmp_path: Path) -> None:
     with process(hold, tmp_path) as (_, pipe):
         pid = pipe.recv()
         before = leases(tmp_path)
@@ -118,7 +118,7 @@ def rounds(pipe: Any, folder: Path, barrier: Any) -> None:
         barrier.wait()
 
 
-def test_of_many_starts_at_once_one_gets_it(tmp_path: Path) -> None:
+def test_one_of_many_processes_gets_it(tmp_path: Path) -> None:
     barrier = FORK.Barrier(STARTS)
     pipes, children = [], []
     for _ in range(STARTS):
@@ -180,7 +180,7 @@ def write(pipe: Any, folder: Path) -> None:
     os._exit(LOST)
 
 
-def test_who_stood_still_for_too_long_learns_it(tmp_path: Path) -> None:
+def test_a_suspended_holder_learns_of_its_successor(tmp_path: Path) -> None:
     with process(write, tmp_path) as (child, pipe):
         pipe.recv()
         os.kill(child.pid, signal.SIGSTOP)
@@ -195,7 +195,7 @@ def test_who_stood_still_for_too_long_learns_it(tmp_path: Path) -> None:
         successor.release()
 
 
-def test_the_heart_notices_a_loss(tmp_path: Path) -> None:
+def test_the_heartbeat_notices_a_lost_lease(tmp_path: Path) -> None:
     lost: queue.Queue[str] = queue.Queue()
     Lease(tmp_path, NAME, lost.put, SOON).take()
     leases(tmp_path)[0].unlink()
@@ -211,7 +211,7 @@ def test_release_leaves_the_successors_lease(tmp_path: Path) -> None:
     assert successor.successor() is None
 
 
-def test_other_files_are_let_alone(tmp_path: Path) -> None:
+def test_other_files_stay(tmp_path: Path) -> None:
     names = [f"{NAME}-mine", f"{NAME}-1", f"other-{NAME}-000001"]
     for name in names:
         (tmp_path / name).touch()

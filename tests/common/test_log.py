@@ -1,4 +1,4 @@
-"""The log of a run: its own colours, and nothing of what a terminal would obey in the words of others."""
+"""The log keeps its own colours, and escapes what a terminal would obey in foreign text."""
 
 from __future__ import annotations
 

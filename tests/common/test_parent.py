@@ -1,4 +1,4 @@
-"""What a process has started ends with it, also when it is killed; of each kind one, with real processes."""
+"""A process's children end with it, also when it is killed; one of each kind, with real processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from common.parent import without_sigterm
 from tests.conftest import FAQ, ROOT
 from tests.launching import catches, eventually, start, topology, write_config
 from training.distributed.processes import free_port
@@ -29,14 +31,13 @@ SLEEPER = f"#!{sys.executable}\nimport os, sys, time\n"
 SLEEPER += "print(os.getpid(), file=open(os.environ['PID_FILE'] + '.new', 'w'), flush=True)\n"
 SLEEPER += "os.rename(os.environ['PID_FILE'] + '.new', os.environ['PID_FILE'])\ntime.sleep(1000)\n"
 
-# What has a program of somebody else, or a run, started.
+# Processes that start a foreign program or a run.
 PROVES = """
-import sys, time
+import sys
 from pathlib import Path
-from training.proof.launches import Launch, Start
+from training.proof.launches import Start
 notes = Path(sys.argv[1]).parent
-launch = Launch(Start(sys.argv[1], notes / "config", notes, notes))
-time.sleep(1000)
+Start(sys.argv[1], notes / "config", notes, notes).run(lambda steps: None)
 """
 SHOWS = """
 import sys
@@ -67,7 +68,7 @@ def test_a_builder_ends_whose_parent_was_killed_right_after_its_start() -> None:
 @pytest.mark.launched
 @pytest.mark.parametrize("entry_point", ["train_ds.py", "train_ds_zero.py"])
 def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(entry_point: str, tmp_path: Path) -> None:
-    """It would wait for another rank for half an hour."""
+    """Else it would wait for another rank for half an hour."""
     config = write_config(tmp_path / "run.yml", model_path="m", data_path=str(FAQ), model_topo=topology((1, 2)))
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -83,9 +84,27 @@ def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(entry_point: str, 
             rank.kill()
 
 
+def test_sigterm_waits_for_the_end_of_a_fork() -> None:
+    """Though another thread may get it."""
+
+    def stop(*_: object) -> None:
+        raise InterruptedError
+
+    before, forked, over = signal.signal(signal.SIGTERM, stop), False, threading.Event()
+    threading.Thread(target=over.wait).start()
+    try:
+        with pytest.raises(InterruptedError), without_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+            forked = not over.wait(0.1)
+    finally:
+        over.set()
+        signal.signal(signal.SIGTERM, before)
+    assert forked
+
+
 @pytest.fixture
 def sleeper(tmp_path: Path) -> Path:
-    """A program that says its number and never ends."""
+    """A program that writes its process number and never ends."""
     path = tmp_path / "sleeper"
     path.write_text(SLEEPER)
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Text of others on a terminal: nothing that it obeys gets through, and everything that a person reads does."""
+"""Foreign text on a terminal: what it would obey is escaped, and all that a person reads stays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READ = "Pipetune 流水线 दाख़िल ক্‌ষ العربية עבר
 
 
 def obeyed(char: str) -> bool:
-    """Whether a terminal may do something with a character beside showing it."""
+    """Whether a terminal may do more with a character than show it."""
     controls = unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")
     return controls or unicodedata.bidirectional(char) in BIDIRECTIONAL or char in MARKS
 
@@ -38,7 +38,7 @@ def test_a_line_is_cut_where_it_is_too_long() -> None:
     assert safe_line("\n" * 4, longest=8) == r"\n\n\n\n"
 
 
-def test_loggers_of_libraries_tell_safe_text_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loggers_of_libraries_print_safe_text(capsys: pytest.CaptureFixture[str]) -> None:
     before = logging.getLogRecordFactory()
     logger = logging.getLogger("pipetune.test")
     handler = logging.StreamHandler(sys.stderr)

@@ -1,4 +1,4 @@
-"""What is read back is a regular, whole file of this user; nothing waits for a FIFO."""
+"""Only regular, whole files of this user are read; nothing waits for a FIFO."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_another_users_file_is_not_trusted(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("ahead", [5, 3600, 10**9])
 @pytest.mark.parametrize("content", ['["nodeX",99,"2026-01-01","other-kernel","00"]', "[torn", ""])
-def test_a_lease_of_the_future_is_waited_for_a_minute_only(tmp_path: Path, ahead: int, content: str) -> None:
+def test_a_lease_with_a_future_time_is_waited_for_a_minute_at_most(tmp_path: Path, ahead: int, content: str) -> None:
     lease = tmp_path / "lease-000001"
     lease.write_text(content)
     os.utime(lease, (lease.stat().st_mtime + ahead,) * 2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.tokenized import opening
+from data.tokenized import store
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.recipe import Recipe
 from data.tokenized.store import Cache
@@ -62,11 +62,11 @@ def load(tmp_path: Path, tokenizer_folder: Path, settled: None) -> Load:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were tokenized, build by build."""
     seen: list[str] = []
-    build = opening._build
+    build = store._build
 
     def counted(cache: Cache, wanted: Recipe, *rest: Any) -> Path:
         seen.append(wanted.names)
         return build(cache, wanted, *rest)
 
-    monkeypatch.setattr(opening, "_build", counted)
+    monkeypatch.setattr(store, "_build", counted)
     return seen

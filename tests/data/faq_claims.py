@@ -1,26 +1,21 @@
 """What the shipped example records say about the program, extracted and compared with the code.
 
 Each check takes the texts of a record and gives a complaint for every claim of its kind that does not hold: names, keys
-and their values, overrides, commands and options, families, record types, records, file formats, files, doors, sums.
+and their values, overrides, commands and options, lists of families and the like, records, files.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import torch
 import yaml
-from lion_pytorch import Lion
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from data.errors import DataError
-from data.records.formats import FORMAT_NAMES
 from data.records.record import KINDS
 from data.records.sources import DATA_SUFFIXES
 from models.architectures import FAMILIES
@@ -32,7 +27,6 @@ from tests.data.program import (
     known_files,
     known_names,
     known_options,
-    states_of,
     takes,
     understood,
 )
@@ -43,8 +37,8 @@ Claims = Callable[["Texts"], Iterator[str]]
 
 NUMBERS = dict(zip("two three four five six seven eight nine ten".split(), range(2, 11), strict=True))
 NUMBERS |= dict(zip("两三四五六七八九十", range(2, 11), strict=True)) | {"二": 2}
-WINGS = "models|data|training|configs|docs|tests|benchmarks|quickstart"
-PATH = re.compile(rf"(?<![\w/.-])(?:(?:{WINGS})/[\w./-]*\w|[\w-]+\.py)\b")
+FOLDERS = "models|data|training|configs|docs|tests|benchmarks|quickstart"
+PATH = re.compile(rf"(?<![\w/.-])(?:(?:{FOLDERS})/[\w./-]*\w|[\w-]+\.py)\b")
 SNAKE = re.compile(r"(?<![\w/.-])[a-z][a-z0-9]*(?:_[a-z0-9]+)+(?![\w/]|\.(?:py|pt)|-model)")
 FILE = re.compile(r"(?<![\w/.-])[\w.-]+\.(?:yml|yaml|jsonl?|pt|png)\b")
 VALUE = r"(?:\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\]]*\]|[\w.+-]*\w)"
@@ -52,9 +46,7 @@ SETTING = re.compile(rf"(?<![\w\"])([a-z_]+(?:\.(?!py\b)[a-z_]+)*): ({VALUE})")
 OVERRIDE = re.compile(r"(?<![\w/])(?!key\.sub=value)[a-z_]+(?:\.[a-z_]+)+=[\w.+-]*\w")
 COMMAND = re.compile(r"`((?:python|deepspeed) [^`]+)`")
 TARGET = re.compile(r"\bmake ([a-z-]+)\b")
-EQUATION = re.compile(r"([\d(][\d ()*/+-]*) = (\d+)")
-DIMS = re.compile(r"dims:? \[(\d+), (\d+)\]|dims [^.。]*?\[(\d+), (\d+)\]")
-WHOLE = r"(\d+|" + "|".join(NUMBERS) + ")"
+WHOLE = "(" + "|".join(NUMBERS) + ")"
 PLACEHOLDERS = {"N": "1", "DIR": "folder", "FILE": "configs/quickstart.yml", "NAME": "name", "TEXT": "text"}
 FORMAT_WORDS = {"JSON": ".json", "JSONL": ".jsonl", "CSV": ".csv", "TSV": ".tsv", "Parquet": ".parquet"}
 FORMAT_WORDS |= {"Arrow": ".arrow", "text": ".txt", "文本": ".txt"}
@@ -137,7 +129,7 @@ def overrides(texts: Texts) -> Iterator[str]:
 
 
 def commands(texts: Texts) -> Iterator[str]:
-    """A command is one that its door understands, and so is its launcher."""
+    """A command is one that its script understands, and so is its launcher."""
     for text in texts.answers:
         for command in COMMAND.findall(text):
             words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command)]
@@ -146,71 +138,37 @@ def commands(texts: Texts) -> Iterator[str]:
 
 
 def options(texts: Texts) -> Iterator[str]:
-    """A `--word` is an option of a door or of the launcher."""
+    """A `--word` is an option of a script or of the launcher."""
     for text in texts.answers:
         for option in OPTION.findall(text):
             if option not in known_options():
                 yield f"{option}: no such option"
 
 
-def families(texts: Texts) -> Iterator[str]:
-    """Families that are counted are all that are declared; others are those that are not."""
+def lists(texts: Texts) -> Iterator[str]:
+    """Where families, record types, scripts or file formats are listed, all are."""
+    scripts = {path.name for path in ROOT.glob("*.py")} - {"setup.py"}
+    known: dict[str, Collection[str]] = {"(?: model families|个系列)": FAMILIES, "(?: record types|种记录类型)": KINDS}
     for text in texts.answers:
-        counted = re.search(WHOLE + r"(?: model families|个系列)", text)
-        if not counted:
-            continue
-        declared, _, derived = re.sub("；", ";", text).partition(";")
-        if (found := set(re.findall(r"[a-z0-9]+", declared)) & (FAMILIES.keys() | CONFIG_MAPPING.keys())) != {
-            *FAMILIES
-        }:
-            yield f"families {sorted(found ^ {*FAMILIES})}: not as declared"
-        if number(counted[1]) != len(FAMILIES):
-            yield f"{counted[0]}: there are {len(FAMILIES)}"
-        others = set(re.findall(r"(?:such as|如) ([a-z0-9]+) (?:and|和) ([a-z0-9]+)", derived))
-        for name in (each for pair in others for each in pair):
-            if name in FAMILIES or name not in CONFIG_MAPPING:
-                yield f"{name}: not derived"
-
-
-def record_types(texts: Texts) -> Iterator[str]:
-    """The record types that are counted are all."""
-    for text in texts.answers:
-        if counted := re.search(WHOLE + r"(?: record types|种记录类型)", text):
-            listed = re.findall(r"\b[a-z_]+\b", re.split("[:：]", text)[1].split(";")[0].split("；")[0])
-            if set(listed) - {"and"} != {*KINDS} or number(counted[1]) != len(KINDS):
-                yield f"{counted[0]}: {listed}, but there are {[*KINDS]}"
-            later = re.findall(r"\b[a-z_]+\b", "".join(re.split("[;；]", text)[1:])) if "openai" in text else []
-            for name in set(later) & {"openai", "sharegpt", "alpaca", "squad"}:
-                if name not in FORMAT_NAMES:
-                    yield f"{name}: no such format"
+        for what, names in (known | {" doors": scripts}).items():
+            if counted := re.search(WHOLE + what, text):
+                listed = re.split("[;；]", text)[0]
+                if NUMBERS[counted[1]] != len(names) or not all(name in listed for name in names):
+                    yield f"{counted[0]}: there are {', '.join(sorted(names))}"
+        found = {FORMAT_WORDS[word] for word in re.findall("|".join(sorted(FORMAT_WORDS, key=len)[::-1]), text)}
+        if len(found) > 2 or "JSON list" in text or "JSON 列表" in text:
+            for suffix in {*DATA_SUFFIXES} - SPELT_ALIKE - found:
+                yield f"{suffix}: not among the file formats"
 
 
 def shown_records(texts: Texts) -> Iterator[str]:
-    """A record in an answer is one; one in a question lacks what the answer says that it lacks."""
+    """A record in an answer is one."""
     for text in texts.answers:
         for shown in re.findall(r"\{\"type\".*\}", text):
             try:
                 parse_record(json.loads(shown))
             except (DataError, ValueError) as error:
                 yield f"{shown}: {error}"
-    given = texts.raw.get("input") or ""
-    if given.startswith('{"type"'):
-        try:
-            parse_record(json.loads(given))
-            yield f"{given}: nothing is wrong with it"
-        except DataError as error:
-            (field,) = re.findall(r"field (\w+): missing", str(error))
-            if field not in texts.raw["output"]:
-                yield f"{given}: lacks {field}"
-
-
-def file_formats(texts: Texts) -> Iterator[str]:
-    """Where file formats are listed, all are."""
-    for text in texts.answers:
-        found = {FORMAT_WORDS[word] for word in re.findall("|".join(sorted(FORMAT_WORDS, key=len)[::-1]), text)}
-        if len(found) > 2 or "JSON list" in text or "JSON 列表" in text:
-            for suffix in {*DATA_SUFFIXES} - SPELT_ALIKE - found:
-                yield f"{suffix}: not among the file formats"
 
 
 def files(texts: Texts) -> Iterator[str]:
@@ -228,75 +186,4 @@ def files(texts: Texts) -> Iterator[str]:
                 yield f"make {target}: no such target"
 
 
-def doors_and_wings(texts: Texts) -> Iterator[str]:
-    """Where doors or wings are listed, all are."""
-    there = {path.name for path in ROOT.glob("*.py")} - {"setup.py"}
-    for text in texts.answers:
-        if "doors" in text:
-            told = re.search(WHOLE + " doors", text)
-            if set(re.findall(r"\w+\.py", text)) != there or not told or number(told[1]) != len(there):
-                yield f"doors: there are {sorted(there)}"
-        if told := re.search(WHOLE + r" wings: (.*)", text):
-            wings = re.findall(r"(\w+) \(", told[2])
-            if number(told[1]) != len(wings) or not all((ROOT / wing / "__init__.py").exists() for wing in wings):
-                yield f"wings: {wings}"
-
-
-def sums(texts: Texts) -> Iterator[str]:
-    """Sums are right, of parts and of processes too."""
-    for text in texts.answers:
-        for left, right in EQUATION.findall(text):
-            if value_of(left.strip()) != int(right):
-                yield f"{left} = {right}"
-    for parts, total in re.findall(r"\[([\d, ]+)\][^\n]{0,40}?[\n\s][^\[]*?(?:sum|sums) to (\d+)", texts.whole):
-        if sum(map(int, parts.split(","))) != int(total):
-            yield f"parts [{parts}]: the sum is not {total}"
-    if found := DIMS.search(texts.whole):
-        stages, replicas = (int(each) for each in found.groups() if each)
-        expected = {"process": stages * replicas, "replica": replicas, "stage": stages}
-        patterns = {
-            "process": WHOLE + r"(?: processes| 个进程)",
-            "replica": WHOLE + r"(?: replicas|份)",
-            "stage": WHOLE + r"(?:-stage| 段)",
-        }
-        for what, pattern in patterns.items():
-            for told in re.findall(pattern, "\n".join(texts.answers)):
-                if number(told) != expected[what]:
-                    yield f"dims [{stages}, {replicas}]: {told} {what}"
-
-
-def optimizer_states(texts: Texts) -> Iterator[str]:
-    """How much an optimizer keeps of each weight."""
-    pattern = r"Lion (?:keeps|只存) ?(\w+?) ?(?:states?|个状态)[^.。]*?(?:AdamW's|AdamW 存) ?(\w+?)\b(?:个)?"
-    for text in texts.answers:
-        for lion, adamw in re.findall(pattern, text):
-            told = [number({"one": "1", "一": "1"}.get(each, each.rstrip("个"))) for each in (lion, adamw)]
-            if told != [states_of(Lion), states_of(torch.optim.AdamW)]:
-                yield f"{text}: the states of a weight"
-
-
-CHECKS: list[Claims] = [
-    names,
-    settings,
-    overrides,
-    commands,
-    options,
-    families,
-    record_types,
-    shown_records,
-    file_formats,
-    files,
-    doors_and_wings,
-    sums,
-    optimizer_states,
-]
-
-
-def number(word: str) -> int:
-    return int(word) if word.isdecimal() else NUMBERS[word]
-
-
-def value_of(expression: str) -> float:
-    """Of numbers, brackets and operators."""
-    assert re.fullmatch(r"[\d ()*/+-]+", expression)
-    return float(eval(compile(ast.parse(expression, mode="eval"), "faq.json", "eval"), {}))
+CHECKS: list[Claims] = [names, settings, overrides, commands, options, lists, shown_records, files]

@@ -208,10 +208,7 @@ CASES: dict[str, list[tuple[JSON, list[Record]]]] = {
             {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "tools": [FRAMED]},
             [chat(USER | {"weight": 0}, ANSWER | {"weight": 0}, USER | {"weight": 0}, ANSWER, tools=[FRAMED])],
         ),
-        (
-            {"input": [USER], "target": "a", "thinking": "t"},
-            [chat(USER, ANSWER | {"reasoning_content": "t"})],
-        ),
+        ({"input": [USER], "target": "a", "thinking": "t"}, [chat(USER, ANSWER | {"reasoning_content": "t"})]),
     ],
     "question_answer": [
         ({"question": "q", "answer": 0}, [instruct("q", "0")]),

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.messages import said_in
@@ -91,6 +92,11 @@ def read(
                 else:
                     yield from (((file, raw.number), record) for record in records)
     bad.finish()
+
+
+def good(path: Path, **options: Any) -> list[Record]:
+    """All the records of files without a mistake."""
+    return [record for _, record in read([Source(path=str(path), **options)], "stop", pytest.fail)]
 
 
 def runs(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat | None = None) -> Runs:

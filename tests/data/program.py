@@ -1,4 +1,4 @@
-"""What there is in the program: names, files, options, commands; for the tests of what is said about it."""
+"""The program's own: names, files, options, commands; for the tests of what is said about it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,6 @@ from training.metrics.reporter import METRICS_FILE
 from training.metrics.step_metrics import StepMetrics
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-
-
-def states_of(kind: Callable[..., torch.optim.Optimizer]) -> int:
-    """How many tensors of a weight's size an optimizer keeps of it."""
-    weight = torch.nn.Parameter(torch.ones(3, 5))
-    weight.grad = torch.ones_like(weight)
-    optimizer = kind([weight])
-    optimizer.step()
-    kept = optimizer.state[weight].values()
-    return sum(isinstance(each, torch.Tensor) and each.shape == weight.shape for each in kept)
 
 
 @cache
@@ -96,12 +86,12 @@ def known_files() -> frozenset[str]:
 
 @cache
 def known_options() -> frozenset[str]:
-    doors: list[tuple[Callable[[], Any], list[str]]] = [(lambda: of_training(""), []), (of_demo, [])]
-    doors += [(lambda: runner.parse_args(["--help"]), [])]
-    doors += [(convert_model.parse_arguments, [name]) for name in ("hg_to_pp", "pp_to_hg", "download", "check")]
+    parsers: list[tuple[Callable[[], Any], list[str]]] = [(lambda: of_training(""), []), (of_demo, [])]
+    parsers += [(lambda: runner.parse_args(["--help"]), [])]
+    parsers += [(convert_model.parse_arguments, [name]) for name in ("hg_to_pp", "pp_to_hg", "download", "check")]
     found: list[str] = []
-    for parse, words in doors:
-        with patch.object(sys, "argv", ["door", *words, "--help"]):
+    for parse, words in parsers:
+        with patch.object(sys, "argv", ["script", *words, "--help"]):
             found += OPTION.findall(printed_by(parse))
     return frozenset(found)
 
@@ -115,14 +105,14 @@ def printed_by(parse: Callable[[], Any]) -> str:
 
 
 def understood(words: list[str]) -> bool:
-    """The launcher, where there is one, and the door take these words."""
+    """Whether the launcher, where there is one, and the script take these words."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             if words[0] == "deepspeed":
                 arguments = runner.parse_args(words[1:])
                 words = ["python", arguments.user_script, *arguments.user_args]
-            door = Path(words[1]).stem
-            parse = {"demo": of_demo, "convert_model": convert_model.parse_arguments}.get(door, lambda: of_training(""))
+            parsers = {"demo": of_demo, "convert_model": convert_model.parse_arguments}
+            parse = parsers.get(Path(words[1]).stem, lambda: of_training(""))
             with patch.object(sys, "argv", words[1:]):
                 given = parse()
     except SystemExit:

@@ -22,9 +22,11 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 from tiktoken._educational import bpe_train
 
+from data.chat.native.families import PATTERN
 from data.chat.native.kinds import native_tokenizer
-from data.chat.native.qwen import PATTERN
+from data.errors import DataError
 from data.sample_set import IGNORED
+from data.tokenized.tokenize import load_tokenizer
 from tests.conftest import FAQ, SHARED
 
 CONTROL = 3  # type of a piece
@@ -55,6 +57,14 @@ Pieces = list[tuple[list[int], bool]]  # token ids, and whether the model has to
 
 def write(path: Path, settings: Any) -> None:
     path.write_text(json.dumps(settings), encoding="utf-8")
+
+
+def refusal(folder: Path) -> str:
+    """The line with which a folder's tokenizer is refused."""
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def flat(pieces: Pieces) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Chat templates in the notation of more than thirty model families, written for these tests.
+"""Chat templates in the notation of many model families, written for these tests.
 
 A row of the table says how a family frames each role, writes calls, thoughts and tools, and ends a turn; `template`
 makes Jinja of it. The differences between real templates that matter to a loss mask are all there: what ends a turn,
@@ -15,7 +15,6 @@ from tests.data.template_styles import Style
 
 JSON_CALL = '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}'
 PARAMETERS_CALL = '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
-INDENTED_CALL = '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson(indent=4) }}}'
 TEXT = "{{ v if v is string else v | tojson }}"
 FUNCTION_XML = "<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}<parameter={{ k }}>\n" + TEXT
 FUNCTION_XML += "\n</parameter>\n{% endfor %}</function>"
@@ -150,9 +149,6 @@ FAMILIES: dict[str, Family] = {
     "llama 4": headers(
         "<|header_start|>", "<|header_end|>\n\n", "<|eot|>", call=PYTHONIC, calls=("[", ", ", "]"), call_end="<|eom|>"
     ),
-    "nemotron": headers(
-        "<extra_id_0>", "\n", "\n", system="<extra_id_0>System\n@\n", assistant="<extra_id_1>Assistant\n"
-    ),
     "mistral 7b": Family(**INST | {"end": EOS, "system": None, "tool": None}),
     "mistral nemo": Family(
         "",
@@ -201,22 +197,6 @@ FAMILIES: dict[str, Family] = {
         bos="{{ bos_token }}",
         tools="@",
     ),
-    "deepseek r1": Family(
-        "<｜Assistant｜>", EOS, "<｜User｜>@", "@", bos="{{ bos_token }}", prompt="<think>\n", words=THINK
-    ),
-    "deepseek v3.2": Family(
-        "<｜Assistant｜>",
-        EOS,
-        "<｜User｜>@",
-        "@",
-        "<function_results>@</function_results>",
-        ("\n\n<｜DSML｜function_calls>\n", "\n", "\n</｜DSML｜function_calls>"),
-        INVOKE_XML,
-        bos="{{ bos_token }}",
-        tools="@",
-        thoughts="<think>@</think>",
-        words=THINK,
-    ),
     "kimi k2": Family(
         "<|im_assistant|>assistant<|im_middle|>",
         "<|im_end|>",
@@ -251,19 +231,6 @@ FAMILIES: dict[str, Family] = {
         thoughts="<|channel|>analysis<|message|>@<|end|><|start|>assistant",
         tools="<|start|>developer<|message|>@<|end|>",
     ),
-    "command a": Family(
-        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>",
-        "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>@<|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>@<|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>@<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>",
-        ("<|START_ACTION|>[", ", ", "]<|END_ACTION|>"),
-        INDENTED_CALL,
-        tools="@",
-    ),
-    "granite 3": headers(
-        "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n", call=JSON_CALL, calls=("<|tool_call|>[", ", ", "]")
-    ),
     "exaone 4": headers(
         "[|",
         "|]\n",
@@ -274,38 +241,7 @@ FAMILIES: dict[str, Family] = {
         which="last",
         words=("[|endofturn|]", *THINK),
     ),
-    "solar": headers(
-        "<|begin|>",
-        "<|content|>",
-        "<|end|>",
-        call="{{ t.id }}<|tool_call:name|>{{ c.name }}<|tool_call:args|>{{ c.arguments | tojson }}",
-        calls=("<|tool_calls|>", "", ""),
-        call_end="<|calls|>",
-        tool="<|begin|>tool<|tool_response:name|>{{ m.name }}<|tool_response:result|>@<|end|>",
-    ),
-    "seed-oss": headers(
-        "<seed:bos>",
-        "\n",
-        "<seed:eos>",
-        call=FUNCTION_XML,
-        calls=("<seed:tool_call>", "\n", "</seed:tool_call>"),
-        thoughts="<seed:think>@</seed:think>",
-        words=("<seed:bos>", "<seed:eos>"),
-    ),
     "baichuan 2": Family("<reserved_107>", "", "<reserved_106>@", "@"),
-    "zephyr": headers("<|", "|>\n", EOS + "\n", tools="", tool=None),
     "vicuna": Family("ASSISTANT: ", EOS, "USER: @ ", "@\n"),
     "falcon": Family("Falcon: ", "\n", "User: @\n", "System: @\n"),
-    "apertus": Family(
-        "<|assistant_start|>",
-        "<|assistant_end|>",
-        "<|user_start|>@<|user_end|>",
-        "<|system_start|>@<|system_end|>",
-        "[@]",
-        ("<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
-        '{"{{ c.name }}": {{ c.arguments | tojson }}}',
-        "<|assistant_end|>",
-        thoughts="<|inner_prefix|>@<|inner_suffix|>",
-        tools="<|developer_start|>@<|developer_end|>",
-    ),
 }

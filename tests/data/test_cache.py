@@ -7,18 +7,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
 
 from data.errors import DataError
 from data.tokenized import recipe
 from data.tokenized.dataset import Dataset, load_dataset
-from data.tokenized.parallel import SAMPLES
-from data.tokenized.recipe import Digests
-from data.tokenized.sample_file import PARTS
+from data.tokenized.recipe import DataFile, Digests
+from data.tokenized.sample_file import INDEX, INDEX_FILE, SAMPLES
 from data.tokenized.store import default_folder
 from tests.conftest import ROOT
 from tests.data.caches import LIMIT, Load, caches, left_over, plain_recipe, records, write
@@ -54,6 +54,8 @@ def test_every_change_of_what_samples_depend_on_gives_another_cache(
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     keys = [key(), key(max_seq_len=LIMIT + 1), key(prompt_format="chat_template"), key(on_bad_record="skip")]
     keys.append(key(prompt_format=str(template)))
+    named = DataFile(str(data), columns={"answer": "a"})
+    keys.append(replace(plain_recipe(data, tokenizer), files=(named,)).key([Digests(tmp_path / "digests").take(data)]))
     keys += [key(truncate="oldest"), key(mask="all"), key(template_fallback="refuse"), key(template_args={"a": 1})]
     template.write_text("{% for message in messages %}{{ message['content']  }}{% endfor %}")
     keys.append(key(prompt_format=str(template)))
@@ -62,10 +64,11 @@ def test_every_change_of_what_samples_depend_on_gives_another_cache(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tokenizer / name).write_text((tokenizer / name).read_text().rstrip() + "\n ")
         keys.append(key())
-    recipe.code_digest.cache_clear()
-    monkeypatch.setattr(recipe, "LATER", (*recipe.LATER, "cache/columns"))
-    keys.append(key())
-    recipe.code_digest.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "LATER", f"{recipe.LATER} tokenized/columns")
+        recipe.code_digest.cache_clear()
+        keys.append(key())
+    recipe.code_digest.cache_clear()  # or a build in another process would have another identity
     renamed = data.rename(tmp_path / "a.txt")  # read as lines of text
     keys.append(plain_recipe(renamed, tokenizer).key([Digests(tmp_path / "digests").take(renamed)]))
     assert len(set(keys)) == len(keys)
@@ -81,7 +84,9 @@ def test_a_copy_of_the_data_elsewhere_finds_the_cache(tmp_path: Path, load: Load
     assert second.origin(2) == f"{copy}: record 3"
 
 
-def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_anew(tmp_path: Path, load: Load) -> None:
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_anew(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = write(tmp_path / "a.jsonl", records(3))
     before = data.stat()
     first = load(data)
@@ -90,28 +95,23 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_anew(tmp_path:
     assert data.stat().st_size == before.st_size
     assert data.stat().st_mtime_ns == before.st_mtime_ns
     assert load(data).fingerprint() != first.fingerprint()
-
-
-def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data.tokenized.recipe.SETTLED", 60.0)
-    data = write(tmp_path / "a.jsonl", records(3))
+    monkeypatch.setattr("data.tokenized.recipe.SETTLED", 60.0)  # what was just written may change in the same tick
+    (just := tmp_path / "just.jsonl").write_text("")
     digests = Digests(tmp_path / "digests")
-    digests.take(data)
-    assert digests.known(data) is None
+    digests.take(just)
+    assert digests.known(just) is None
 
 
 SPOILT: dict[str, Callable[[bytes], bytes]] = {
-    "digest changed": lambda note: note.replace(b'"digest": "', b'"digest": "0'),
+    "changed": lambda note: b"0" + note,
     "cut": lambda note: note[:20],
     "emptied": lambda _: b"",
-    "of no version": lambda note: note.rpartition(b"\n")[0],
+    "of another user": lambda note: note,
 }
 
 
 @pytest.mark.parametrize("damage", SPOILT)
-def test_a_damaged_digest_is_ignored_with_a_warning(
+def test_a_note_that_is_damaged_or_of_another_user_is_ignored_with_a_warning(
     damage: str, tmp_path: Path, settled: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = write(tmp_path / "a.jsonl", records(3))
@@ -119,21 +119,13 @@ def test_a_damaged_digest_is_ignored_with_a_warning(
     taken = digests.take(data)
     (note,) = (tmp_path / "digests").iterdir()
     note.write_bytes(SPOILT[damage](note.read_bytes()))
-    assert digests.known(data) is None and digests.known(data) is None
-    assert caplog.messages == [f"warning: {note}: ignored: damaged"]
+    with pytest.MonkeyPatch.context() as patch:
+        if damage == "of another user":
+            patch.setattr(os, "getuid", lambda: -5)
+        assert digests.known(data) is None and digests.known(data) is None
+    reason = damage if damage == "of another user" else "damaged"
+    assert caplog.messages == [f"warning: {note}: ignored: {reason}"]
     assert digests.take(data) == digests.known(data) == taken
-
-
-def test_a_digest_of_another_user_is_ignored_with_a_warning(
-    tmp_path: Path, settled: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = write(tmp_path / "a.jsonl", records(3))
-    digests = Digests(tmp_path / "digests")
-    digests.take(data)
-    (note,) = (tmp_path / "digests").iterdir()
-    monkeypatch.setattr(os, "getuid", lambda: -5)
-    assert digests.known(data) is None
-    assert caplog.messages == [f"warning: {note}: ignored: of another user"]
 
 
 def use(dataset: Dataset) -> None:
@@ -141,7 +133,7 @@ def use(dataset: Dataset) -> None:
     assert dataset.lengths.sum() and dataset.supervised.sum() and len(dataset.digests) == len(dataset)
     assert sum(dataset.of_type(kind).sum() for kind in dataset.types) == len(dataset)
     assert all(dataset.origin(number) for number in range(len(dataset)))
-    assert dataset.samples.largest_id()
+    assert dataset.total.largest_id
     assert len(ids_of(dataset)) == len(dataset)
 
 
@@ -149,63 +141,66 @@ def ids_of(dataset: Dataset) -> list[list[int]]:
     return [sample["input_ids"].tolist() for sample in dataset.samples]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("damage", ["cut", "emptied", "zeros", "meta lost", "meta cut", "meta replaced"])
-def test_a_damaged_cache_is_built_anew(
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "samples cut": (SAMPLES, lambda content: content[:-1]),
+    "samples emptied": (SAMPLES, lambda _: b""),
+    "a sample lost": (SAMPLES, lambda content: content[:-4]),
+    "index cut": (INDEX_FILE, lambda content: content[: -INDEX.itemsize]),
+    **{
+        f"a wrong {name} in the index": (
+            INDEX_FILE,
+            partial(flipped, at=3 * INDEX.itemsize + offset),
+        )
+        for name, (_, offset, *_) in (INDEX.fields or {}).items()
+    },
+    "meta cut": ("meta.json", lambda content: content[:20]),
+    "meta replaced": ("meta.json", lambda content: content.replace(b'"duplicates": 0', b'"duplicates": 1')),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "meta lost"])
+def test_a_damaged_cache_is_built_anew_by_the_next_start(
     tmp_path: Path, load: Load, builds: list[str], damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = write(tmp_path / "a.jsonl", records(50))
     first = load(data)
-    samples = ids_of(first)
-    meta = first.folder / "meta.json"
-    if damage == "cut":
-        os.truncate(first.folder / SAMPLES, (first.folder / SAMPLES).stat().st_size - 1)
-    elif damage == "emptied":
-        os.truncate(first.folder / SAMPLES, 0)
-    elif damage == "zeros":
-        with open(first.folder / SAMPLES, "r+b") as file:
-            file.seek(-200, os.SEEK_END)
-            file.write(bytes(200))
-    elif damage == "meta lost":
-        meta.unlink()
-    elif damage == "meta replaced":
-        meta.write_text(meta.read_text().replace('"duplicates": 0', '"duplicates": 1'))
-    else:
-        os.truncate(meta, 20)
+    samples, lengths = ids_of(first), first.lengths.tolist()
+    name, spoil = DAMAGES.get(damage, ("meta.json", bytes))
+    path = first.folder / name
+    content = spoil(path.read_bytes())
+    path.unlink()  # what the first one has mapped stays as it was
+    if damage != "meta lost":
+        path.write_bytes(content)
     second = load(data)
     assert len(builds) == 2
     assert caplog.messages == [f"warning: {first.folder}: these tokenized records are damaged; tokenizing anew"]
-    assert ids_of(second) == samples
+    assert (ids_of(second), second.lengths.tolist()) == (samples, lengths)
     assert len(caches(tmp_path)) == 1
     assert not left_over(tmp_path)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_wrong_byte_is_found_where_it_is_used_and_mended_by_the_next_start(
-    part: str, tmp_path: Path, load: Load, builds: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", [0, 1000, -1])
+def test_a_wrong_sample_is_found_where_it_is_used_and_mended_by_the_next_start(
+    at: int, tmp_path: Path, load: Load, builds: list[str]
 ) -> None:
-    """Wherever it lies: no token is trained on, and no length counts, that was not written."""
-    monkeypatch.setattr("data.tokenized.parallel.CHUNK_RECORDS", 10)
+    """No token is trained on that was not written."""
     data = write(tmp_path / "a.jsonl", records(50))
     first = load(data)
-    samples, lengths = ids_of(first), first.lengths.tolist()
+    samples = ids_of(first)
     path = first.folder / SAMPLES
-    with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_file(mapped) as file:
-        column, _, piece = part.partition(".")
-        found = file.get_batch(3).column(column)
-        mapped.seek(0)
-        at = (getattr(found, piece) if piece else found).buffers()[1].address - mapped.read_buffer().address
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-    damaged = load(data)  # nothing but the tables of contents is read here
+    path.write_bytes(flipped(path.read_bytes(), at % path.stat().st_size))
+    damaged = load(data)  # nothing but the index is read here
     assert len(builds) == 1
-    told = f"{first.folder}: these tokenized records are damaged; started again, a run tokenizes them anew"
     with pytest.raises(DataError) as caught:
         use(damaged)
+    told = f"{first.folder}: these tokenized records are damaged; started again, a run tokenizes them anew"
     assert str(caught.value) == told
-    mended = load(data)
+    assert ids_of(load(data)) == samples
     assert len(builds) == 2
-    assert (ids_of(mended), mended.lengths.tolist()) == (samples, lengths)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(
@@ -241,24 +236,18 @@ def test_the_environment_says_where_the_cache_is(monkeypatch: pytest.MonkeyPatch
     assert default_folder() == Path.home() / ".cache" / "pipetune"
 
 
-def test_the_key_leaves_out_no_code_that_samples_depend_on() -> None:
+def test_the_key_leaves_out_no_code_that_samples_depend_on_and_none_needs_torch(tokenizer_folder: Path) -> None:
     """What the builder loads counts, but for what is known to only carry and store."""
     script = (
-        "import sys; sys.modules['torch'] = None; import data.tokenized.builder, data.tokenized.opening; "
-        "print(*[name[5:].replace('.', '/') for name in sys.modules if name.startswith('data.')])"
+        "import sys; sys.modules['torch'] = None; import data.tokenized.builder, data.tokenized.store; "
+        f"data.tokenized.parallel.load_tokenizer({str(tokenizer_folder)!r}); print(*sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
-    loaded = set(told.stdout.split())
+    printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    modules = printed.stdout.split()
+    assert not any(name.startswith("torch.") for name in modules)
+    loaded = {name[5:].replace(".", "/") for name in modules if name.startswith("data.")}
     assert {"tokenized/tokenize", "tokenized/columns", "chat/prompts"} <= loaded
     assert not [name for name in loaded if name.startswith(tuple(recipe.LATER.split()))]
     assert set(recipe.CARRIERS.split()) <= loaded
     for name in f"{recipe.CARRIERS} {recipe.LATER}".split():
         assert (ROOT / "data" / name).is_dir() or (ROOT / "data" / f"{name}.py").exists()
-
-
-def test_a_tokenizer_needs_no_torch(tokenizer_folder: Path) -> None:
-    script = (
-        "import sys; sys.modules['torch'] = None; from data.tokenized.tokenize import load_tokenizer; "
-        f"load_tokenizer({str(tokenizer_folder)!r}); assert not any(name.startswith('torch.') for name in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

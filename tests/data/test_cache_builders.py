@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from common.lease import Lease
-from data.tokenized import opening
+from data.tokenized import store
 from data.tokenized.dataset import Dataset
-from data.tokenized.parallel import SAMPLES
+from data.tokenized.sample_file import SAMPLES
 from tests.conftest import ROOT
 from tests.data.caches import LIMIT, Load, caches, left_over, plain_recipe, records, write
 from tests.launching import IDLE, Launch, eventually
@@ -100,7 +100,7 @@ def test_a_lease_of_somebody_silent_is_taken_over(
     content: str, tmp_path: Path, load: Load, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process was killed before it could say in the file who it is, or a machine is gone."""
-    monkeypatch.setattr(opening, "Lease", partial(Lease, interval=0.05))
+    monkeypatch.setattr(store, "Lease", partial(Lease, interval=0.05))
     data = write(tmp_path / "a.jsonl", records(50))
     built = load(data).folder
     shutil.rmtree(built)
@@ -149,7 +149,7 @@ def test_a_build_by_workers_equals_one_without(
     data = write(tmp_path / "a.jsonl", entries)
     alone = load(data)
     shutil.rmtree(alone.folder.parent)
-    monkeypatch.setattr(opening, "SMALL", 0)
+    monkeypatch.setattr(store, "SMALL", 0)
     together = load(data)
     assert len(builds) == 2
     assert together.fingerprint() == Dataset(together.folder, [str(data)]).fingerprint()

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat_template import NEW_IDS, ChatTemplate
+from data.chat.chat_template import NEW_IDS
 from data.chat.template_check import NO_THOUGHTS
 from data.errors import DataError
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
-from tests.data.helpers import RECORDS, REWRITING, chat, rendered, runs_of, runs_under, supervised, whole_text
+from tests.data.helpers import RECORDS, chat, rendered, runs_of, runs_under, supervised, whole_text
 from tests.data.template_styles import (
-    CHATGLM3,
     DEEPSEEK,
     GEMMA,
     LLAMA31,
@@ -85,15 +84,6 @@ def test_the_assistants_words_and_their_ends_are_supervised(
     assert ("Be brief." in context) == bool(system)
     assert ("查 weather" in context) == ("查 time" in context) == bool(tools)
     assert '{"t": 3}' in context.replace("\\", "")
-
-
-def test_thoughts_are_supervised_where_the_template_writes_them(tokenizer: PreTrainedTokenizerBase) -> None:
-    thinking = [m | {"reasoning_content": "So.\n"} if m["role"] == "assistant" else m for m in MESSAGES]
-    assert supervised(runs_under(QWEN3, chat(thinking, TOOLS), tokenizer)) == [
-        "Hello. " + END,  # before the last question: dropped
-        f"<think>\nSo.\n</think>\n\n{QWEN_CALL}{END}",
-        f"<think>\nSo.\n</think>\n\n3 度{END}",
-    ]
 
 
 def test_thoughts_in_the_words_of_an_answer_are_found_by_a_template_that_looks_there(
@@ -213,14 +203,6 @@ def test_what_cannot_be_masked_is_refused_in_its_place(tokenizer: PreTrainedToke
         encode_tokens(records[1], tokenizer)
 
 
-def test_a_chatglm3_turn_ends_with_the_role_that_follows(tokenizer: PreTrainedTokenizerBase) -> None:
-    two = [MESSAGES[0], MESSAGES[1], MESSAGES[5], MESSAGES[2], MESSAGES[5]]
-    assert supervised(runs_under(CHATGLM3, chat(two), tokenizer)) == [
-        "\n Hello. <|assistant|>\n 3 度<|user|>",
-        "\n 3 度" + END,
-    ]
-
-
 @pytest.mark.parametrize("prompt_format", ["plain", "chat_template"])
 def test_many_records_are_encoded_as_each_alone(prompt_format: str, tokenizer: PreTrainedTokenizerBase) -> None:
     QWEN3.put_on(tokenizer)
@@ -232,30 +214,3 @@ def test_many_records_are_encoded_as_each_alone(prompt_format: str, tokenizer: P
         if not isinstance(tokens, DataError):
             assert tokens.sample() == encode_tokens(record, tokenizer, prompt_format).sample()
             assert len(tokens.ids) > 5
-
-
-@pytest.mark.parametrize("name", STYLES)
-def test_a_record_with_turns_of_known_kinds_is_rendered_twice(
-    name: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    STYLES[name].put_on(tokenizer)
-    encode_tokens(chat(MESSAGES, TOOLS), tokenizer, REWRITING)
-    renders = 0
-    render = ChatTemplate._render
-
-    def counted(self: ChatTemplate, *arguments: Any, **options: Any) -> str:
-        nonlocal renders
-        renders += 1
-        return render(self, *arguments, **options)
-
-    monkeypatch.setattr(ChatTemplate, "_render", counted)
-    other = [message | {"content": message["content"] and f" {number}.\n"} for number, message in enumerate(MESSAGES)]
-    other[3] = other[3] | {"tool_calls": [{"id": "123456789", "function": {"name": "f", "arguments": {"x": 7}}}]}
-    other[4] = other[4] | {"tool_call_id": "123456789", "content": "7"}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}] * 3
-    encode_tokens(chat(other, tools), tokenizer, REWRITING)
-    encode_tokens(chat([*other, *other], tools), tokenizer, REWRITING)
-    renders = 0
-    other[3]["tool_calls"][0]["function"]["arguments"] = {"x": 5}
-    encode_tokens(chat([*other, *other], tools), tokenizer, REWRITING)
-    assert renders == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.chat_template import ChatTemplate, chat_template
 from data.chat.messages import said_in
 from data.chat.prompts import Prompts
-from data.chat.rendered import RenderedText, Span, join
+from data.chat.rendered import RenderedText
 from data.records.chat import Chat
-from data.tokenized.tokenize import _tokens, load_tokenizer
 from tests.data.helpers import chat, rendered
 from tests.data.template_styles import STYLES
 
@@ -148,25 +146,3 @@ def test_the_mask_of_a_dialogue_is_the_same_whatever_was_read_before(
             written = used.write(said_in(record), record.tools)
             assert written == ChatTemplate(tokenizer, template, Prompts()).write(said_in(record), record.tools)
             assert all(text.rstrip().endswith((END, "w")) for text in losses(written))
-
-
-@settings(deadline=None, database=None)
-@given(turns=st.lists(WORDS.filter(str.strip), min_size=1, max_size=32))
-def test_the_tokens_of_many_ranges_are_those_of_each(turns: list[str], texts: list[PreTrainedTokenizerBase]) -> None:
-    """A character's tokens are found by bisection; those that hold it, by looking at all, are the same."""
-    written = join([Span(f"{turn} {number}", number % 3 > 0) for number, turn in enumerate(turns)])
-    places = range(0, len(written.text) - 1, 2)  # without blanks: a token that took one belongs to its own word
-    pieces = [(place, place + 1) for place in places if not written.text[place].isspace()]
-    for tokenizer in texts:
-        encoding = tokenizer.backend_tokenizer.encode(written.text, add_special_tokens=False)
-        holding = [
-            [token for token, (first, last) in enumerate(encoding.offsets) if first < end and last > begin]
-            for begin, end in pieces
-        ]
-        wanted = [(tokens[0], tokens[-1] + 1) for tokens in holding if tokens]
-        assert _tokens(RenderedText(written.text, pieces), [], encoding).loss == wanted
-
-
-@pytest.fixture(scope="module")
-def texts(tokenizer_folder: Path, sentencepiece_folder: Path) -> list[PreTrainedTokenizerBase]:
-    return [load_tokenizer(tokenizer_folder), load_tokenizer(sentencepiece_folder)]

@@ -92,7 +92,7 @@ def said_by(message: JSON) -> list[str]:
 
 @pytest.mark.parametrize("dialogue", DIALOGUES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_text_is_transformers_own_and_the_assistants_words_bear_loss(
+def test_the_text_is_transformers_own_and_the_assistants_words_are_trained(
     name: str, dialogue: str, tokenizer: PreTrainedTokenizerBase, oracle: Callable[..., str | None]
 ) -> None:
     FAMILIES[name].style().put_on(tokenizer)
@@ -127,7 +127,7 @@ def test_the_text_is_transformers_own_and_the_assistants_words_bear_loss(
 def check_mask(
     tokens: Tokens, messages: list[JSON], dropped: list[str], tokenizer: PreTrainedTokenizerBase, family: Family
 ) -> None:
-    """What bears loss: every word of the assistant, none of anybody else's, each turn with its end."""
+    """What is trained: every word of the assistant, none of anybody else's, each turn with its end."""
     runs = runs_of(tokens.sample(), tokenizer)
     learnt = [marker for loss, text in runs if loss for marker in MARKERS.findall(text)]
     spoken = [each for each in messages if each["role"] == "assistant" and each.get("weight", 1)]

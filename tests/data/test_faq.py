@@ -65,11 +65,9 @@ def test_what_the_records_say_about_the_program_is_so() -> None:
 @pytest.mark.parametrize(
     ("true", "false", "complaint"),
     [
-        ("eight model families: baichuan, ", "five model families: ", "families ['baichuan']: not as declared"),
+        ("eight model families: baichuan, ", "eight model families: ", "eight model families: there are baichuan"),
         ("eight model families", "nine model families", "nine model families: there are"),
-        ("mistral and qwen3, are", "llama and qwen3, are", "llama: not derived"),
-        ("glm、internlm2、llama 和 qwen；", "glm、internlm2 和 qwen；", "families ['llama']"),
-        ("its own: pretrain, instruct, ", "its own: pretrain, ", "five record types"),
+        ("its own: pretrain, instruct, ", "its own: pretrain, ", "five record types: there are"),
         ("use_grad_ckpt: true", "use_grad_ckpt: maybe", "use_grad_ckpt: maybe: not taken"),
         ("use_grad_ckpt: true", "use_grad_checkpoint: true", "use_grad_checkpoint: no"),
         ("shorter max_seq_len", "shorter max_seq_length", "max_seq_length: no such name"),
@@ -86,25 +84,20 @@ def test_what_the_records_say_about_the_program_is_so() -> None:
         ("train_ds.py, train_ds_zero.py, convert", "train_ds.py, convert", "doors: there are"),
         ("prompt_texts.py holds", "texts.py holds", "data/texts.py: not there"),
         ('\\"output\\": \\"Lima.\\"', '\\"answer\\": \\"Lima.\\"', "field output: missing"),
-        ("means 16 processes", "means 10 processes", "dims [8, 2]: 10 process"),
-        ("30 + 2 = 32", "30 + 2 = 31", "30 + 2 = 31"),
-        ("parts sum to 34", "parts sum to 33", "the sum is not 33"),
         ("make lint runs", "make check runs", "make check: no such target"),
-        ("Lion keeps one state per", "Lion keeps two states per", "the states of a weight"),
-        ("three wings", "four wings", "wings: "),
     ],
 )
 def test_a_falsehood_would_be_found(true: str, false: str, complaint: str) -> None:
     text = FAQ.read_text(encoding="utf-8")
     assert true in text
-    assert any(complaint in told for told in complaints(json.loads(text.replace(true, false))))
+    assert any(complaint in line for line in complaints(json.loads(text.replace(true, false))))
 
 
 @pytest.mark.parametrize(
     "question", json.loads((ROOT / "quickstart" / "questions.json").read_text(encoding="utf-8")), ids=lambda q: q["ask"]
 )
-def test_the_quickstart_asks_what_the_records_answer(question: dict[str, str]) -> None:
+def test_the_quickstart_asks_what_the_records_answer(question: dict[str, Any]) -> None:
     """In the same words, or in others; then some record has the answer."""
     answers = dict(questions_and_answers())
     known = [answers[question["ask"]]] if question["ask"] in answers else answers.values()
-    assert any(question["expect"] in answer for answer in known)
+    assert any(all(each in answer for each in question["require"]) for answer in known)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data.errors import DataError
-from data.records.chat import Chat
 from data.records.formats import convert
-from data.records.raw_records import read_file
-from data.records.reading import parse
 from data.records.record import Pretrain, Record
 from data.records.sources import Source
 from tests.data.caches import Load
@@ -26,7 +22,7 @@ QA = {"question": "q", "answer": "a"}
     [
         *(
             ({"messages": [USER, ANSWER], name: ["a.png"]}, f"{name}: expected records without it")
-            for name in ("images", "image", "audio", "audios", "video", "videos")
+            for name in ("images", "image", "audio", "audios", "video", "videos", "objects")
         ),
         ({"messages": [USER, ANSWER | {"images": ["a.png"]}]}, "messages[1].images: expected records without it"),
         ({"text": "t", "label": 1}, "label: the record's format has no place for it"),
@@ -42,7 +38,7 @@ QA = {"question": "q", "answer": "a"}
                 {"messages": [USER, ANSWER | {name: value}]},
                 f"messages[1].{name}: the record's format has no place for it",
             )
-            for name, value in (("mask", True), ("masked", 1), ("train_detail", [{"begin_offset": 0}]))
+            for name, value in (("mask", True), ("masked", 1), ("train_detail", [{}]), ("reasoning_details", "no"))
         ),
         (QA | {"choices": ["a", "b"]}, "choices: the record's format has no place for it"),
         (QA | {"options": {"A": "a"}}, "options: the record's format has no place for it"),
@@ -89,63 +85,6 @@ def test_a_field_beside_a_plain_record_that_grades_no_answer_is_named(extra: dic
     assert convert(GOOD | extra | {"score": -3.5}).unused == list(extra)
 
 
-def test_one_message_of_a_tree_and_a_record_with_boxes_are_refused() -> None:
-    assert "one message of a dialogue" in refusal({"text": "t", "role": "prompter", "parent_id": None})
-    assert refusal({"messages": [USER, ANSWER], "objects": {"bbox": [[1, 2]]}}).startswith(
-        "field objects: expected rec"
-    )
-    assert "messages[1].reasoning_details: " in refusal({"messages": [USER, ANSWER | {"reasoning_details": "no"}]})
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {"instruction": "q", "output": "a", "reasoning": "t"},
-        {"input": "q", "content": "a", "reasoning_content": "t"},
-        {"question": "q", "cot": "t", "answer": "a"},
-        {"input": [USER], "target": "a", "thinking": "t"},
-    ],
-)
-def test_thoughts_beside_an_answer_are_its_thoughts(raw: dict[str, Any]) -> None:
-    assert convert(raw)[:2] == ([chat(USER, ANSWER | {"reasoning_content": "t"})], [])
-
-
-def test_an_answer_under_other_names_is_read() -> None:
-    for answer in ("output", "target", "content"):
-        assert convert({"input": "q", answer: "a"}).records == [instruct("q", "a")]
-
-
-def test_the_name_of_a_speaker_is_named_as_unused() -> None:
-    assert convert({"messages": [USER | {"name": "Ada"}, ANSWER]}).unused == ["messages.name"]
-
-
-def test_chats_as_json_in_a_column_and_other_spellings_are_read() -> None:
-    assert convert({"messages": json.dumps([USER, ANSWER])}).records == [chat(USER, ANSWER)]
-    turns = [{"role": "User", "text": "q"}, {"role": "Chatbot", "text": "a"}]
-    assert convert({"conversations": json.dumps(turns)}).records == [chat(USER, ANSWER)]
-
-
-def test_nulls_that_a_table_put_into_calls_are_left_out_and_declared_ones_stay() -> None:
-    properties = {"city": {"type": "string"}, "unit": {"type": ["string", "null"], "default": None}, "other": None}
-    tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": None}}
-    call = {"function": {"name": "f", "arguments": {"city": "Lima", "unit": None, "other": None}}}
-    (record,) = convert({"messages": [USER, {"role": "assistant", "tool_calls": [call]}], "tools": [tool]}).records
-    assert isinstance(record, Chat)
-    assert record.messages[1].tool_calls[0].function.arguments == {"city": "Lima", "unit": None}
-    assert record.tools[0]["function"]["parameters"] == {
-        "type": "object",
-        "properties": {name: properties[name] for name in ("city", "unit")},
-    }
-
-
-def test_a_table_and_its_jsonl_give_the_same_records(shared: Path) -> None:
-    folder = shared / "cases" / "reports" / "struct-nulls"
-    table, lines = (
-        [parse(raw).records for raw in read_file(folder / name)] for name in ("structs.parquet", "structs_nulls.jsonl")
-    )
-    assert table == lines
-
-
 @pytest.mark.parametrize("value", [None, "", [], {}])
 @pytest.mark.parametrize("name", ["images", "history", "rejected", "context"])
 def test_an_empty_field_is_no_field(name: str, value: Any) -> None:
@@ -162,6 +101,7 @@ def test_what_the_record_holds_already_may_stand_there_again() -> None:
 def test_other_fields_are_named_but_for_those_that_nobody_would_ask_about() -> None:
     raw = QA | {"id": 7, "source": "web", "difficulty": "hard", "n_hops": 3, "weight": 1, "url": "u"}
     assert convert(raw)[:2] == ([instruct("q", "a")], ["difficulty", "n_hops", "weight"])
+    assert convert({"messages": [USER | {"name": "Ada"}, ANSWER]}).unused == ["messages.name"]
 
 
 COLUMNS: list[tuple[dict[str, str], dict[str, Any], list[Record]]] = [
@@ -243,12 +183,9 @@ def test_a_bad_answer_stays_one_whatever_its_columns_are_called() -> None:
         assert convert({"q": "q", "a": "a", name: True}, columns=columns).unused == [name]
 
 
-def test_a_field_in_whose_place_a_column_stands_is_named() -> None:
-    raw = {"q": "q", "a": "a", "question": "other"}
-    assert convert(raw, columns={"question": "q", "answer": "a"}).unused == ["question"]
-
-
 def test_which_columns_a_record_has_is_known() -> None:
+    raw = {"q": "q", "a": "a", "question": "other"}  # in whose place a column stands
+    assert convert(raw, columns={"question": "q", "answer": "a"}).unused == ["question"]
     columns = {"question": "q", "answer": "a", "context": "c", "user": "customer"}
     assert convert({"q": "q", "a": "a"}, columns=columns).columns == ["q", "a"]
     talk = {"messages": [{"role": "customer", "content": "q"}, ANSWER]}

@@ -26,7 +26,7 @@ from data.errors import DataError
 from data.records.files import GZIP, MARKS, ZSTD
 from data.records.formats import FORMAT_NAMES
 from data.records.json_values import REST_IS_LOST
-from data.records.raw_records import PARQUET, RawRecord
+from data.records.raw_records import ARROW, ARROW_STREAM, PARQUET, RawRecord
 from data.records.reading import LONGEST_LINE, SHOWN, parse
 from data.records.record import Pretrain, Record
 from data.records.sources import TEXT_FILE, Source
@@ -134,7 +134,8 @@ RECORD_ARGUMENTS: dict[str, SearchStrategy[Any]] = {
     "format_name": NAMES,
 }
 FOREIGN = [mark for marks in MARKS for mark in (marks if isinstance(marks, tuple) else (marks,))]
-OTHER_FILES = (GZIP, ZSTD, PARQUET, *FOREIGN)  # with such bytes at its beginning it is another file
+# With such bytes at its beginning it is another file.
+OTHER_FILES = (GZIP, ZSTD, PARQUET, ARROW, ARROW_STREAM, *FOREIGN)
 
 
 class Frame(NamedTuple):

@@ -1,4 +1,4 @@
-"""`--inspect` shows samples as the model gets them: what bears loss is styled, the rest is not, counts are right."""
+"""`--inspect` shows samples as the model gets them: what is trained is styled, the rest is not, counts are right."""
 
 from __future__ import annotations
 
@@ -52,18 +52,15 @@ def test_supervised_text_is_styled_and_the_rest_is_not(
     assert len(text.spans) == len(styled)
 
 
-def test_the_printed_style_marks_the_answers_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_what_is_trained_is_marked_with_and_without_colour(tokenizer: PreTrainedTokenizerBase) -> None:
     sample = encode(RECORDS["ref_qa"], tokenizer, 10_000)
-    printed = recorded([sample], tokenizer, styles=True)
-    assert STYLED.findall(printed) == ["One.<|im_end|>", "两个。<|im_end|>", "supervised"]  # the last is the legend
-
-
-def test_what_is_supervised_shows_without_colour_too(tokenizer: PreTrainedTokenizerBase) -> None:
+    expected = ["One.<|im_end|>", "两个。<|im_end|>", "supervised"]  # the last is the legend
+    assert STYLED.findall(recorded([sample], tokenizer, styles=True)) == expected
     printed = StringIO()
-    show_samples([encode(RECORDS["ref_qa"], tokenizer, 10_000)], tokenizer, Console(file=printed, width=200))
+    show_samples([sample], tokenizer, Console(file=printed, width=200), ["a.jsonl: record 7"])
     begin, end = MARKS
-    found = re.findall(f"{begin}(.*?){end}", printed.getvalue(), re.DOTALL)
-    assert found == ["One.<|im_end|>", "两个。<|im_end|>", "supervised"]
+    assert re.findall(f"{begin}(.*?){end}", printed.getvalue(), re.DOTALL) == expected
+    assert "\na.jsonl: record 7\n" in printed.getvalue()
 
 
 def test_a_line_stands_where_turns_end(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -89,27 +86,14 @@ def test_one_sample_of_each_type_of_record_is_shown_behind_the_first(tmp_path: P
     assert choose_samples(dataset, 100) == list(range(10))
 
 
-def test_each_sample_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
-    samples: list[Sample] = [
-        {"input_ids": [70, 71, 72, 73], "labels": [-100, -100, -100, 73]},
-        {"input_ids": [70, 71], "labels": [70, 71]},
-    ]
+def test_text_is_printed_literally_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "[red]not markup[/red] :smile: 42 " + "long " * 60
+    short: Sample = {"input_ids": [70, 71, 72, 73], "labels": [-100, -100, -100, 73]}
+    samples = [short, encode({"type": "pretrain", "text": text}, tokenizer, 10_000)]
     printed = recorded(samples, tokenizer, styles=False)
     assert "sample 1: 4 tokens, 1 supervised (25%)" in printed
-    assert "sample 2: 2 tokens, 2 supervised (100%)" in printed
-
-
-def test_each_sample_is_shown_with_its_file_and_record(tokenizer: PreTrainedTokenizerBase) -> None:
-    printed = StringIO()
-    samples = [encode(RECORDS["ref_qa"], tokenizer, 10_000)]
-    show_samples(samples, tokenizer, Console(file=printed, width=200), ["a.jsonl: record 7"])
-    assert "\na.jsonl: record 7\n" in printed.getvalue()
-
-
-def test_text_is_printed_literally_and_is_not_broken(tokenizer: PreTrainedTokenizerBase) -> None:
-    text = "[red]not markup[/red] :smile: 42 " + "long " * 60
-    printed = recorded([encode({"type": "pretrain", "text": text}, tokenizer, 10_000)], tokenizer, styles=True)
-    assert f"\x1b[1;32m{text}<|im_end|>\x1b[0m" in printed
+    assert re.search(r"sample 2: (\d+) tokens, \1 supervised \(100%\)", printed)
+    assert f"\x1b[1;32m{text}<|im_end|>\x1b[0m" in recorded(samples, tokenizer, styles=True)
 
 
 @pytest.mark.parametrize(("length", "left_out"), [(800, 0), (801, 1), (3000, 2200)])
@@ -159,7 +143,7 @@ def page_of(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, folder: P
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_the_page_holds_every_token_and_colours_what_bears_loss(
+def test_the_page_holds_every_token_and_colours_what_is_trained(
     name: str, tokenizer: PreTrainedTokenizerBase, sentencepiece: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     for each in (tokenizer, sentencepiece):
@@ -187,21 +171,17 @@ def test_the_page_stands_alone_and_lets_no_record_in(tokenizer: PreTrainedTokeni
 def test_the_page_counts_each_sample_and_shows_control_tokens(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    samples = [encode(RECORDS[name], tokenizer, 10_000) for name in ("instruct", "ref_qa")]
-    text = page_of(samples, tokenizer, tmp_path)
-    for number, sample in enumerate(samples, start=1):
-        supervised = sum(label != -100 for label in sample["labels"])
-        assert f"sample {number}: {len(sample['input_ids'])} tokens, {supervised} supervised" in text
+    sample = encode(RECORDS["ref_qa"], tokenizer, 10_000)
+    text = page_of([sample, sample], tokenizer, tmp_path)
+    supervised = sum(label != -100 for label in sample["labels"])
+    assert f"sample 2: {len(sample['input_ids'])} tokens, {supervised} supervised" in text
     assert '<b class="s" title="2">&lt;|im_end|&gt;</b>' in text
+    with pytest.raises(DataError, match="cannot be written: Is a directory") as caught:
+        write_page([], tokenizer, tmp_path, "Run")
+    assert "\n" not in str(caught.value)
 
 
 def test_stored_samples_are_shown_alike(tokenizer: PreTrainedTokenizerBase) -> None:
     sample = encode(RECORDS["conversation"], tokenizer, 10_000)
     stored: Any = {key: numpy.array(value, dtype=numpy.int32) for key, value in sample.items()}
     assert recorded([stored], tokenizer, styles=True) == recorded([sample], tokenizer, styles=True)
-
-
-def test_a_page_that_cannot_be_written_is_told_in_one_line(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be written: Is a directory") as caught:
-        write_page([], tokenizer, tmp_path, "Run")
-    assert "\n" not in str(caught.value)

@@ -16,13 +16,10 @@ import pytest
 from pyarrow import ipc
 
 from data.errors import DataError
-from data.records.record import Instruct, Pretrain, Record
-from data.records.sources import Source, as_sources
-from tests.data.helpers import read
-
-
-def good(path: Path, **options: Any) -> list[Record]:
-    return [record for _, record in read([Source(path=str(path), **options)], "stop", pytest.fail)]
+from data.records.record import Pretrain
+from data.records.sources import as_sources
+from tests.data.format_cases import instruct
+from tests.data.helpers import good, read
 
 
 def refused(path: Path) -> str:
@@ -32,21 +29,12 @@ def refused(path: Path) -> str:
     return str(caught.value).removeprefix(f"{path}: ")
 
 
-def instruct(ask: str, answer: str, more: str | None = None) -> Instruct:
-    return Instruct(type="instruct", instruct=ask, input=more, output=answer)
-
-
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("a.CSV", ",")])
 def test_tables_as_text_are_read_with_their_line_breaks_and_quotes(name: str, delimiter: str, tmp_path: Path) -> None:
     rows = ["id,instruction,input,output", '1,"Say ""hi"",\nplease",,007', "2,二,x,3.0"]
     path = tmp_path / name
     path.write_text("\ufeff" + "\r\n".join(rows).replace(",", delimiter) + "\r\n", encoding="utf-8", newline="")
     assert good(path) == [instruct(f'Say "hi"{delimiter}\nplease', "007"), instruct("二", "3.0", "x")]
-
-
-def test_a_table_as_text_may_have_columns_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("frage,antwort\nq,a\n", encoding="utf-8")
-    assert good(tmp_path / "a.csv", columns={"prompt": "frage", "completion": "antwort"}) == [instruct("q", "a")]
 
 
 @pytest.mark.parametrize(
@@ -77,21 +65,14 @@ def test_a_row_that_is_no_utf8_costs_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", [ipc.new_file, ipc.new_stream])
 @pytest.mark.parametrize("name", ["a.arrow", "a.bin"])
-def test_arrow_files_are_read(writer: Any, name: str, tmp_path: Path) -> None:
+def test_arrow_files_are_read_and_a_cut_is_reported(writer: Any, name: str, tmp_path: Path) -> None:
     """A stream is what `datasets` saves."""
     table = pyarrow.table({"question": ["q", "r"], "answer": ["a", "b"], "n": [1, None]})
     with writer(str(tmp_path / name), table.schema) as opened:
         opened.write_table(table, max_chunksize=1)
     assert good(tmp_path / name) == [instruct("q", "a"), instruct("r", "b")]
-
-
-def test_a_cut_arrow_file_is_reported(tmp_path: Path) -> None:
-    table = pyarrow.table({"text": ["a" * 1000, "b" * 1000]})
-    with ipc.new_stream(str(tmp_path / "whole"), table.schema) as opened:
-        opened.write_table(table, max_chunksize=1)
-    content = (tmp_path / "whole").read_bytes()
-    (tmp_path / "a.arrow").write_bytes(content[: len(content) // 2])
-    assert refused(tmp_path / "a.arrow").startswith("cannot be read to its end, records may be missing: ")
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-100])
+    assert refused(tmp_path / name).startswith("cannot be read to its end, records may be missing: ")
 
 
 def zipped(*names: str) -> bytes:
@@ -137,16 +118,3 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(kind: str, suffix: str, 
         assert {type(record) for record in good(path)} == {Pretrain}
     else:
         assert refused(path).startswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        (b'{"text": "a", "score": NaN}', "field score: NaN is no JSON; expected a number or null"),
-        (b'{"text": "a", "scores": [-Infinity, 1]}', "field scores: -Infinity is no JSON; expected a number or null"),
-        (b'{"text": "a\\"b\\": NaN",}', "not JSON: "),
-    ],
-)
-def test_a_number_that_json_does_not_have_is_named_with_its_field(record: bytes, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(record + b"\n")
-    assert refused(tmp_path / "a.jsonl").startswith(f"record 1: {reason}")

@@ -208,7 +208,7 @@ def test_an_epoch_without_a_whole_batch_is_refused() -> None:
         Loader(InMemory(make_samples(7)), 8, 1, 1, seed=0, drop_last=True)
 
 
-def test_the_first_token_bears_no_loss_as_nothing_predicts_it() -> None:
+def test_the_first_token_is_not_trained_as_nothing_predicts_it() -> None:
     assert supervised_count({"input_ids": [5, 6, 7], "labels": [5, -100, 7]}) == 1
 
 

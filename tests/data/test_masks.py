@@ -1,4 +1,4 @@
-"""Which tokens bear loss, token by token: every record type, both formats, byte-level and sentencepiece tokenizers.
+"""Which tokens are trained, token by token: every record type, both formats, byte-level and sentencepiece tokenizers.
 
 The expected texts are written out here and not built from data/chat/prompts.py.
 """

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.chat.native.chatglm3 import MARK
+from data.chat.native.families import MARK
 from data.chat.native.kinds import end_tokens, export_tokenizer, native_tokenizer
-from data.errors import DataError
 from data.tokenized.tokenize import encode, load_tokenizer
 from tests.conftest import FAQ
 from tests.data.helpers import chat
@@ -32,6 +31,7 @@ from tests.data.published_tokenizers import (
     flat,
     golden,
     rank_file,
+    refusal,
     sentencepiece_model,
     write,
 )
@@ -229,13 +229,6 @@ def test_added_tokens_follow_the_pieces(tmp_path: Path) -> None:
     added = decoder(CONTROLS | {"<|im_end|>": 13, "<think>": 1000, "<note>": 1001})
     each = Published("internlm2", tmp_path, added_tokens_decoder=added)
     assert each.tokenizer("<think>a<note>", add_special_tokens=False)["input_ids"] == [1000, *each.bare("a"), 1001]
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(DataError) as refused:
-        load_tokenizer(folder)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def test_a_missing_or_damaged_vocabulary_is_refused(published: Published, tmp_path: Path) -> None:

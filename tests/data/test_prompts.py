@@ -51,7 +51,7 @@ def learnt(record: Any, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) ->
 def test_thoughts_are_trained_whatever_their_field_is_called(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     QWEN3.put_on(tokenizer)
     thinking = [*TALK[:3], TALK[3] | {name: "Hm."}]
-    assert learnt(chat(thinking), tokenizer, Prompts())[-1] == f"<think>\nHm.\n</think>\n\nD{END}"
+    assert learnt(chat(thinking), tokenizer, Prompts()) == [f"B{END}", f"<think>\nHm.\n</think>\n\nD{END}"]
     SMOLLM2.put_on(tokenizer)
     with pytest.raises(DataError, match="takes no thoughts; template_fallback: rewrite says it at the beginning of"):
         encode_tokens(chat(thinking), tokenizer)

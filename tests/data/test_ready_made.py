@@ -13,12 +13,9 @@ from data.chat.prompts import CHAT_TEMPLATE, PLAIN, PromptFormat
 from data.errors import DataError
 from data.inspection.summary import facts
 from data.records.formats import convert
-from data.records.sources import Source
 from data.sample_set import Sample
 from data.tokenized.dataset import load_dataset
-from data.tokenized.tokenize import load_tokenizer
-from tests.data.helpers import runs, supervised_texts
-from tests.data.template_styles import QWEN3
+from tests.data.helpers import runs
 
 
 def sample_of(raw: object, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -42,7 +39,7 @@ def test_token_ids_stay_what_they_are(labels: list[int] | None, tokenizer: PreTr
 
 
 @pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
-def test_a_mask_of_ready_made_tokens_says_what_bears_loss(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_mask_of_ready_made_tokens_says_what_is_trained(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     ids, mask = [3, 5, 6, 7], [0, 0, 1, 1]
     assert sample_of({"input_ids": ids, name: mask}, tokenizer)["labels"] == [-100, -100, 6, 7]
     labels = [3, -100, -100, 7]
@@ -90,7 +87,7 @@ def test_a_token_that_the_tokenizer_does_not_have_is_refused(tokenizer: PreTrain
 def test_a_conversation_may_begin_with_an_answer(
     prompt_format: PromptFormat, expected: list[tuple[bool, str]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The original recipe's records do; its words bear loss."""
+    """The original recipe's records do; its words are trained."""
     record = {"type": "conversation", "rounds": [["ans", "Hello."], ["ask", "q"], ["ans", "a"]]}
     found = runs(record, tokenizer, prompt_format)
     assert [supervised for supervised, _ in found] == [supervised for supervised, _ in expected]
@@ -117,71 +114,3 @@ def test_fields_that_were_not_used_are_named_once(tokenizer_folder: Path, tmp_pa
         dataset = load_dataset(tmp_path / "a.json", tokenizer_folder, 100, PLAIN, cache_dir=tmp_path / "cache")
         assert dataset.unused == {"level\n": 3, "hops": 1}
         assert "fields that were not used, and in how many records: level\\n (3), hops (1)" in facts(dataset, 100)
-
-
-def test_columns_make_another_cache(tokenizer_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"q": "q", "a": "first", "b": "second one"}\n', encoding="utf-8")
-    lengths = [
-        load_dataset(
-            Source(path=str(tmp_path / "a.jsonl"), columns={"question": "q", "answer": answer}),
-            tokenizer_folder,
-            100,
-            PLAIN,
-            cache_dir=tmp_path / "cache",
-        ).lengths.tolist()
-        for answer in ("a", "b", "a")
-    ]
-    assert lengths[0] == lengths[2] != lengths[1]
-
-
-CALL = {"name": "f", "arguments": {"x": 1}}
-CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
-NO_THOUGHT = "<think>\n\n</think>\n\n"  # which Qwen3 writes before its last answer
-PARTS = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]
-USE = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
-RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "18"}
-DIALOGUE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-TRAINED: dict[str, tuple[dict[str, object], list[str]]] = {
-    "xLAM": ({"query": "q", "answers": json.dumps([CALL]), "tools": [{"name": "f"}]}, [NO_THOUGHT + CALLED]),
-    "OpenR1": ({"messages": DIALOGUE, "answer": "in other words"}, [NO_THOUGHT + "a<|im_end|>"]),
-    "Anthropic's thoughts": (
-        {"messages": [DIALOGUE[0], {"role": "assistant", "content": PARTS}]},
-        ["<think>\nhm\n</think>\n\na<|im_end|>"],
-    ),
-    "Anthropic's calls": (
-        {
-            "messages": [
-                DIALOGUE[0],
-                {"role": "assistant", "content": [USE]},
-                {"role": "user", "content": [RESULT]},
-                DIALOGUE[1],
-            ],
-            "tools": [{"name": "f"}],
-        },
-        [CALLED, NO_THOUGHT + "a<|im_end|>"],
-    ),
-    "a refusal": (
-        {"messages": [DIALOGUE[0], {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]},
-        [NO_THOUGHT + "No.<|im_end|>"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_exactly_the_answer_of_a_published_layout_is_trained(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    raw, expected = TRAINED[name]
-    QWEN3.put_on(tokenizer)
-    assert supervised_texts(raw, tokenizer) == expected
-
-
-@pytest.mark.parametrize("before", ['{"version": "1", "train": ', '{"schema": {"fields": [{"name": "q"}]}, "data": '])
-def test_exactly_the_answers_of_a_list_in_a_field_are_trained(
-    before: str, tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "a.json").write_text(before + json.dumps([{"messages": DIALOGUE}]) + "}")
-    dataset = load_dataset(tmp_path / "a.json", tokenizer_folder, 100, CHAT_TEMPLATE, cache_dir=tmp_path / "cache")
-    expected = encode({"messages": DIALOGUE}, load_tokenizer(tokenizer_folder), 100, CHAT_TEMPLATE)
-    (sample,) = dataset.samples
-    assert {name: list(sample[name]) for name in ("input_ids", "labels")} == expected
-    trained = [label for label in expected["labels"] if label != -100]
-    assert load_tokenizer(tokenizer_folder).decode(trained) == "a<|im_end|>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+import sys
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -63,6 +64,7 @@ def test_what_ends_just_when_it_is_to_be_ended_leaves_nothing_behind(monkeypatch
     """The exception may meet the way out: it is raised there or taken back, and never met by what comes next."""
     monkeypatch.setattr(sandbox, "INTERVAL", 0.002)
     monkeypatch.setattr(sandbox, "LIMIT", 1)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # one may come in a destructor, and pytest's own is slow
     ended = 0
     for number in range(1000):
         try:
@@ -105,25 +107,18 @@ LARGE = {
     "+": doubling("ns.x + ns.x"),
     "+ of lists": doubling("ns.x + ns.x", "[1]"),
     "nested lists": doubling("[ns.x, ns.x]", "[1]"),
-    "nested dictionaries": doubling("{1: ns.x, 2: ns.x}", "{}"),
     "join": doubling("[ns.x, ns.x] | join"),
     "join of a loop": "{{ range(99999) | map('string') | map('center', 999) | join }}",
-    "a list of a loop": "{{ range(99999) | map('string') | map('center', 999) | list | length }}",
     "replace": doubling("ns.x | replace('a', 'aa')"),
     "replace by a method": "{{ ('x' * 99999).replace('x', 'y' * 99999) }}",
     "format": doubling("'{0}{0}'.format(ns.x)"),
     "%": doubling("'%s%s' % (ns.x, ns.x)"),
-    "a width in %": "{{ '%999999999d' % 1 }}",
     "a computed width in %": "{{ '%*d' % (999999999, 1) }}",
     "a width in format": "{{ '{:999999999}'.format(1) }}",
     "center": "{{ '' | center(999999999) }}",
-    "center by name": "{{ '' | center(width=999999999) }}",
     "expandtabs": "{{ '\\t'.expandtabs(999999999) }}",
-    "indent": "{{ 'x\\ny' | indent(999999999) }}",
     "tojson": "{{ [1] | tojson(indent=999999999) }}",
-    "wordwrap": "{{ ('x' * 99999) | wordwrap(1, true, 'y' * 99999) }}",
     "translate": "{{ ('a' * 99999).translate({97: 'y' * 99999}) }}",
-    "batch": "{{ [1] | batch(999999999, 1) | list | length }}",
     "round": "{{ 2.5 | round(999999999, 'ceil') }}",
     "a captured block": doubling("y").replace(
         "{% set ns.x = y %}", "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
@@ -149,6 +144,12 @@ def test_a_template_that_makes_far_more_than_it_is_given_is_ended_before_it_take
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
 
 
+def test_marks_of_what_is_generated_are_measured_too() -> None:
+    text = "{% for _ in range(99) %}{% generation %}" + "x" * 50_000 + "{% endgeneration %}{% endfor %}"
+    with pytest.raises(LargeTemplate):
+        sandbox.generated_spans(text)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -171,11 +172,8 @@ def test_what_is_no_larger_is_what_transformers_makes(text: str, expected: str |
     assert expected is None or render(text, n=10**6) == expected
 
 
-def test_a_power_that_is_never_reached_is_not_computed() -> None:
-    assert render("{% if false %}{{ 9**(9**9) }}{% endif %}") == ""  # transformers computes it, without an end
-
-
 def test_a_long_dialogue_may_be_written_several_times() -> None:
+    assert render("{% if false %}{{ 9**(9**9) }}{% endif %}") == ""  # transformers would compute it, without an end
     words = "x" * 600_000
     text = "{% set x = words ~ words %}{{ x + x }}{{ x | replace('y', 'z') }}{{ [x] | tojson }}"
     assert len(render(text, words=words)) == 8 * len(words) + 4
@@ -234,9 +232,3 @@ def test_a_template_that_makes_too_much_ends_the_run_in_one_line(
     path.write_text(ENDLESS, encoding="utf-8")
     with pytest.raises(DataError, match=r"large\.jinja: the chat template is still at one dialogue"):
         check_prompt_format(str(path))
-
-
-def test_marks_of_what_is_generated_are_measured_too() -> None:
-    text = "{% for _ in range(99) %}{% generation %}" + "x" * 50_000 + "{% endgeneration %}{% endfor %}"
-    with pytest.raises(LargeTemplate):
-        sandbox.generated_spans(text)

@@ -6,7 +6,7 @@ import re
 
 from tests.conftest import ROOT
 
-FILES, LINES = 30, 5100
+FILES, LINES = 30, 5200
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 

@@ -38,7 +38,7 @@ PIPELINE, ZERO = "train_ds.py", "train_ds_zero.py"
 ENTRY_POINTS = (PIPELINE, ZERO, "convert_model.py", "demo.py")
 HERE = {"source", "tensorboard", "grep"}
 ELSEWHERE = {
-    "network": {"pip"},
+    "network": {"pip", "lm_eval"},
     "server": {"pip", "vllm", "curl", "docker", "transformers", "llama-server"},
     "hosts": {"docker", "ssh", "ssh-copy-id", "ssh-keygen", "sbatch"},
 }
@@ -82,7 +82,7 @@ class Checker:
         elif name not in HERE:
             assert name in ELSEWHERE.get(self.block.needs, ()), f"{name}: expected {self.block.place} to say needs=..."
         ours = [word for word in words if re.search(r"^requirements.*txt$|^examples/", word)]
-        assert [word for word in ours if not (ROOT / word).is_file()] == []
+        assert [word for word in ours if not (ROOT / word).exists()] == []
 
     def python(self, words: list[str]) -> None:
         if words[0] != "-m":
@@ -132,7 +132,9 @@ def test_the_commands_of_a_block(block: Block, tmp_path: Path, monkeypatch: pyte
 def inline() -> Iterator[Block]:
     """The commands in the text."""
     for page in PAGES:
-        for found in re.finditer(r"`((?:deepspeed|python|torchrun|make)\s[^`]+)`", without_blocks(page)):
+        for found in re.finditer(
+            r"`((?:deepspeed|(?:\.venv/bin/)?python|torchrun|make)\s[^`]+)`", without_blocks(page)
+        ):
             yield Block(page, 0, "", "", " ".join(found[1].split()), "")
 
 

@@ -5,9 +5,11 @@ tests/cluster/test_slurm.py runs slurm.sbatch.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from tests.conftest import ROOT
-from tests.launching import deepspeed
+from tests.docs.pages import blocks, commands
+from tests.environments import environment
+from tests.launching import deepspeed, run
 from training.command_line import parse_arguments
 from training.config.yaml_file import load_config
 
@@ -59,6 +63,26 @@ def test_the_job_of_kubernetes_fits_the_launcher_the_door_and_the_config(monkeyp
     volumes = {each["name"]: each for each in pods["volumes"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in volumes[mounts[f"/{Path(asked.config).parts[1]}"]]
+
+
+def test_the_questions_of_the_evaluation_have_one_right_answer_each() -> None:
+    lines = (ROOT / "examples/evaluation/faq.jsonl").read_text(encoding="utf-8").splitlines()
+    questions = [json.loads(line) for line in lines]
+    assert len({each["question"] for each in questions}) == len(questions) == 12
+    for each in questions:
+        assert len(set(each["answers"])) == 4
+        assert each["right"] in range(4)
+
+
+@pytest.mark.longest
+def test_the_evaluation_goes_as_its_page_says(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    install, evaluate = (each for each in blocks("bash", pages=("docs/evaluation.md",)))
+    python = environment(tmp_path / "own", *re.findall(r"lm-eval==\S+", install.text))
+    model = make_checkpoint("llama")
+    (command,) = commands(evaluate.text.replace("../lm-eval/bin", str(python.parent)))
+    done = run("bash", "-c", command.replace("runs/quickstart/tuned", str(model)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^\|pipetune_faq\| .*\|acc ", done.stdout, re.MULTILINE)
 
 
 def test_the_job_of_slurm_is_a_script() -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
 
 from data.records.formats import FORMAT_NAMES, convert
+from tests.conftest import ROOT
 from tests.docs.pages import PAGES, Block, blocks, text_of
 from training.config.keys import TrainConfig
 from training.config.reference import BEGIN, CHINESE, END, FROM, FROM_CHINESE, PAGE, translated, written
@@ -92,6 +94,14 @@ def test_the_page_of_other_tools_has_the_names_that_errors_know(page: Path) -> N
     there = text_of(f"docs/{page.name}").partition(BEGIN)[2].partition(END)[0]
     assert there == written(page), "expected: python -m training.config.reference --write"
     assert "| `max_seq_len` | `model_max_length` | `max_length`, `max_seq_length` | `sequence_len` |" in there
+
+
+@pytest.mark.parametrize("template", sorted((ROOT / "configs").glob("ds_config_*.yml")), ids=lambda path: path.name)
+def test_a_template_names_all_optimizers_and_what_one_needs(template: Path) -> None:
+    (comment,) = re.findall(r"^  type: AdamW +# (.*)$", template.read_text(encoding="utf-8"), re.MULTILINE)
+    field = TrainConfig.model_fields["optimizer"].annotation
+    assert re.findall(r"[A-Z]\w+", comment) == list(get_args(get_type_hints(field)["type"]))
+    assert re.search(r"Adafactor *[(（].*stage 0.*fp32", comment)
 
 
 def test_every_translated_key_is_there() -> None:

@@ -28,7 +28,7 @@ SOURCES = {
     "expected a wheel of": "training/config/gpu.py",
     "cannot be combined with a pipeline": "training/config/keys.py",
     "plans pipelines; expected train_ds.py": "training/command_line.py",
-    "nothing bears loss within max_seq_len": "data/tokenized/parallel.py",
+    "no token is trained within max_seq_len": "data/tokenized/parallel.py",
     "no usable tokenizer: expected one of the files": "data/tokenized/tokenize.py",
     "not found; expected a model folder": "models/checkpoint/layout.py",
     "out of memory: stage": "training/plan/resources.py",

@@ -67,6 +67,15 @@ SHARED |= {
     "bf16-bloom": Shared("bloom", BF16),
     "bf16-mixtral": Shared("mixtral", BF16),
 }
+ADAPTED = {"adapted": True}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+SHARED |= {
+    "adapted-biases": Shared("llama-untied", ADAPTED, changes=BIASES),
+    "adapted-uneven": Shared("llama-tied", ADAPTED, 3, UNEVEN),
+    "adapted-mixtral": Shared("mixtral", ADAPTED),
+    "adapted-spread": Shared("mixtral", ADAPTED | {"spread": True}),
+    **{f"adapted-{name}": Shared(name, ADAPTED) for name in ("bloom", "chatglm3", "phi3", "gemma2")},
+}
 SHARED |= {f"dropout-{model}": Shared(model, {"dropout": True}) for model in ("bloom", "llama-tied")}
 PROMPTS, NEW = [random_ids(1, length, seed=length)[0].tolist() for length in (12, 5, 20)], 16
 WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
@@ -79,8 +88,10 @@ SHARED["one-head"] = Shared("llama-untied", {"prompts": PROMPTS, "count": NEW}, 
 TEXTS_OFTEN = ("text-mixtral", "text-baichuan2-13b")  # experts, and heads with slopes that do not divide
 FAULTS = {"copy": "llama-untied", "norm": "qwen3", "head": "llama-tied"}
 SHARED |= {f"fault-{fault}": Shared(model, {"fault": fault}) for fault, model in FAULTS.items()}
+SHARED["fault-factor"] = Shared("llama-untied", ADAPTED | {"fault": "factor"})
 OFTEN = (
     *("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "spread-short", "biases", "head-norms"),
+    *("adapted-biases", "adapted-spread", "adapted-mixtral"),
     *("baichuan2-13b", "uneven-bloom", "uneven-grouped", "own-loss", "phi3", "qwen3", "gemma2", "bf16", "recomputed"),
 )
 FULLY_CUT = ("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral")
@@ -128,7 +139,7 @@ def test_shares_give_the_loss_and_gradients_of_the_whole_model(name: str, outcom
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("name", [f"fault-{fault}" for fault in FAULTS])
+@pytest.mark.parametrize("name", [f"fault-{fault}" for fault in (*FAULTS, "factor")])
 def test_a_planted_fault_is_found(name: str, outcomes: dict[str, Any]) -> None:
     assert any(far > 1e-2 for far in outcomes[name]["far"].values())
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 ENGINE, ZERO = "training/engine/pipeline.py", "training/engine/zero.py"
 DEEPSPEED, STAGES = "deepspeed/runtime", "deepspeed/runtime/zero/stage_1_and_2.py"
 NUMBERS = "tensor of Python's numbers"
-A_WEIGHT = 120  # at most so many weights has a model of the tests
+A_WEIGHT = 120  # most weights of a model of the tests
 OPTIMIZERS = (f"{ENGINE} _take_optimizer_step", f"{ZERO} train_step", "training/engine/stage_engine.py norm")
 
 
@@ -42,7 +42,7 @@ STEP = [
     Allowed("float", f"{ZERO} _mean", 1, "the step's loss is reported"),
     Allowed("bool", f"{ZERO} _clip_gradients", 1, "a gradient that is not finite must not change the weights"),
     Allowed("bool", "training/engine/stage_engine.py clip_fp32_gradients", 1, "the same in a pipeline"),
-    Allowed("bool", "training/engine/clipping.py _divide", 2, "clipped only where it has to be; the norm is there"),
+    Allowed("bool", "training/engine/gradients.py _divide", 2, "clipped only where it has to be; the norm is there"),
     *_of_the_optimizer(
         NUMBERS,
         f"{DEEPSPEED}/utils.py mask_nan_or_inf_with_val_inplace",
@@ -100,7 +100,7 @@ EVALUATION = [
 EACH_TOKEN = "a token is known before the next one is computed"
 TOKENS = [
     Allowed(NUMBERS, "models/generation.py inputs", 8, EACH_TOKEN),
-    Allowed(NUMBERS, "models/attention/cache.py positions", 8, "how far each text is, told with its token"),
+    Allowed(NUMBERS, "models/attention/cache.py positions", 8, "the position of each text, sent with its token"),
     Allowed("int", "models/generation.py choose", 8, EACH_TOKEN),
     Allowed("bool", "models/generation.py take", 8, "logits that are not finite give no token"),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +15,8 @@ import pytest
 from tests.conftest import FAQ
 from tests.launching import start, topology
 from tests.models.cases import CASES
+from tests.ranks import LENGTHS, write_samples
 from training.distributed.processes import free_port
-
-LENGTHS = (5, 60, 17, 8, 41, 23, 55, 12)
 
 Run = Callable[[list[dict[str, Any]], int], dict[str, list[dict[str, Any]]]]
 MakeCase = Callable[..., dict[str, Any]]
@@ -26,12 +24,9 @@ MakeCase = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def make_case(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> MakeCase:
-    """A function that gives a case of `tests.pretend.run_cases`, by the name of a model in `tests.models.cases`."""
+    """Return a function that makes a case of `tests.pretend.run_cases` for a model of `tests.models.cases`."""
     folder = tmp_path_factory.mktemp("pretend-samples")
-    generator = random.Random(0)
-    ids = [[generator.randrange(8, 512) for _ in range(length)] for length in LENGTHS]
-    samples = [{"input_ids": row, "labels": [-100] * (len(row) // 3) + row[len(row) // 3 :]} for row in ids]
-    (folder / "samples.json").write_text(json.dumps(samples))
+    write_samples(folder)
 
     @cache
     def model(name: str) -> Path:
@@ -62,7 +57,7 @@ def make_case(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Tem
 
 
 def end_together(cases: list[dict[str, Any]], processes: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
-    """Run cases in so many processes, by rank."""
+    """Run cases in N processes; return what each rank printed."""
     path = folder / "cases.json"
     for case in cases:
         case["config"] = {"model_topo": topology((processes, 1))} | case["config"]
@@ -78,7 +73,7 @@ def end_together(cases: list[dict[str, Any]], processes: int, folder: Path) -> l
 
 @pytest.fixture(scope="module")
 def run_pretended(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A function that runs cases in so many processes of their own; by case, what each rank found."""
+    """Return a function that runs cases in N processes of their own, and returns what each rank found, by case."""
 
     def run(cases: list[dict[str, Any]], processes: int) -> dict[str, list[dict[str, Any]]]:
         folder = tmp_path_factory.mktemp("pretended")

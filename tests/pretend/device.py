@@ -13,7 +13,7 @@ block, reading a number, shapes that depend on values, synchronizing. Nothing of
 
 What it cannot see. Time, memory, races between streams, kernels that only a GPU has (flash attention, Triton and what
 torch.compile makes of a block), NCCL's own failures, work of other threads, and waits inside a library's C++ that
-torch's dispatcher does not see. Operations are told apart as torch 2.13 does; one that waits for the device without
+torch's dispatcher does not see. Operations are named as in torch 2.13; one that waits for the device without
 standing in `watch.WAITING` goes unseen.
 
 It changes the whole process, for good: only processes of `tests.pretend.worker` call `install`.

@@ -19,7 +19,6 @@ import models.loss
 import models.offload
 import models.router
 import training.engine.pipeline
-import training.engine.prefetch
 import training.engine.trainer
 from models.attention.positions import Positions
 
@@ -82,7 +81,7 @@ def summed_on_the_host() -> Iterator[None]:
 @contextmanager
 def not_sent() -> Iterator[None]:
     """Micro-batches that stay on the host."""
-    prefetch = training.engine.prefetch.prefetch
+    prefetch = training.engine.trainer.prefetch
     with patch.object(training.engine.trainer, "prefetch", lambda each, device: prefetch(each, torch.device("cpu"))):
         yield
 
@@ -151,7 +150,7 @@ PLANTED = {
     "copied without pinning": Planted(
         lambda: patch.object(Tensor, "pin_memory", lambda self: self), f"{COPY} of memory that is not pinned"
     ),
-    "copied and waited for": Planted(lambda: patch.object(training.engine.prefetch, "tree_map", _blocking), COPY),
+    "copied and waited for": Planted(lambda: patch.object(training.engine.trainer, "tree_map", _blocking), COPY),
     "offload waits for the copy back": Planted(
         lambda: patch.object(models.offload.HostCopy, "back", lambda self: self._copy.to(self._device)),
         "step: wait: copy from pinned host to device",

@@ -1,4 +1,4 @@
-"""What Python is told of tensors: by where they pretend to be."""
+"""Replace what Python asks of tensors by answers for where they pretend to be."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from common.whole_files import BLOCK, BLOCKS, block_checksum
 from tests.launching import topology
 from tests.ranks import Ranks
-from training.preflight import BLOCK, BLOCKS, block_checksum
 
 pytestmark = pytest.mark.launched
 

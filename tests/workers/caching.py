@@ -17,7 +17,7 @@ from unittest.mock import patch
 from rich.console import Console
 
 from data.errors import DataError
-from data.tokenized import opening
+from data.tokenized import store
 from data.tokenized.dataset import load_dataset
 
 
@@ -26,8 +26,8 @@ def main() -> None:
     told = io.StringIO()
     result: dict[str, Any] = {}
     with (
-        patch.object(opening, "SMALL", 0),
-        patch.object(opening, "_build", wraps=opening._build) as build,
+        patch.object(store, "SMALL", 0),
+        patch.object(store, "_build", wraps=store._build) as build,
     ):
         print("ready", flush=True)
         while not Path(job["go"]).exists():

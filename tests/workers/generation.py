@@ -1,7 +1,7 @@
-"""Answers of a model in stages, as many as there are processes (see `cases.py`).
+"""Answers of a model in stages, each held by one process or shared by several (see `cases.py`).
 
-Its cases are {"name", "config", "rows", "requests": [[prompt, most new tokens, stop, temperature, seed], ...]}; writes
-<folder>/<name>.json, a list of the texts.
+Its cases are {"name", "config", "shares", "rows", "requests": [[prompt, most new tokens, stop, temperature, seed],
+...]}; writes <folder>/<name>.json, a list of the texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def requests_of(described: list[Any]) -> list[Request]:
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     process = ProcessInfo.from_environment()
     assert process is not None
-    pipeline = StagedPasses(load_stage(config.model_path, None, process), process)
+    pipeline = StagedPasses(load_stage(config.model_path, None, process, case["shares"]), process, case["shares"])
     if process.rank:
         pipeline.follow()
         return

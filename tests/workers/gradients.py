@@ -17,17 +17,19 @@ from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 from torch.nn.attention import flex_attention
 
+from models.adapters import IDLE
 from models.api import read_spec
 from tests.workers.cases import loader_of
 from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
 from training.plan.auto import divide
+from training.trained import with_trained
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     name, loader = case["name"], loader_of(config)
     model_folder = Path(config.model_path)
-    spec = read_spec(model_folder)
+    spec = with_trained(read_spec(model_folder), config)
     if kernel := case.get("kernel"):
         spec.set_attention(kernel)
         flex_attention._validate_device = lambda *tensors: None  # it has gradients on a CPU, but does not offer them
@@ -40,7 +42,9 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     torch_keeps_them = config.zero_optimization.stage == 0 and not config.bf16.enabled
 
     def keep_gradients(lr_kwargs: object) -> None:
-        for parameter_name, parameter in engine.module.named_parameters():
+        weights = engine.module.named_parameters()
+        trained = ((name, each) for name, each in weights if each.requires_grad and not name.endswith(IDLE))
+        for parameter_name, parameter in trained:
             gradient = parameter.grad if torch_keeps_them else safe_get_full_grad(parameter)
             gradients[parameter_name] = gradient.detach().float().clone().contiguous()
         take_step(lr_kwargs)

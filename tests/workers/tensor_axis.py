@@ -9,55 +9,33 @@ of them after step SAVED_AT, each whole, as `<layer>.<name>:<state>`.
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 
-from models.api import read_spec
 from models.process_groups import add_up
 from tests.workers.cases import loader_of
-from tests.workers.topology import ORDER, state_of
-from training.checkpoint.folder import CheckpointRecord, step_folder
-from training.checkpoint.resume import resume
-from training.checkpoint.saving import Checkpointer
-from training.checkpoint.side_files import read_side_files
-from training.config.changes import settings_of
+from tests.workers.topology import begin, save, state_of
 from training.config.keys import TrainConfig
-from training.distributed.disk import Disk
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
-from training.plan.auto import divide
 
 STEPS, SAVED_AT = 4, 2
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    loader, log, model_folder = loader_of(config), Console(quiet=True), Path(config.model_path)
-    spec = read_spec(model_folder)
-    division, state = divide(config, spec), folder / case["name"]
-    trainer: Trainer
+    loader, state = loader_of(config), folder / case["name"]
+    trainer, division, done = begin(case, PipelineTrainer, config, folder, SAVED_AT)
     if case["source"]:
-        checkpoint = step_folder(folder / case["source"], SAVED_AT)
-        known = CheckpointRecord.read(checkpoint)
-        assert known is not None
-        build = partial(PipelineTrainer.build, config, spec, checkpoint, division)
-        trainer, done = resume(checkpoint, known, division.topology, config, build, log, spec), SAVED_AT
         keep_state(trainer, state)
-    else:
-        trainer, done = PipelineTrainer.build(config, spec, model_folder, division), 0
     losses, norms = [], []
     for step in range(done, STEPS):
         losses.append(trainer.train_step(loader, loader.batch(step)))
         norms.append(float(trainer.engine.get_global_grad_norm()))
         if step + 1 == SAVED_AT:
-            record = CheckpointRecord(step=0, topology=division.topology, data=ORDER, settings=settings_of(config))
-            files, save_path = read_side_files(model_folder, read_spec(model_folder)), folder / case["name"]
-            save_path.mkdir(exist_ok=True)
-            Checkpointer(trainer, config, save_path, Disk.shared(), files, record, log).save(SAVED_AT)
+            save(trainer, config, division, state, SAVED_AT)
             keep_state(trainer, state)
     if torch.distributed.get_rank() == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps({"losses": losses, "norms": norms}))

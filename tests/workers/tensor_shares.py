@@ -28,6 +28,7 @@ from models.loss import micro_batch_loss
 from models.process_groups import RankGroup
 from models.router import n_experts
 from models.tensor_parallel import TensorShare
+from tests.models.adapters import adapted_source
 from tests.workers.leaving import leave
 from training.distributed.processes import gather
 
@@ -126,7 +127,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     spec = read_spec(Path(case["folder"]))
     if case.get("grouped"):
         spec.config._experts_implementation = "grouped_mm"  # as on a GPU
-    source, dtype = open_source(Path(case["folder"]), spec), getattr(torch, case.get("dtype", "float32"))
+    source: Any = open_source(Path(case["folder"]), spec)
+    if case.get("adapted"):
+        spec, source = adapted_source(spec, Path(case["folder"]))
+    dtype = getattr(torch, case.get("dtype", "float32"))
     share = TensorShare(spec, RankGroup(size, rank, distributed.group.WORLD), case.get("spread", False))
     model = CausalLM(spec, source, dtype, torch.device("cpu"), share=share).train()
     whole = CausalLM(spec, source, dtype, torch.device("cpu")).train()
@@ -140,6 +144,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     expected.backward()
     far = {}
     for (name, weight), (_, reference) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        if not reference.requires_grad:
+            assert weight.grad is None, name
+            continue
         assert weight.grad is not None and reference.grad is not None, name
         found, cut = weight.grad, share.shard(name.removeprefix("layers."))
         if cut:
@@ -195,7 +202,12 @@ def other_head(model: CausalLM) -> None:
     model.head.ranks = RankGroup(model.head.ranks.size, 0, model.head.ranks.group)
 
 
-FAULTS = {"copy": forget_copy, "norm": forget_norm, "head": other_head}
+def forget_factor(model: CausalLM) -> None:
+    """The gradient of a factor that lies whole on each process is not added up."""
+    first(model, "q_proj").lora_A._backward_hooks.clear()
+
+
+FAULTS = {"factor": forget_factor, "copy": forget_copy, "norm": forget_norm, "head": other_head}
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from training.engine.trainer import Trainer
 from training.engine.zero import ZeroTrainer
 from training.optimizer.lr_schedules import LearningRate
 from training.plan.auto import divide
+from training.topology import Division
 
 KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}
 STEPS, SAVED_AT = 10, 6
@@ -42,38 +43,51 @@ ORDER = DataOrder(samples=0, fingerprint="", seed=0, train_batch_size=8, dataloa
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    kind, loader, log = KINDS[case["kind"]], loader_of(config), Console(quiet=True)
-    model_folder = Path(config.model_path)
-    spec = read_spec(model_folder)
-    division = divide(config, spec, kind.in_stages)
+    loader = loader_of(config)
+    trainer, division, done = begin(case, KINDS[case["kind"]], config, folder, SAVED_AT)
     state = folder / case["name"]
     if case["source"]:
-        checkpoint = step_folder(folder / case["source"], SAVED_AT)
-        known = CheckpointRecord.read(checkpoint)
-        assert known is not None
-        build = partial(kind.build, config.model_copy(update={"from_scratch": False}), spec, checkpoint, division)
-        trainer = resume(checkpoint, known, division.topology, config, build, log, spec)
-        done = known.step
         keep_state(trainer, state)
         if case["forget"]:
             forget_moments(trainer.engine)
-    else:
-        trainer, done = kind.build(config, spec, model_folder, division), 0
     learning_rate = LearningRate(trainer.engine.basic_optimizer, config.scheduler, STEPS)
     outcome: dict[str, Any] = {"losses": [], "rates": []}
     for step in range(done, STEPS):
         outcome["rates"].append(learning_rate.set(step + 1))
         outcome["losses"].append(trainer.train_step(loader, loader.batch(step)))
         if not case["source"] and step + 1 == SAVED_AT:
-            record = CheckpointRecord(step=0, topology=division.topology, data=ORDER, settings=settings_of(config))
-            files, save_path = read_side_files(model_folder, read_spec(model_folder)), folder / case["name"]
-            save_path.mkdir(exist_ok=True)
-            Checkpointer(trainer, config, save_path, Disk.shared(), files, record, log).save(SAVED_AT)
+            save(trainer, config, division, state, SAVED_AT)
             keep_state(trainer, state)
     if torch.distributed.get_rank() == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()
     trainer.engine.destroy()
+
+
+def begin(
+    case: dict[str, Any], kind: type[Trainer], config: TrainConfig, folder: Path, saved_at: int
+) -> tuple[Trainer, Division, int]:
+    """Build a case's trainer, from the checkpoint of its source if it has one; return how many steps are done too."""
+    model_folder = Path(config.model_path)
+    spec = read_spec(model_folder)
+    division = divide(config, spec, kind.in_stages)
+    if not case["source"]:
+        return kind.build(config, spec, model_folder, division), division, 0
+    checkpoint = step_folder(folder / case["source"], saved_at)
+    known = CheckpointRecord.read(checkpoint)
+    assert known is not None
+    build = partial(kind.build, config.model_copy(update={"from_scratch": False}), spec, checkpoint, division)
+    trainer = resume(checkpoint, known, division.topology, config, build, Console(quiet=True), spec)
+    return trainer, division, known.step
+
+
+def save(trainer: Trainer, config: TrainConfig, division: Division, save_path: Path, step: int) -> None:
+    """Save a checkpoint as a run does."""
+    model_folder = Path(config.model_path)
+    record = CheckpointRecord(step=0, topology=division.topology, data=ORDER, settings=settings_of(config))
+    side_files = read_side_files(model_folder, read_spec(model_folder))
+    save_path.mkdir(exist_ok=True)
+    Checkpointer(trainer, config, save_path, Disk.shared(), side_files, record, Console(quiet=True)).save(step)
 
 
 def keep_state(trainer: Trainer, path: Path) -> None:

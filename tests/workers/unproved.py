@@ -1,4 +1,4 @@
-"""train_ds.py with a fault that no message tells of, in the ranks that it starts: only a proof finds it.
+"""Run train_ds.py with a fault in its ranks that raises no error: only a proof finds it.
 
 usage: FAULT=<kind> unproved.py <arguments of train_ds.py>. The kinds are the functions below.
 """
@@ -44,7 +44,7 @@ def moments_lost() -> None:
     def lost(engine: Any, folder: Any, record: Any, spec: Any = None) -> None:
         engine.global_steps = record.step
 
-    resume.take_over = lost
+    resume.load_optimizer_state = lost
 
 
 def padding_counts() -> None:

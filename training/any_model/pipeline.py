@@ -64,11 +64,7 @@ class Pipeline:
         self._keys = keys
 
     def config(self, processes: int) -> PipelineConfig:
-        """Return the config of a run on this number of processes.
-
-        Raises:
-            ConfigError: a key is unknown or has a wrong value.
-        """
+        """Return the config of a run on this number of processes."""
         if self._config:
             extra = [*self._keys, *(["parts"] if self._parts is not None else [])]
             if extra:

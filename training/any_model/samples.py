@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from data.loader import GlobalBatch, Loader
 from training.any_model.config import PipelineConfig
 from training.config.deepspeed_config import training_dtype
-from training.engine.prefetch import Sent
+from training.engine.trainer import Sent
 from training.errors import ConfigError
 
 Collate = Callable[[list[Any]], Any]
@@ -40,9 +40,6 @@ class SampleLoader(Loader):
         dataset: has a length and samples `(inputs, labels)`, each a tensor or a tuple of tensors.
         collate: makes a micro-batch from a list of samples; by default torch's `default_collate`, which stacks them.
         evaluates: whether to evaluate; then all samples are used that fill a micro-batch for each replica.
-
-    Raises:
-        ConfigError: the dataset has no length, or too few samples for a batch.
     """
 
     def __init__(
@@ -74,11 +71,7 @@ class SampleLoader(Loader):
         return super().batch_of([*chosen] * (self.micro_batch_size * self.replicas if len(chosen) == 1 else 1))
 
     def micro_batches(self, batch: GlobalBatch, replica: int) -> Iterator[Sent]:
-        """Yield a replica's micro-batches `(inputs, labels)`, two tuples of tensors; inputs have the training dtype.
-
-        Raises:
-            ConfigError: the dataset's samples have another form.
-        """
+        """Yield a replica's micro-batches `(inputs, labels)`, two tuples of tensors; inputs have the training dtype."""
         for rows in batch.micro_batches[replica]:
             made = self._collate_samples([self._sample(number) for row in rows for number in row])
             if not isinstance(made, (tuple, list)) or len(made) != 2:

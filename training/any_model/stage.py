@@ -52,10 +52,6 @@ class LayerStage(PipelineModule):
 
     Attributes:
         arriving, leaving: meta tensors like those of every micro-batch.
-
-    Raises:
-        ConfigError: the stage has nothing to train.
-        CheckpointError: the weights are not those of the layers.
     """
 
     arriving: Stream
@@ -190,12 +186,7 @@ def describe(stream: Stream) -> str:
 
 
 def load_layers(layers: dict[int, nn.Module], folder: Path) -> None:
-    """Load weights and buffers of a checkpoint into layers, given by number.
-
-    Raises:
-        ConfigError: the checkpoint has other layers.
-        CheckpointError: a file is missing or damaged.
-    """
+    """Load weights and buffers of a checkpoint into layers, given by number."""
     for number, layer in layers.items():
         state = read_mapped(folder / layer_file(number))
         try:
@@ -220,9 +211,6 @@ def divide(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) ->
 
     Args:
         parts: the user's; by default, the largest stage gets the fewest parameters.
-
-    Raises:
-        ConfigError: the layers cannot be divided this way.
     """
     if len(layers) < stages:
         raise ConfigError(f"parts: {stages} stages for {len(layers)} layers; expected a layer for each stage")

@@ -23,7 +23,7 @@ from training.distributed.communication import among_members
 from training.distributed.disk import Disk
 from training.engine.building import wrap_in_engine
 from training.engine.pipeline import PipelineTrainer
-from training.engine.prefetch import Sent
+from training.engine.trainer import Sent
 from training.errors import ConfigError
 from training.evaluation import Evaluation
 from training.job import Job, Task

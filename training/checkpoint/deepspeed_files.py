@@ -83,12 +83,8 @@ class CheckpointFiles(TorchCheckpointEngine):
         """Whether nothing is being written."""
         return all(task.done() for task in self._tasks)
 
-    def written(self) -> dict[str, FileRecord]:
-        """Wait until the files are on the disk, and return them: name -> record.
-
-        Raises:
-            OSError: the first error since `create`.
-        """
+    def wait(self) -> dict[str, FileRecord]:
+        """Wait until the files are on the disk; return name -> record, or raise the first OSError since `create`."""
         for task in self._tasks:
             task.result()
         if self._error:
@@ -143,10 +139,6 @@ class SummedFile(io.BufferedWriter):
 
 
 def read_mapped(path: Path) -> Any:
-    """Read one file with its tensors mapped: only what is used comes into memory.
-
-    Raises:
-        CheckpointError: it is damaged, or could run code.
-    """
+    """Read one file, unless it is damaged or could run code; its tensors are mapped, and only used ones take memory."""
     with torch.serialization.safe_globals(KNOWN):
         return load_archive(path)

@@ -5,7 +5,8 @@ size and CRC-32. It is written under a hidden name (`models.checkpoint.publish`)
 under this one. The checksum covers whole files: most are zip archives with a checksum for each entry, but none for the
 archive's directory.
 
-A file that cannot be read is not damaged, as its disk may be back tomorrow: it stops the run, and nothing is changed.
+A file that cannot be read is not damaged, as its disk may be back tomorrow: a CheckpointError stops the run, nothing
+is changed.
 """
 
 from __future__ import annotations
@@ -82,11 +83,7 @@ class CheckpointRecord(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord | None:
-        """Read the record of a folder; None if it is missing or damaged.
-
-        Raises:
-            CheckpointError: it exists and cannot be read.
-        """
+        """Read the record of a folder; None if it is missing or damaged."""
         try:
             with reading(folder / RECORD):
                 return cls.parse(read_regular(folder / RECORD))
@@ -132,18 +129,14 @@ class Best(BaseModel):
 
     @classmethod
     def read(cls, save_path: Path, step: int, records: str) -> Best | None:
-        """Read the best checkpoint up to `step` on these records, if it still exists.
-
-        Raises:
-            CheckpointError: the file is damaged or cannot be read; without it the best checkpoint would be removed.
-        """
+        """Read the best checkpoint up to `step` on these records, if it still exists."""
         path = save_path / BEST
         try:
             with reading(path):
                 best = cls.model_validate_json(read_regular(path))
         except GONE:
             return None
-        except ValidationError:
+        except ValidationError:  # without it the best checkpoint would be removed
             raise CheckpointError(f"{path}: damaged; remove it to go on without a best checkpoint so far") from None
         others = best.records and records and best.records != records
         if others or best.step > step or not math.isfinite(best.eval_loss):
@@ -159,11 +152,7 @@ def step_folder(save_path: Path, step: int) -> Path:
 
 
 def step_folders(save_path: Path) -> list[Path]:
-    """List the folders of checkpoints, complete or not, newest first.
-
-    Raises:
-        CheckpointError: the run's folder cannot be read.
-    """
+    """List the folders of checkpoints, complete or not, newest first."""
     steps = []
     with suppress(FileNotFoundError), reading(save_path), os.scandir(save_path) as entries:
         for entry in entries:
@@ -173,11 +162,7 @@ def step_folders(save_path: Path) -> list[Path]:
 
 
 def fault(folder: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Return why a folder is no complete checkpoint, or None; check every `shares`-th file, beginning at `share`.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Return why a folder is no complete checkpoint, or None; check every `shares`-th file, beginning at `share`."""
     record = CheckpointRecord.read(folder)
     if record is None:
         return f"{RECORD} is damaged" if _has_record(folder) else f"no {RECORD}: it was never finished"
@@ -212,11 +197,7 @@ def set_aside(folder: Path) -> None:
 
 
 def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
-    """Remove all checkpoints except the newest complete ones, those named in `keep`, and those with foreign files.
-
-    Raises:
-        CheckpointError, OSError: a folder cannot be read or removed.
-    """
+    """Remove all checkpoints except the newest complete ones, those named in `keep`, and those with foreign files."""
     for folder in finished(save_path)[keep_last:]:
         record = CheckpointRecord.read(folder)
         if folder.name in keep or folder.is_symlink() or record is None:
@@ -228,11 +209,7 @@ def prune(save_path: Path, keep_last: int, keep: set[str]) -> None:
 
 
 def finished(save_path: Path) -> list[Path]:
-    """List the folders of checkpoints that have a record, newest first.
-
-    Raises:
-        CheckpointError: as `step_folders`.
-    """
+    """List the folders of checkpoints that have a record, newest first."""
     return [folder for folder in step_folders(save_path) if _has_record(folder)]
 
 

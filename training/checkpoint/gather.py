@@ -35,9 +35,6 @@ def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = F
         hosts: of the run, by their ssh names.
         target: folder to write.
         overwrite: see `publish_folder`.
-
-    Raises:
-        CheckpointError: a host does not answer, or its files are damaged, missing or those of another run.
     """
     folder = Path(os.path.abspath(folder))
     records = {host: read_record(host, folder) for host in dict.fromkeys(hosts)}
@@ -67,9 +64,6 @@ def sources_of(record: CheckpointRecord, hosts: dict[str, str]) -> dict[str, tup
 
     Args:
         hosts: name in the record -> ssh name.
-
-    Raises:
-        CheckpointError: none of the hosts has a file.
     """
     sources: dict[str, tuple[str, FileRecord]] = {}
     for host, files in record.hosts.items():
@@ -109,11 +103,7 @@ def fetch(host: str, path: Path, file: BinaryIO) -> None:
 
 
 def hosts_of(names: str | None, hostfile: str | None) -> list[str]:
-    """Parse the hosts of `--hosts node1,node2`, or of a hostfile.
-
-    Raises:
-        CheckpointError: there are none, or one is not a host name.
-    """
+    """Parse the hosts of `--hosts node1,node2`, or of a hostfile."""
     hosts = names.split(",") if names is not None else []
     if hostfile is not None:
         try:

@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from tqdm import tqdm
 
+from models.adapters import IDLE
 from models.checkpoint.layout import not_found
 from models.errors import CheckpointError
 from models.shard import in_common
@@ -36,18 +37,17 @@ from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares, layer_of
 
 
-def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, spec: ModelSpec | None = None) -> None:
+def load_optimizer_state(
+    engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, spec: ModelSpec | None = None
+) -> None:
     """Copy a checkpoint's optimizer state and loss scale into an engine that already has its weights.
 
     Args:
         spec: of a language model.
-
-    Raises:
-        CheckpointError: the files do not hold all that this rank needs.
     """
     saved, tied_names = SavedOptimizer(folder, record.topology, spec), spec.tied_names if spec else None
     wanted: dict[str, list[Slice]] = defaultdict(list)
-    for piece in slices_of(engine):
+    for piece in (each for each in slices_of(engine) if not each.name.endswith(f".{IDLE}")):
         wanted[_saved_name(piece.name, record, tied_names)].append(piece)
     missing = {name: sum(piece.numel for piece in pieces) for name, pieces in wanted.items()}
     hidden = torch.distributed.get_rank() > 0 or not sys.stderr.isatty()
@@ -59,7 +59,7 @@ def take_over(engine: DeepSpeedEngine, folder: Path, record: CheckpointRecord, s
                     missing[source.name] -= copied
                     bar.update(copied)
     for name in (name for name, numel in missing.items() if numel):
-        for path in saved.elsewhere(record.topology.stage_of(layer_of(name))):
+        for path in saved.files_elsewhere(record.topology.stage_of(layer_of(name))):
             raise not_found(path)
         raise CheckpointError(f"{folder}: the optimizer's state of {name} is not whole; expected all of it")
     engine.global_steps = record.step

@@ -22,7 +22,7 @@ from models.errors import CheckpointError
 from models.spec import ModelSpec
 from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord, DataOrder
-from training.checkpoint.resharding import take_over
+from training.checkpoint.resharding import load_optimizer_state
 from training.checkpoint.saving import random_file
 from training.config.changes import compare, differs, rule_of, settings_of
 from training.config.keys import TrainConfig
@@ -52,9 +52,6 @@ def resume(
         topology: of the run; may differ from the checkpoint's.
         build: makes a trainer with the checkpoint's weights, or the initial ones.
         spec: of a language model.
-
-    Raises:
-        RunRefused: on every rank, if some rank's files are unusable.
     """
     if folder is None or record is None:
         return build()
@@ -67,7 +64,7 @@ def resume(
     # Ranks that share layers or sequences draw the same numbers.
     trainer, rank = build(), config.model_topo.first_peer(torch.distributed.get_rank())
     with agreed(), _checkpoint_errors(folder):
-        take_over(trainer.engine, folder, record, spec)
+        load_optimizer_state(trainer.engine, folder, record, spec)
         seed = config.seed + rank + record.step * 2**20  # no rank draws what it drew at the run's start
         if changed:
             torch.manual_seed(seed)

@@ -72,11 +72,7 @@ class SavedOptimizer:
         return read_mapped(next(shards))["optimizer_state_dict"]["loss_scaler"]
 
     def slices(self, stage: int) -> Iterator[Slice]:
-        """Yield the state of a stage's replicas that is on this disk; what several processes have, once.
-
-        Raises:
-            CheckpointError: a file is missing, cannot be read or has another layout.
-        """
+        """Yield the state of a stage's replicas that is on this disk; what several processes have, once."""
         try:
             for part, place in enumerate(self._places(stage)):
                 ranks, shards = RankGroup(self.topology.tensor, part), self._shards(place)
@@ -136,7 +132,7 @@ class SavedOptimizer:
         for number, (name, master) in enumerate(zip(names, masters, strict=True)):
             yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))
 
-    def elsewhere(self, stage: int) -> list[Path]:
+    def files_elsewhere(self, stage: int) -> list[Path]:
         """List a stage's optimizer files that are on other hosts' disks."""
         return [path for place in self._places(stage) for path in self._shards(place, here=False).values()]
 

@@ -11,7 +11,7 @@ written theirs. Until then the one before is the newest.
 
 If each host has its own disk, its folder has what its ranks need to resume. A host renames its folder when all hosts
 have written their record, so if one folder is complete, all are, under their final or their temporary name
-(`training.checkpoint.finding`).
+(`training.checkpoint.run_folder`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from models.checkpoint.publish import hidden_folder, writing
 from training.checkpoint.deepspeed_files import CheckpointFiles
 from training.checkpoint.folder import BEST, Best, CheckpointRecord, FileRecord, set_aside, step_folder
 from training.checkpoint.resharding import slices_of
-from training.checkpoint.tidying import best_so_far, name_latest, on_each_disk, sweep_partial, tidy_up
+from training.checkpoint.run_folder import best_so_far, name_latest, on_each_disk, sweep_partial, tidy_up
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
@@ -144,11 +144,7 @@ class Checkpointer:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the pending save's files, if any, and make them the newest checkpoint.
-
-        Raises:
-            ConfigError: as `save`.
-        """
+        """Wait for the pending save's files, if any, and make them the newest checkpoint."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -203,7 +199,7 @@ class Checkpointer:
         with pending.hidden:
             written: dict[str, FileRecord] = {}
             with agreed(), writing(folder):
-                written = self._files.written()
+                written = self._files.wait()
             hosts: dict[str, dict[str, FileRecord]] = defaultdict(dict)
             for host, records in gather((self.disk.host, written)):
                 hosts[host] |= records

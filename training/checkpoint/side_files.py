@@ -20,9 +20,6 @@ def read_side_files(model_folder: Path, spec: ModelSpec, ends: Collection[int] =
 
     Args:
         ends: token ids at which servers must stop; empty to keep the model's own.
-
-    Raises:
-        CheckpointError: the folder is incomplete.
     """
     with TemporaryDirectory() as made:
         folder = Path(made)
@@ -30,15 +27,11 @@ def read_side_files(model_folder: Path, spec: ModelSpec, ends: Collection[int] =
         before = [path.name for path in folder.iterdir()]
         export_tokenizer(model_folder, folder, native=False)
         if ends:
-            _write_ends(folder, ends)
+            path = folder / GENERATION
+            settings = read_json(path) if path.is_file() else {}
+            write_json(path, settings | {"eos_token_id": sorted(ends)})
         if (manifest := Manifest.read(folder)) is not None:  # an export has the files that it lists
             made_here = {path.name for path in folder.iterdir()} - {*before, *manifest.side_files}
             manifest.side_files += sorted(made_here)
             manifest.write(folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def _write_ends(folder: Path, ends: Collection[int]) -> None:
-    path = folder / GENERATION
-    settings = read_json(path) if path.is_file() else {}
-    write_json(path, settings | {"eos_token_id": sorted(ends)})

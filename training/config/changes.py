@@ -47,7 +47,7 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(False, "the samples that come of it"), "template_args template_fallback mask truncate on_bad_record"),
     (Rule(False, "the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
     (Rule(False, "the samples that are left to train on"), "eval_share"),
-    (Rule(False), "stream_gb train_batch_size dataloader_drop_last seed"),
+    (Rule(False), "stream_gb train_batch_size dataloader_drop_last seed lora freeze"),
     # Of the parameters of an optimizer, all but these four may decide which states there are.
     (Rule(False), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
     (Rule(True, NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
@@ -61,7 +61,7 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(True, PRODUCTS), "fp8"),
     (Rule(True, "where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
     (Rule(True), "save_path storage from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error"),
-    (Rule(True), "save_async"),
+    (Rule(True), "save_async lora.start_from"),
     (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start tensorboard wandb profile_steps"),
     (Rule(True), "rebalance steps_per_print use_grad_ckpt offload_activations zero_allow_untested_optimizer"),
     (Rule(True), "gradient_accumulation_steps preemption_signals ports max_restarts"),

@@ -31,6 +31,7 @@ def contradictions(config: Any) -> Iterator[str]:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
     yield from _of_zero(config.zero_optimization)
     yield from _of_precision(config)
+    yield from _of_adapters(config)
     yield from of_optimizer(config)
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
@@ -79,6 +80,21 @@ def _of_precision(config: Any) -> Iterator[str]:
         yield "fp8.enabled: linear layers that several processes share are not known to it; expected no model axis"
     if config.zero_optimization.stage == 3:
         yield "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
+
+
+def _of_adapters(config: Any) -> Iterator[str]:
+    if not config.lora:
+        return
+    if config.freeze:
+        yield "freeze: adapters leave all other weights as they are; expected lora or freeze"
+    if config.from_scratch:
+        yield "from_scratch: adapters need the model that they adapt; expected false, or no lora"
+    if config.fp8.enabled:
+        yield "fp8.enabled: layers with adapters multiply in 16 bits; expected false, or no lora"
+    if config.lora.base and config.zero_optimization.stage == 3:
+        yield "lora.base: ZeRO stage 3 divides weights in 16 bits; expected stage <= 2, or no lora.base"
+    if config.lora.base and config.compile is True:
+        yield "lora.base: bitsandbytes' products are not compiled; expected compile: auto or false"
 
 
 def of_optimizer(config: Any) -> Iterator[str]:

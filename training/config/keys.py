@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from annotated_types import Predicate
@@ -22,6 +23,7 @@ from training.config.sections import (
     FP16,
     DataPath,
     DataTypes,
+    LoraSection,
     NewPathText,
     Optimizer,
     PathText,
@@ -68,6 +70,11 @@ class TrainConfig(Section):
     from_scratch: bool = False
     """Start from random weights of `model_path`'s architecture instead of its weights; config.json and the tokenizer
     are enough then."""
+
+    lora: LoraSection | None = None
+    freeze: list[re.Pattern[str]] = []
+    """Regular expressions; weights whose names in transformers' model match one are not trained, such as
+    `[embed_tokens, 'layers\\.[0-7]\\.']`."""
 
     train_micro_batch_size_per_gpu: int = Field(default=1, ge=1)
     """Rows in one forward pass of one replica. A row is a sample, or several where they are packed."""

@@ -162,6 +162,42 @@ class Optimizer(Section):
         return params
 
 
+class LoraSection(Section):
+    """`lora`: train low-rank adapters instead of the weights, with peft's meanings."""
+
+    r: int = Field(default=8, ge=1)
+    """The rank of the adapters; wherever `lora` is given they are trained instead of the weights (docs/adapters.md)."""
+
+    alpha: float = Field(default=8, gt=0)
+    """The adapters count `alpha / r`, or `alpha / sqrt(r)` with `rslora`."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of what enters the adapters; 0 where experts have them."""
+
+    rslora: bool = False
+    """Scale by the square root of `r` (arXiv:2312.03732)."""
+
+    targets: Annotated[
+        str | list[str], Field(min_length=1), expected("all-linear, a list of names, or a regular expression")
+    ] = "all-linear"
+    """Which modules get an adapter: all linear layers but the head (`all-linear`); those whose names end with one of a
+    list, such as `[q_proj, v_proj]`; or those whose whole names match a regular expression. Weights of experts are
+    named as modules are: `experts.down_proj`."""
+
+    experts: bool = True
+    """Whether weights of experts get adapters too, where `targets` includes them."""
+
+    modules_to_save: list[str] = []
+    """Modules that are trained in full and saved with the adapter, such as `[embed_tokens, lm_head]`."""
+
+    base: Literal["nf4"] | None = None
+    """`nf4`: hold the weights of the blocks under the adapters in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes
+    (`pip install bitsandbytes`); embedding, norms, routers and head stay in 16 bits. Without the key all do."""
+
+    start_from: PathText | None = None
+    """Start from this adapter instead of a fresh one: a folder of peft's, or the folder of a run."""
+
+
 class WarmUp(Section):
     """The warm-up of every schedule; ratios are of the optimizer's lr."""
 

@@ -25,10 +25,14 @@ from models.checkpoint.layout import RECORD, resolve
 from models.config_json import stop_ids
 from models.generation import Passes, Request, Sampling, generate_many
 from training.checkpoint.exporting import EXPORTED
+from training.errors import ConfigError
 from training.metrics.run_info import RUN_FILE
 
 INCOMPLETE = "\ufffd"  # the end of a text that stops in the middle of a character of several tokens
+DEPTHS = ("", "*/", "*/*/", "*/*/*/")  # below the current folder, where a run's folder may lie
 BEFORE = "a"  # some decoders drop a blank at the beginning, so that something has to stand before it
+
+TOKENIZER = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class ChatModel:
 
     Args:
         model: to ask instead of loading the folder's.
+        adapter: to use with the model of the folder; its tokenizer counts where it has one.
 
     Attributes:
         context: most tokens of prompt and answer together; None without a limit.
@@ -60,14 +65,17 @@ class ChatModel:
         prompts: AnyPrompts = None,
         dtype: torch.dtype | None = None,
         model: Passes | None = None,
+        adapter: str | Path | None = None,
     ) -> None:
-        resolved = resolve(folder)
+        resolved = resolve(folder, adapter=True)
+        if adapter and (own := resolve(adapter, adapter=True) / TOKENIZER).is_file():
+            resolved = own.parent
         # What a template does not support was trained rewritten, or not at all.
         self.prompts = replace(as_prompts(prompts), template_fallback="rewrite")
         self.tokenizer = load_tokenizer(resolved)
         # A base model learns its template's end of an answer, which none of its files names.
         self._stop = stop_ids(resolved) | end_tokens(self.tokenizer) | answer_end(self.tokenizer, self.prompts)
-        self.model = model or load_model(resolved, dtype, "cuda" if torch.cuda.is_available() else "cpu")
+        self.model = model or load_model(folder, dtype, "cuda" if torch.cuda.is_available() else "cpu", adapter=adapter)
         self.context = self.model.spec.context
 
     def encode(self, said: Sequence[Said], tools: list[JSON] | None = None) -> list[int]:
@@ -193,7 +201,7 @@ def find_trained_prompts(model: str, names: Sequence[str], notify: Callable[[str
         CheckpointError: there is no such folder.
         DataError: the run's template is gone.
     """
-    folder = resolve(model).resolve()
+    folder = resolve(model, adapter=True).resolve()
     path = folder.parent / RUN_FILE
     if not path.is_file() or not ((folder / RECORD).is_file() or folder.name == EXPORTED):
         return {}
@@ -206,3 +214,17 @@ def find_trained_prompts(model: str, names: Sequence[str], notify: Callable[[str
         notify(f"prompts as in training: {', '.join(f'{name}: {known[name]}' for name in known)} ({path})")
     check_prompt_format(known.get("prompt_format", PLAIN))
     return known
+
+
+def find_newest_result() -> str:
+    """Find the model that a run in the current folder wrote last: a checkpoint, or the export at its end.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    runs = [path.parent for depth in DEPTHS for path in Path().glob(f"{depth}{RUN_FILE}")]
+    folders = [path.parent for run in runs for path in run.glob("[!.]*/config.json")]
+    found = [each for each in folders if (each / RECORD).is_file() or each.name == EXPORTED]
+    if not found:
+        raise ConfigError("--model: no run in this folder has a checkpoint; expected --model DIR, such as a save_path")
+    return str(max(found, key=lambda folder: folder.stat().st_mtime))

@@ -40,17 +40,19 @@ RANGES = {
     "seed": (0, 2**63 - 1),
     "threads": (1, None),
     "batch_size": (1, None),
+    "tensor_parallel": (0, None),
 }
 # Option: arguments of `add_argument`, help.
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "--model": ({"required": True}, "model folder, checkpoint or a run's save_path"),
+    "--model": ({}, "model folder, checkpoint or a run's save_path; the newest result of a run here where absent"),
     "--prompt": ({}, "ask this and leave; an interactive chat where absent"),
     "--input": ({"metavar": "TEXT"}, "what --prompt is about, as in records of instruct"),
     "--raw": (FLAG, "continue the prompt as a text, as in records of pretrain"),
     "--prompts-file": ({"metavar": "FILE"}, "ask each line, an object with a prompt or messages"),
     "--output": ({"metavar": "FILE"}, "the lines of --prompts-file with answers; continues such a file"),
     "--batch-size": ({"type": int, "metavar": "N"}, "prompts answered at once; default 8 a process"),
+    "--adapter": ({"metavar": "DIR"}, "an adapter for --model: a run's, or a folder of peft's"),
     "--system": ({"metavar": "TEXT"}, "a system message before the first question"),
     "--reference": ({"metavar": "FILE"}, "a text to answer from, as in records of ref_qa"),
     "--tools": ({"metavar": "FILE"}, "tools that may be called, a JSON list as in records of chat; type the results"),
@@ -66,7 +68,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--seed": ({"type": int}, "the same seed gives the same answers"),
     "--stop": ({"action": "append", "metavar": "TEXT", "default": []}, "end an answer here; may be repeated"),
     "--dtype": ({"choices": DTYPES}, "compute in this precision; as stored where absent"),
-    "--tensor-parallel": (FLAG, "processes share each layer instead of dividing the layers"),
+    "--tensor-parallel": (
+        {"type": int, "nargs": "?", "const": 0, "metavar": "N"},
+        "N processes share each layer of a stage; without N all of them do, in one stage",
+    ),
     "--threads": ({"type": int, "metavar": "N"}, "threads of each process; torch's choice where absent"),
     "--prompt-format": ({"metavar": "FORMAT"}, "chat_template, plain or a Jinja file, as in the training config"),
     "--template-args": ({"metavar": "JSON"}, 'variables of a template, as in the config: {"enable_thinking": false}'),
@@ -90,13 +95,22 @@ def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> Non
     check(arguments)
     import torch
 
+    if arguments.model is None:
+        if arguments.adapter:
+            raise ConfigError("--adapter: expected it with --model, the folder of its base")
+        from training.demo.chat_model import find_newest_result
+
+        arguments.model = find_newest_result()
+        if not process or process.rank == 0:
+            notify(f"model: {arguments.model} (the newest of a run here; --model DIR for another)")
+
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     if process and process.world_size > 1:
         from training.demo.stages import run_rank
 
         run_rank(arguments, dtype, process, partial(talk, arguments, dtype))
         return
-    if arguments.tensor_parallel:
+    if arguments.tensor_parallel is not None:
         raise ConfigError("--tensor-parallel: without effect in one process; expected deepspeed --num_gpus N demo.py")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -119,8 +133,8 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     prompts = Prompts(arguments.prompt_format, template_args_of(arguments))
     if not arguments.raw and arguments.prompt_format != PLAIN:
         absent = [name for name in ("prompt_format", "template_args") if getattr(arguments, name) is None]
-        prompts = replace(prompts, **find_trained_prompts(arguments.model, absent, notify))
-    chat_model = ChatModel(arguments.model, prompts, dtype, model)
+        prompts = replace(prompts, **find_trained_prompts(arguments.adapter or arguments.model, absent, notify))
+    chat_model = ChatModel(arguments.model, prompts, dtype, model, arguments.adapter)
     opening = [Said("system", arguments.system)] if arguments.system else []
     if arguments.reference:
         opening.append(Said("context", read_text(arguments.reference), name=REFERENCE_TITLE))

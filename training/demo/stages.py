@@ -1,9 +1,10 @@
-"""Generate in several processes: each holds a stage of the model, or with `--tensor-parallel` a share of every layer.
+"""Generate in several processes: each holds a stage of the model, or with `--tensor-parallel N` one of N shares of it.
 
 Rank 0 holds the last stage, with the head: it reads questions, chooses tokens and writes as a single process does. It
-sends each pass to all others as a line of JSON, by gloo; hidden states go from rank to rank down to it, by NCCL on
-GPUs. There are as many groups of rows as stages: while one stage computes for one group, the others compute for the
-others.
+sends each pass to all others as a line of JSON, by gloo; hidden states go from stage to stage down to it, by NCCL on
+GPUs. The ranks that share a stage follow each other, so that they are on one host; they compute the same pass, and each
+receives from the rank with the same share. There are as many groups of rows as stages: while one stage computes for one
+group, the others compute for the others.
 
 Cost: a pass reads a stage's weights once, whatever its number of rows. So several stages answer more prompts at once,
 but not one prompt sooner.
@@ -31,7 +32,7 @@ from models.generation import Pass, Passes
 from models.spec import ModelSpec
 from training.distributed import processes
 from training.distributed.communication import wait
-from training.distributed.processes import ProcessInfo, agreed
+from training.distributed.processes import ProcessInfo, agreed, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
 from training.plan.partition import best_split, layer_ranges
@@ -42,11 +43,15 @@ REPORTED = 10  # seconds from a failure until all ranks have learned of it
 
 
 class StagedPasses(Passes):
-    """Passes through stages, of which rank 0 holds the last; all ranks make it together."""
+    """Passes through stages, of which rank 0 holds the last; all ranks make it together.
 
-    def __init__(self, model: CausalLM, process: ProcessInfo, groups: int | None = None) -> None:
-        super().__init__(model, groups or process.world_size)
-        self._rank, self._first_stage = process.rank, process.world_size - 1
+    Args:
+        shares: how many ranks hold each stage together (`models.api.load_share`).
+    """
+
+    def __init__(self, model: CausalLM, process: ProcessInfo, shares: int = 1) -> None:
+        super().__init__(model, process.world_size // shares)
+        self._rank, self._world_size, self._shares = process.rank, process.world_size, shares
         self._requests = distributed.new_group(backend="gloo")
         self._sent: deque[list[Any]] = deque()
         self._handed_on: Any = None
@@ -60,18 +65,23 @@ class StagedPasses(Passes):
         super().give(work)
         self._send_request(work)
 
+    @torch.inference_mode()
     def forget(self) -> None:
         while self._queue:
-            self.inputs(self._queue.popleft())
+            work = self._queue.popleft()
+            if self._shares > 1:  # the others of this stage compute it, and sum with this rank
+                self.hand_on(self.compute(work))
+            else:
+                self.inputs(work)
 
     def inputs(self, work: Pass) -> Tensor:
         """Return token ids, or receive the hidden states of the stage before."""
         self._wait_for_request()
-        if self._rank == self._first_stage:
+        if self._rank + self._shares >= self._world_size:
             return super().inputs(work)
         shape = len(work.texts), len(work.texts[0]), self.spec.config.hidden_size
         hidden = self._weight.new_empty(shape)
-        distributed.recv(hidden, self._rank + 1)
+        distributed.recv(hidden, self._rank + self._shares)
         return hidden
 
     @torch.inference_mode()
@@ -81,9 +91,12 @@ class StagedPasses(Passes):
             self.hand_on(self.compute(work).contiguous())
 
     def hand_on(self, hidden: Tensor) -> None:
-        """Send the output to the next stage."""
+        """Send the output to the next stage; in the last one, gather the logits, of which each rank has a share."""
+        if self._rank < self._shares:
+            self.logits(hidden)
+            return
         wait(self._handed_on)
-        self._handed_on = distributed.isend(hidden, self._rank - 1)
+        self._handed_on = distributed.isend(hidden, self._rank - self._shares)
 
     def end(self) -> None:
         """Let the other ranks leave."""
@@ -94,7 +107,7 @@ class StagedPasses(Passes):
     def _send_request(self, work: Pass | None) -> None:
         content = torch.frombuffer(bytearray(json.dumps(work).encode()), dtype=torch.uint8)
         parts = torch.tensor([len(content)]), content
-        ranks = range(1, self._first_stage + 1)
+        ranks = range(1, self._world_size)
         self._sent.append([distributed.isend(part, rank, self._requests) for rank in ranks for part in parts])
 
     def _wait_for_request(self) -> None:
@@ -111,25 +124,6 @@ class StagedPasses(Passes):
         return Pass(*request) if request else None
 
 
-class TensorParallelPasses(StagedPasses):
-    """Passes through shares of every layer (`models.api.load_share`): all ranks compute the same pass."""
-
-    def __init__(self, model: CausalLM, process: ProcessInfo) -> None:
-        super().__init__(model, process, groups=1)
-
-    def forget(self) -> None:
-        while self._queue:  # the others compute it, and sum with this rank
-            self.hand_on(self.compute(self._queue.popleft()))
-
-    def inputs(self, work: Pass) -> Tensor:
-        self._wait_for_request()
-        return Passes.inputs(self, work)
-
-    def hand_on(self, hidden: Tensor) -> None:
-        """Gather the logits, of which each rank has a share."""
-        self.logits(hidden)
-
-
 def run_rank(
     arguments: Namespace, dtype: torch.dtype | None, process: ProcessInfo, answer: Callable[[StagedPasses], None]
 ) -> None:
@@ -139,21 +133,15 @@ def run_rank(
         arguments: the parsed command line.
         answer: what rank 0 does with the model.
     """
+    shares = shares_of(arguments.tensor_parallel, process)
     processes.join(process, PATIENCE)
-    everyone = distributed.group.WORLD
-    assert everyone
+    arguments.model = gather(arguments.model)[0]  # where none is given, hosts may find different ones
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    failure, shares = None, arguments.tensor_parallel
-    with RankMonitor(process, 0 if shares else stage_of(process), timeout_minutes=0):
+    failure = None
+    with RankMonitor(process, stage_of(process, shares), timeout_minutes=0):
         handle_signals(process)
-        with agreed():
-            model = (
-                load_share(arguments.model, everyone, dtype, DEVICE)
-                if shares
-                else load_stage(arguments.model, dtype, process)
-            )
-        passes = TensorParallelPasses(model, process) if shares else StagedPasses(model, process)
+        passes = StagedPasses(load_stage(arguments.model, dtype, process, shares, arguments.adapter), process, shares)
         if process.rank:
             passes.follow()
         else:
@@ -179,15 +167,44 @@ def handle_signals(process: ProcessInfo) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(REPORTED))
 
 
-def stage_of(process: ProcessInfo) -> int:
+def shares_of(asked: int | None, process: ProcessInfo) -> int:
+    """Return how many ranks share a stage: as many as asked for, all with 0, one without `--tensor-parallel`.
+
+    Raises:
+        ConfigError: they do not divide the processes.
+    """
+    shares = 1 if asked is None else asked or process.world_size
+    if process.world_size % shares:
+        raise ConfigError(
+            f"--tensor-parallel: expected a divisor of {process.world_size}, the processes; found {shares}"
+        )
+    return shares
+
+
+def stage_of(process: ProcessInfo, shares: int = 1) -> int:
     """Return the stage that a process holds."""
-    return process.world_size - 1 - process.rank
+    return (process.world_size - 1 - process.rank) // shares
 
 
-def load_stage(folder: str | Path, dtype: torch.dtype | None, process: ProcessInfo) -> CausalLM:
-    """Load the layers of this process's stage."""
-    ranges = layer_ranges(divide(read_spec(resolve(folder)), process.world_size))
-    return load_model(folder, dtype, DEVICE, range(*ranges[stage_of(process)]))
+def load_stage(
+    folder: str | Path,
+    dtype: torch.dtype | None,
+    process: ProcessInfo,
+    shares: int = 1,
+    adapter: str | None = None,
+) -> CausalLM:
+    """Load the layers of this process's stage, or its share of them; all ranks call it together.
+
+    Raises:
+        RunRefused: on every rank, if some rank cannot.
+    """
+    group = distributed.new_subgroups(shares)[0]
+    with agreed():
+        ranges = layer_ranges(divide(read_spec(resolve(folder, adapter=True)), process.world_size // shares))
+        layers = range(*ranges[stage_of(process, shares)])
+        if shares > 1:
+            return load_share(folder, group, dtype, DEVICE, layers, adapter)
+        return load_model(folder, dtype, DEVICE, layers, adapter)
 
 
 def divide(spec: ModelSpec, stages: int) -> list[int]:
@@ -196,7 +213,7 @@ def divide(spec: ModelSpec, stages: int) -> list[int]:
     parts = best_split(weights, stages, lambda *_: True)
     if parts is None:
         raise ConfigError(
-            f"{stages} processes for a model of {spec.n_layers} layers (embedding, {spec.n_blocks} blocks and head); "
+            f"{stages} stages for a model of {spec.n_layers} layers (embedding, {spec.n_blocks} blocks and head); "
             f"expected at most {spec.n_layers}"
         )
     return parts

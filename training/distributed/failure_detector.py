@@ -80,7 +80,7 @@ class FailureDetector:
         """Note progress of the run."""
         self._marked = (time.monotonic(), what)
 
-    def rest(self) -> None:
+    def expect_no_marks(self) -> None:
         """Expect no further mark."""
         self._marked = None
 

@@ -72,7 +72,7 @@ class Links(BaseModel):
         """Write them into the run's folder, atomically."""
         replace_text(folder / FILE, self.model_dump_json(indent=2) + "\n")
 
-    def fit(self, topology: ModelTopo) -> bool:
+    def fits(self, topology: ModelTopo) -> bool:
         """Whether they are of a run with as many stages and replicas."""
         sums = topology.stages if topology.replicas > 1 else 0
         return len(self.stages) == topology.stages - 1 and len(self.sums) == sums

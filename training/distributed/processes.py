@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 import psutil
 
-from common import early_signals
+from common import early_signals, phases
 from common.early_signals import REQUESTS
 from training.config.model_topo import ModelTopo
 from training.distributed import freed_memory
@@ -179,6 +179,7 @@ def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> 
     else:
         get_accelerator().set_device(process.local_rank)
         check_wheel()
+    phases.enter("waiting for all processes")
     try:
         store = meet(process.rank, process.world_size, process.local_size, patience)
         deepspeed.init_distributed(verbose=False, timeout=patience)

@@ -80,30 +80,22 @@ class RankMonitor:
         self._thread.start()
 
     def hold(self, folder: Path, disk: Disk) -> None:
-        """Take the lease of the run's folder until the end of the run, for all ranks of a disk.
-
-        Raises:
-            ConfigError: another run has it, or it cannot be written.
-        """
+        """Take the lease of the run's folder until the end of the run, for all ranks of a disk."""
         if disk.owns_folder:
             self._lease = take_folder(folder, self._report)
             self._folder = folder
 
     def mark(self, what: str) -> None:
-        """Note progress of the run; rank 0's counts, as each step needs all ranks.
-
-        Raises:
-            ConfigError: another run has taken over the folder.
-        """
+        """Note progress, which rank 0 does for all; raise a ConfigError if another run has taken over the folder."""
         if self._detector:
             self._detector.mark(what)
         if self._lease and (successor := self._lease.successor()):
             raise taken_over(self._folder, successor)
 
-    def rest(self) -> None:
+    def expect_no_marks(self) -> None:
         """Expect no further mark; a rank that dies is noticed all the same."""
         if self._detector:
-            self._detector.rest()
+            self._detector.expect_no_marks()
 
     def __enter__(self) -> RankMonitor:
         return self
@@ -183,13 +175,10 @@ def current_position(device: int) -> Report:
 
 
 def take_folder(folder: Path, lost: Callable[[ConfigError], object]) -> Lease:
-    """Take the lease of a run's folder; wait while its holder may be dead.
+    """Take the lease of a run's folder, or raise a ConfigError; wait while its holder may be dead.
 
     Args:
         lost: called in another thread when another run has taken over.
-
-    Raises:
-        ConfigError: another run has it, or the folder cannot be written.
     """
     lease = Lease(folder, LEASE, lambda successor: lost(taken_over(folder, successor)))
     waits = False

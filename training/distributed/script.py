@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import early_signals
+from common import early_signals, phases
 from common.early_signals import REQUESTS
 from training.config.yaml_file import Config
 from training.distributed import processes
@@ -19,7 +19,7 @@ from training.distributed.placement import choose_axes
 from training.distributed.processes import LAUNCHER_GONE, ProcessInfo
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.agent import RUN
-from training.launch.start import launch
+from training.launch.start import announce, launch
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -43,11 +43,19 @@ def run_or_launch(
             f"expected python {Path(sys.argv[0]).name}, for several machines with --hostfile, or max_restarts: 0"
         )
     early_signals.note(config.preemption_signals)
+    if process.rank == 0 and RUN not in os.environ:
+        announce(process.world_size, "" if process.local_size == process.world_size else "on several machines")
+    phases.enter("importing torch and DeepSpeed", first=True)
     from training.distributed.rank_monitor import RankMonitor  # takes seconds
 
     # The failure detector must find a hang, and name the rank, before the process group gives up.
     patience = timedelta(minutes=max(30, 2 * config.timeout_minutes))
     processes.start(process, config.model_topo, patience, config.ports.meeting)
+    if process.rank == 0:
+        import torch
+
+        on_gpu = torch.cuda.is_available()
+        print(f"devices: {f'{process.local_size} x {torch.cuda.get_device_name()}' if on_gpu else 'CPU'}", flush=True)
     config, lines = choose_axes(config, processes.gather(socket.gethostname()))
     if process.rank == 0 and lines:
         print("\n".join(lines), flush=True)

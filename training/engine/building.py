@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from models.block_options import BlockOptions
-from models.checkpoint.source import open_source
-from models.loading import LayerStates, SeededStates
 from models.loss import micro_batch_loss
 from models.process_groups import ONE_RANK, RankGroup, RankGroups
 from models.spec import ModelSpec
@@ -26,11 +24,11 @@ from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.communication import among_members
 from training.distributed.processes import agreed
-from training.engine.clipping import clip_in_update
-from training.engine.gradient_sums import sum_without_copies
+from training.engine.gradients import clip_in_update, sum_without_copies
 from training.errors import ConfigError
 from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
+from training.trained import initial_states
 
 
 def build_engine(
@@ -53,7 +51,7 @@ def build_engine(
         check_gpu(config)
         check_device(config)
         router_weight = router_loss_weight(config, spec)
-        states: LayerStates = SeededStates(spec, config.seed) if config.from_scratch else open_source(folder, spec)
+        states = initial_states(config, spec, folder)
         # Building the model communicates, so every rank checks its weights before any begins.
         for layer in layers:
             states.check_layer(layer)

@@ -23,11 +23,9 @@ from training.distributed.disk import Disk
 from training.distributed.gpu_progress import followed
 from training.distributed.processes import gather
 from training.engine.building import build_engine, copy_to_cpu, make_groups
-from training.engine.dualpipev import VScheduleEngine
-from training.engine.prefetch import Sent
-from training.engine.replica_sums import sum_while_computing
-from training.engine.stage_engine import StageEngine
-from training.engine.trainer import Trainer
+from training.engine.replica_sums import ReplicaSums
+from training.engine.stage_engine import StageEngine, VScheduleEngine
+from training.engine.trainer import Sent, Trainer
 from training.topology import Division
 
 
@@ -62,7 +60,7 @@ class PipelineTrainer(Trainer):
         engine = build_engine(config, spec, folder, layers, make_model, division, groups)
         trainer = cls(engine_class.adopt(engine), groups)
         if config.sums_while_computing:
-            sum_while_computing(engine)
+            ReplicaSums(engine)
         return trainer
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:

@@ -20,7 +20,6 @@ over their stages, so this weight comes last. The host never waits.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from itertools import accumulate
 from typing import Any
@@ -32,24 +31,40 @@ from torch import Tensor, distributed
 from training.distributed.communication import wait
 
 
-class ReplicaSums(ABC):
-    """The gradient sums of a rank in one step: started and still to start.
+class ReplicaSums:
+    """The gradient sums of a rank in one step: started and still to start; replaces DeepSpeed's own.
 
-    Attributes:
-        places: weight -> parameter group, and the weight's offset in it.
-        sizes: elements of a replica's partition of each group.
+    BF16_Optimizer adds each parameter group's gradients up in one fp32 tensor; DeepSpeedZeroOptimizer, in fp32 and
+    fp16, leaves them where autograd puts them.
     """
 
-    places: dict[Tensor, tuple[int, int]]
-    sizes: list[int]
-
     def __init__(self, engine: Any) -> None:
-        self.engine, self.optimizer, module = engine, engine.optimizer, engine.module
-        self.replicas = self.optimizer.dp_process_group
-        self.rank = distributed.get_rank(self.replicas)
-        self.replace_deepspeed()
+        self._engine, self._optimizer, module = engine, engine.optimizer, engine.module
+        optimizer, self._bf16 = engine.optimizer, isinstance(engine.optimizer, BF16_Optimizer)
+        self._replicas = optimizer.dp_process_group
+        self._rank = distributed.get_rank(self._replicas)
+        if self._bf16:
+            groups = optimizer.bf16_groups
+            offsets = [accumulate((weight.numel() for weight in weights), initial=0) for weights in groups]
+            self._sizes = [partitions[0].numel() for partitions in optimizer.bf16_partitioned_groups]
+            every_gradient = optimizer.get_grads_for_norm
+            engine._bf16_reduce_grads = self._finish
+            optimizer.get_grads_for_norm = lambda for_clipping=False: (
+                every_gradient(for_clipping=True) if for_clipping else ([self._norm], {})
+            )
+        else:
+            groups, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
+            self._sizes = optimizer.partition_size
+            optimizer.setup_buckets = optimizer.reduce_ipg_grads = lambda: None
+            optimizer.reduce_gradients = lambda pipeline_parallel: self._finish()
+        # weight -> its parameter group, its number there, and where it begins in the group's flat tensor
+        self._places: dict[Tensor, tuple[int, int, int]] = {
+            weight: (group, number, begin)
+            for group, weights in enumerate(groups)
+            for number, (weight, begin) in enumerate(zip(weights, offsets[group], strict=False))
+        }
         tied = dict(module.get_tied_weights_and_groups())
-        backwards = [weight for weight in reversed(list(module.parameters())) if weight in self.places]
+        backwards = [weight for weight in reversed(list(module.parameters())) if weight in self._places]
         self._order: list[Tensor] = sorted(backwards, key=lambda weight: weight in tied)
         # A weight gets one gradient per micro-batch from each chunk of layers that has it.
         chunks = getattr(module, "phase_funcs", [module.forward_funcs])
@@ -58,31 +73,6 @@ class ReplicaSums(ABC):
         self._begin_step()
         for weight in backwards:
             weight.register_post_accumulate_grad_hook(self._arrived)  # after DeepSpeed's, which adds it up
-
-    @abstractmethod
-    def replace_deepspeed(self) -> None:
-        """Set `places` and `sizes`, and make DeepSpeed call `finish` instead of its own sums."""
-
-    @abstractmethod
-    def gradient(self, weight: Tensor) -> Tensor:
-        """Return the tensor that the optimizer reads as a weight's gradient; zeros if it has none."""
-
-    def finish(self) -> list[Tensor]:
-        """Start the remaining sums, wait for all, and write those of this partition over its gradients.
-
-        Returns:
-            The sums, without the second end of a tied weight.
-        """
-        while self._started < len(self._order):
-            self._start_next()
-        for reduced in self._in_flight:
-            wait(reduced)
-        for _, gradient, total in self._own:
-            if gradient.dtype != total.dtype:
-                gradient.copy_(total)
-        summed = [gradient for weight, gradient, _ in self._own if not weight.ds_pipe_replicated]
-        self._begin_step()
-        return summed
 
     def _begin_step(self) -> None:
         self._arrivals: Counter[Tensor] = Counter()
@@ -98,85 +88,47 @@ class ReplicaSums(ABC):
             self._start_next()
 
     def _complete(self, weight: Tensor, and_more: int = 0) -> bool:
-        return self._arrivals[weight] >= self._in_micro_batch[weight] * self.engine.micro_batches + and_more
+        return self._arrivals[weight] >= self._in_micro_batch[weight] * self._engine.micro_batches + and_more
 
     @torch.no_grad()
     def _start_next(self) -> None:
         weight = self._order[self._started]
         self._started += 1
-        (group, begin), gradient = self.places[weight], self.gradient(weight).view(-1)
-        size, end = self.sizes[group], begin + len(gradient)
-        sent = gradient.to(self.engine.communication_data_type).div_(self.replicas.size())
+        group, number, begin = self._places[weight]
+        gradient = self._gradient(weight, group, number).view(-1)
+        size, end = self._sizes[group], begin + len(gradient)
+        sent = gradient.to(self._engine.communication_data_type).div_(self._replicas.size())
         for owner in range(begin // size, (end - 1) // size + 1):
             part = slice(max(0, owner * size - begin), (owner + 1) * size - begin)
-            self._in_flight.append(distributed.reduce(sent[part], group=self.replicas, group_dst=owner, async_op=True))
-            if owner == self.rank:
+            self._in_flight.append(distributed.reduce(sent[part], group=self._replicas, group_dst=owner, async_op=True))
+            if owner == self._rank:
                 self._own.append((weight, gradient[part], sent[part]))
 
-
-class Bf16ReplicaSums(ReplicaSums):
-    """For BF16_Optimizer, which adds each parameter group's gradients up in one fp32 tensor."""
-
-    def replace_deepspeed(self) -> None:
-        optimizer = self.optimizer
-        self.sizes = [partitions[0].numel() for partitions in optimizer.bf16_partitioned_groups]
-        self._numbers = {weight: number for weights in optimizer.bf16_groups for number, weight in enumerate(weights)}
-        self.places = {
-            weight: (group, begin)
-            for group, weights in enumerate(optimizer.bf16_groups)
-            for weight, begin in zip(weights, accumulate(map(Tensor.numel, weights), initial=0), strict=False)
-        }
-        everything = optimizer.get_grads_for_norm
-        summed: list[Tensor] = []
-
-        def reduce() -> None:
-            summed[:] = self.finish()
-
-        def for_norm(for_clipping: bool = False) -> Any:
-            return everything(for_clipping=True) if for_clipping else ([self._norm(summed)], {})
-
-        self.engine._bf16_reduce_grads, optimizer.get_grads_for_norm = reduce, for_norm
-
-    def gradient(self, weight: Tensor) -> Tensor:
-        group, number = self.places[weight][0], self._numbers[weight]
-        gradient: Tensor = self.optimizer.fp32_groups_gradients[group][number]
-        return gradient if self.optimizer.fp32_groups_has_gradients[group][number] else gradient.zero_()
-
-    def _norm(self, summed: list[Tensor]) -> Tensor:
-        """Return the norm over the partitions of all replicas of this stage."""
-        squares = torch.zeros((), device=self.engine.device)
-        for gradient in summed:
-            squares += gradient.norm().square()
-        distributed.all_reduce(squares, group=self.replicas)
-        return squares.sqrt()
-
-
-class ZeroReplicaSums(ReplicaSums):
-    """For DeepSpeedZeroOptimizer, in fp32 and fp16, which leaves gradients where autograd puts them."""
-
-    def replace_deepspeed(self) -> None:
-        optimizer = self.optimizer
-        self.sizes = optimizer.partition_size
-        self.places = {
-            weight: (group, begin)
-            for group, weights in enumerate(optimizer.round_robin_bit16_groups)
-            for weight, begin in zip(weights, optimizer.round_robin_bit16_offsets[group], strict=True)
-        }
-        optimizer.setup_buckets = optimizer.reduce_ipg_grads = lambda: None
-        optimizer.reduce_gradients = lambda pipeline_parallel: self.finish()
-
-    def gradient(self, weight: Tensor) -> Tensor:
+    def _gradient(self, weight: Tensor, group: int, number: int) -> Tensor:
+        """Return the tensor that the optimizer reads as a weight's gradient; zeros if it has none."""
+        if self._bf16:
+            gradient: Tensor = self._optimizer.fp32_groups_gradients[group][number]
+            return gradient if self._optimizer.fp32_groups_has_gradients[group][number] else gradient.zero_()
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         return weight.grad
 
-    def finish(self) -> list[Tensor]:
-        summed = super().finish()
-        self.optimizer.overlapping_partition_gradients_reduce_epilogue()
-        return summed
-
-
-def sum_while_computing(engine: Any) -> None:
-    """Make the replicas of a pipeline stage sum this way."""
-    sums = Bf16ReplicaSums if isinstance(engine.optimizer, BF16_Optimizer) else ZeroReplicaSums
-    sums(engine)
+    def _finish(self) -> None:
+        """Start the remaining sums, wait for all, and write those of this partition over its gradients."""
+        while self._started < len(self._order):
+            self._start_next()
+        for reduced in self._in_flight:
+            wait(reduced)
+        for _, gradient, total in self._own:
+            if gradient.dtype != total.dtype:
+                gradient.copy_(total)
+        if self._bf16:
+            squares = torch.zeros((), device=self._engine.device)
+            for weight, gradient, _ in self._own:
+                if not weight.ds_pipe_replicated:
+                    squares += gradient.norm().square()
+            distributed.all_reduce(squares, group=self._replicas)
+            self._norm = squares.sqrt()
+        else:
+            self._optimizer.overlapping_partition_gradients_reduce_epilogue()
+        self._begin_step()

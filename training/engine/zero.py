@@ -25,7 +25,7 @@ from training.config.deepspeed_config import deepspeed_config
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.engine.building import build_engine, copy_to_cpu, make_groups
-from training.engine.clipping import clip
+from training.engine.gradients import clip
 from training.engine.trainer import Trainer
 from training.topology import Division
 

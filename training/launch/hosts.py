@@ -43,11 +43,7 @@ EXPECTED = {  # part of ssh's message -> what was expected
 
 
 def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]:
-    """Read the slots of each host as DeepSpeed's launcher does.
-
-    Raises:
-        ConfigError: the file or a filter is wrong, or leaves no slot.
-    """
+    """Read the slots of each host as DeepSpeed's launcher does."""
     from deepspeed.launcher import runner
 
     runner.logger.setLevel("CRITICAL")  # it would print the whole file
@@ -72,7 +68,7 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
     return {host: slots for host, slots in chosen.items() if slots}
 
 
-def exported() -> dict[str, str]:
+def exported_variables() -> dict[str, str]:
     """Return the variables for every host: what DeepSpeed's launcher exports, gloo's, OpenMP's, `.deepspeed_env`."""
     from deepspeed.launcher import runner
 

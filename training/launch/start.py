@@ -11,9 +11,10 @@ from contextlib import suppress
 from typing import NoReturn
 
 from common import early_signals
+from common.quantities import counted
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.launch.hosts import PREFIX, exported
+from training.launch.hosts import PREFIX, exported_variables
 from training.launch.slurm import requeue
 from training.launch.supervisor import JOB, Shape
 
@@ -31,14 +32,10 @@ def launch(
     Args:
         hosts: None for this machine.
         reload: returns the config with one more override, with which a run goes on over fewer hosts.
-
-    Raises:
-        ConfigError: the hosts have more or fewer slots, or this machine has too few GPUs or cores.
     """
     grid, processes = config.model_topo.process_topology, config.model_topo.processes
     early_signals.note(config.preemption_signals)
-    where = f"on {', '.join(hosts)}" if hosts else "on this host"
-    print(f"starting {processes} process{'es' * (processes > 1)} {where}; loading takes a while", flush=True)
+    announce(processes, f"on {', '.join(hosts)}" if hosts else "")
     if hosts is None:
         check_machine(config)
         name_accelerator()
@@ -54,22 +51,30 @@ def launch(
             override = f"model_topo.process_topology.dims={dims}"
             with suppress(ConfigError):  # such as a batch that these replicas cannot share
                 shapes.append((reload(override).model_topo.processes, [override], f"dims {dims}"))
+    signals = [signal.Signals[name] for name in config.preemption_signals]
     job = {
-        "environment": exported() if hosts else {},
+        "environment": exported_variables() if hosts else {},
         "hosts": hosts or {"": list(range(processes))},
         "shapes": shapes,
         "save_path": config.save_path,
         "max_restarts": config.max_restarts,
         "patience": config.timeout_minutes * 60,
-        "signals": [signal.Signals[name] for name in config.preemption_signals],
+        "signals": signals,
         "port": config.ports.meeting,
     }
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*early_signals.ALL, *signals})  # until the supervisor heeds them
     if early_signals.received:
         requeue()
         early_signals.leave(early_signals.received[0])
     sys.stdout.flush()
     os.environ[JOB] = json.dumps(job)  # not in the arguments, as .deepspeed_env may hold secrets
     os.execv(sys.executable, [sys.executable, "-c", SUPERVISOR, *sys.argv])
+
+
+def announce(processes: int, where: str = "") -> None:
+    """Say what starts, and where, if not on this machine alone; before all that takes seconds to import."""
+    cores = counted(len(os.sched_getaffinity(0)), "core")
+    print(f"start: {counted(processes, 'process')} {where or f'on this machine ({cores})'}", flush=True)
 
 
 def name_accelerator() -> None:

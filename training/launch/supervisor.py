@@ -24,9 +24,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from common import early_signals
 from training.errors import EXIT_CODE, INTERRUPTED, ConfigError, print_to_stderr
 from training.launch.agent import FAILED, FAREWELL, POLL
 from training.launch.hosts import Answer, inspect_hosts, start_agent
+from training.launch.slurm import requeue
 
 JOB = "PIPETUNE_JOB"  # in the environment: a `Job` without its command, as JSON
 # Exit codes of ranks that somebody has asked to save and leave.
@@ -79,6 +81,7 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *job.signals):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, lambda number, _: self._requests.append(number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*early_signals.ALL, *job.signals})  # blocked by `launch`
 
     def supervise(self) -> int:
         """Return the exit code of the run, or of its last start."""
@@ -88,6 +91,7 @@ class Supervisor:
         except ConfigError as error:
             print_to_stderr(f"error: {error}")
             return EXIT_CODE
+        self._leave_if_asked()
         while True:
             host, code = self._attempt(hosts, shape)
             if code and self._requests:
@@ -122,17 +126,21 @@ class Supervisor:
                 f"{self._ended_at - self._failed_at:.1f} s; it goes on with {shape[2]}{where}"
             )
 
+    def _leave_if_asked(self) -> None:
+        """Leave with a line, before there are ranks to ask."""
+        if self._requests:
+            if self._requests[0] in self._job.signals:
+                requeue()
+            early_signals.leave(self._requests[0])
+
     def _inspect(self) -> dict[str, Answer | str]:
         return inspect_hosts(list(self._job.hosts), self._run, self._job.save_path)
 
     def _choose_hosts(self, patience: float) -> tuple[dict[str, Answer], Shape]:
-        """Choose the hosts to run on, and the topology.
+        """Choose the hosts to run on, and the topology; raise a ConfigError with those that do not answer.
 
         Args:
             patience: seconds to wait for hosts that do not answer; 0: all have to.
-
-        Raises:
-            ConfigError: there are none; which hosts do not answer, and why.
         """
         job, begin, waits = self._job, time.monotonic(), False
         while True:

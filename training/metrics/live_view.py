@@ -26,12 +26,7 @@ LEVELS, ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
 
 
 class LiveView:
-    """A view at the bottom of a console; other output goes above it.
-
-    Args:
-        total_steps: of the whole run.
-        parts: layers of each stage.
-    """
+    """A view at the bottom of a console; other output goes above it. `parts` are the layers of each stage."""
 
     def __init__(self, console: Console, total_steps: int, parts: Sequence[int]) -> None:
         self._console, self._total, self._parts = console, total_steps, parts
@@ -43,11 +38,7 @@ class LiveView:
         terminal.live_views.append(self)
 
     def show(self, metrics: StepMetrics, left: str) -> None:
-        """Show a step.
-
-        Args:
-            left: time until the end of the run, as text.
-        """
+        """Show a step, and `left`, the time until the end of the run."""
         self._losses.append(metrics.loss)
         now = time.monotonic()
         if now - self._drawn >= BETWEEN or metrics.step == self._total:

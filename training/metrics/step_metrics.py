@@ -21,7 +21,7 @@ class StepMetrics:
         tokens_per_s: of all processes.
         seconds: wall time of the step.
         mfu: share of the devices' peak FLOP/s that the model used; None if the peak is unknown.
-        times: part of the step -> seconds of rank 0 since the line before (`training.engine.timings`).
+        times: part of the step -> seconds of rank 0 since the line before (`training.engine.trainer`).
         peak_memory: peak bytes so far of each stage's largest process.
     """
 

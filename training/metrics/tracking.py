@@ -26,7 +26,7 @@ FLUSH_SECONDS = 10  # lag of TensorBoard's curves, and the most a kill can lose
 
 
 class Tracker(Protocol):
-    """Draws curves; `name` appears in messages."""
+    """Draws curves; `name` is for messages."""
 
     name: str
 
@@ -47,8 +47,8 @@ class TensorBoardWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         # On a full disk it ends with a traceback on the terminal; the writer raises the same, now or when it is used.
-        told = threading.excepthook
-        threading.excepthook = lambda failure: None if isinstance(failure.thread, _AsyncWriterThread) else told(failure)
+        hook = threading.excepthook
+        threading.excepthook = lambda failure: None if isinstance(failure.thread, _AsyncWriterThread) else hook(failure)
         hidden_from = first_step if first_step > 1 else 0  # a new run may have evaluated before its first step
         self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=hidden_from, flush_secs=FLUSH_SECONDS)
 
@@ -103,10 +103,6 @@ class WandBWriter:
 
 def open_trackers(config: TrainConfig, folder: Path, first_step: int) -> list[Tracker]:
     """Open the trackers that the config enables, on the rank that reports.
-
-    Args:
-        folder: the run's folder.
-        first_step: the next step; above 1 in a resumed run.
 
     Raises:
         ConfigError: a tracker cannot be used.

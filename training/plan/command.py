@@ -41,6 +41,7 @@ from training.plan.inputs import MEASURED_FILE, Basis, Workload
 from training.plan.plan import ERROR, Plan
 from training.plan.search import Advice, Feed, advise, feed_of, search
 from training.plan.timing import calibrate
+from training.trained import with_trained
 
 DOES_NOT_FIT = 1
 WIDTH = 160  # columns of a plan that is written to a file
@@ -67,7 +68,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     shape = shape_of(config.model_path)
     folder = Path(config.model_path) if shape else resolve(config.model_path)
-    spec = _read_spec(folder, shape, log)
+    spec = with_trained(_read_spec(folder, shape, log), config)
     check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     if arguments.devices:

@@ -37,7 +37,7 @@ PAIRS = 0.5  # of query and key, that a causal mask leaves
 LOGIT = 36  # from a logit to its gradient, in nine passes over fp32 (`models.lean_loss`)
 ROUNDED = 6  # to give that gradient 16 bits
 HEAD_GRADIENT = 14  # to scale the gradient of the head's weights, which is fp32, and round it
-FP32_SUM = 10  # to add a 16-bit gradient to a sum in fp32 (`training.engine.gradient_sums`)
+FP32_SUM = 10  # to add a 16-bit gradient to a sum in fp32 (`training.engine.gradients`)
 PRODUCT_SUM = 6  # to let the gradient's product do it: the sum is read and written, and no 16-bit gradient is
 UPDATE = 42  # a parameter in AdamW's step: 28 the update, 4 its clipped gradient, 6 the 16-bit weight, 4 the norm
 CLIPPED = 4  # more in main memory, where clipping is a pass of its own
@@ -138,7 +138,7 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     update /= config.model_topo.replicas if config.zero_optimization.stage else 1
     times = []
     for number, kind in enumerate(kinds):
-        weights = basis.parameters[number]
+        weights = basis.trained[number]
         forward, backward = passes[kind]
         backward += Spent(sums=weights * _sum_bytes(basis, number, device) / device.bandwidth)
         if calibrated:
@@ -203,7 +203,7 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
     if layer == spec.n_layers - 1:
         forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
-        head = basis.shapes(layer)[HEAD_WEIGHT].numel()
+        head = basis.shapes(layer)[HEAD_WEIGHT].numel() if HEAD_WEIGHT in basis.trained_names[layer] else 0
         backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
     return forward, backward
 

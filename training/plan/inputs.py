@@ -269,7 +269,7 @@ class Basis:
     @property
     def measured_links(self) -> Links | None:
         """Links measured for this number of stages and replicas."""
-        return self.links if self.links and not self.named and self.links.fit(self.config.model_topo) else None
+        return self.links if self.links and not self.named and self.links.fits(self.config.model_topo) else None
 
     @property
     def fabric(self) -> Fabric:
@@ -288,6 +288,22 @@ class Basis:
     def parameters(self) -> list[int]:
         """Parameters of each layer on one rank."""
         return [sum(map(prod, self.shapes(layer).values())) for layer in range(self.spec.n_layers)]
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """Parameters of each layer that are trained, on one rank."""
+        return [sum(prod(self.shapes(layer)[name]) for name in names) for layer, names in enumerate(self.trained_names)]
+
+    @cached_property
+    def trained_names(self) -> list[list[str]]:
+        """Names of each layer's weights that are trained."""
+        return [self.once(ModelSpec.trained_names, layer) for layer in range(self.spec.n_layers)]
+
+    @cached_property
+    def packed(self) -> list[list[int]]:
+        """Sizes of each layer's weights that are held in 4 bits, on one rank."""
+        names = [self.once(ModelSpec.packed_names, layer) for layer in range(self.spec.n_layers)]
+        return [[prod(self.shapes(layer)[name]) for name in each] for layer, each in enumerate(names)]
 
     def transfers(self, size: float) -> list[float]:
         """Return seconds of a message of `size` bytes from each stage to the next."""

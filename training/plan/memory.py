@@ -26,12 +26,13 @@ import torch
 from models.costs import LayerCase, Saved, saved_by
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
+from models.quantized_base import BYTES as PACKED_BYTES
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.optimizer.optimizers import PIECE
 from training.plan.inputs import Basis, layer_kinds
 from training.plan.partition import LayerRange, layers_of
-from training.schedule.simulation import count_in_flight
+from training.schedule.simulation import moments_in_flight
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
@@ -142,41 +143,50 @@ class MemoryModel:
         self._tokens = basis.share.rows * basis.share.longest
         self._hidden = self._tokens * basis.spec.config.hidden_size * self._itemsize  # bytes of hidden states
         self._head = basis.spec.n_layers - 1
-        shapes = map(basis.shapes, range(basis.spec.n_layers))
-        self._largest = [max(map(prod, each.values())) for each in shapes]  # elements of each layer's largest weight
+        shapes = [basis.shapes(layer) for layer in range(basis.spec.n_layers)]
+        trained = [[prod(shapes[layer][name]) for name in names] for layer, names in enumerate(basis.trained_names)]
+        self._largest = [max(sizes, default=0) for sizes in trained]  # elements of each layer's largest trained weight
+        self._widest = [max(map(prod, each.values())) for each in shapes]  # and of its largest weight
         self._weights = [0, *accumulate(basis.parameters)]  # cumulative parameter count
+        self._trained = [0, *accumulate(basis.trained)]  # of those that are trained
+        self._packed = [0, *accumulate(map(sum, basis.packed))]  # of those that are held in 4 bits
         kept, self._offloaded = kept_bytes(basis)
         self._inside = [0, *accumulate(kept)]  # cumulative bytes
         ranks, beyond = basis.config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
-        # For each rank its worst moments: per chunk the micro-batches kept whole, and those whose weights wait.
-        found = count_in_flight(basis.schedule, ranks, basis.micro_batches)
+        # For each rank and moment: per chunk the micro-batches kept whole, and those whose weights wait.
+        found = moments_in_flight(basis.schedule, ranks, basis.micro_batches)
         self._moments = [numpy.array(moments, dtype=numpy.int64).reshape(len(moments), -1) for moments in found]
         self._of_chunk = cache(self._chunk)
 
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
         """Return the memory of a rank with these layers: one range, or two with the V schedule."""
         states = self._states
-        held = sum(self._weights[end] - self._weights[begin] for begin, end in ranges)
+        sums = self._weights, self._trained, self._packed
+        held, trained, packed = (sum(each[end] - each[begin] for begin, end in ranges) for each in sums)
         if self._spec.tied and {0, self._head} <= {layer for b, e in ranges for layer in (b, e - 1)}:
-            held -= self._basis.shapes(0)[EMBEDDING_WEIGHT].numel()  # both ends are one parameter
+            twice = self._basis.shapes(0)[EMBEDDING_WEIGHT].numel()  # both ends are one parameter
+            held -= twice
+            trained -= twice if EMBEDDING_WEIGHT in self._basis.trained_names[0] else 0
         kept, waiting, temporary, offloaded = zip(*(self._of_chunk(*each) for each in ranges), strict=True)
         counted = [number for each in zip(kept, waiting, strict=True) for number in each]
         activations = int(self._moments[rank].dot(counted).max())
         activations += max(temporary) + sum(offloaded)  # on its way back, for the next block
         update = max(self._largest) * self._itemsize if states.host else 0
-        optimizer = int(held * states.optimizer)
-        working = int(states.working * min(held, PIECE))
-        bucket = int(states.bucket * (states.bucket_size if self._device.reserves else min(held, states.bucket_size)))
-        host = int(held * states.host)
+        optimizer = int(trained * states.optimizer)
+        working = int(states.working * min(trained, PIECE))
+        bucket = int(
+            states.bucket * (states.bucket_size if self._device.reserves else min(trained, states.bucket_size))
+        )
+        host = int(trained * states.host)
         if self._device.memory is None and not self._device.reserves:  # on a CPU all of it is main memory
             optimizer, host = optimizer + host, 0
         return StageMemory(
-            weights=int(held * states.weight),
-            gradients=int(held * states.gradient),
+            weights=int((held - packed) * states.weight + packed * PACKED_BYTES),
+            gradients=int(trained * states.gradient),
             optimizer=optimizer,
             activations=activations + update,
-            step=max(int(held * states.step) + working, bucket) + update,
+            step=max(int(trained * states.step) + working, bucket) + update,
             host=host,
             beyond=self._beyond[rank],
         )
@@ -216,9 +226,10 @@ class MemoryModel:
         arriving = self._itemsize * max(self._largest[begin : min(end, self._head)], default=0)
         if self._basis.in_fp8:
             compiled = self._config.compiles(self._device.ampere, experts=False)
-            factor = max((max(self._saved[b].largest // self._itemsize, self._largest[b]) for b in blocks), default=0)
+            factor = max((max(self._saved[b].largest // self._itemsize, self._widest[b]) for b in blocks), default=0)
             backward += factor * (FP8_COMPILED if compiled else FP8_EAGER)
-        return max(again + backward + arriving, self._loss() if end > self._head else 0)
+        widened = self._itemsize * max((sum(self._basis.packed[block]) for block in blocks), default=0)
+        return max(again + backward + arriving + widened, self._loss() if end > self._head else 0)
 
     def _loss(self) -> int:
         """Return temporary bytes of the loss, beside the normalised hidden states."""
@@ -228,5 +239,6 @@ class MemoryModel:
         copies = 1.0 + (0.5 if self._itemsize == 2 else 0.0)  # with their gradient in 16 bits
         if getattr(self._spec.config, "final_logit_softcapping", None):
             copies += 1
-        rounded = shape.numel() * self._itemsize if self._itemsize == 2 else 0  # when the backward pass hands it on
-        return max(int(chunk * copies), rounded) + 4 * shape.numel() + tokens * shape[1] * (self._itemsize + 4)
+        summed = shape.numel() if HEAD_WEIGHT in self._basis.trained_names[self._head] else 0
+        rounded = summed * self._itemsize if self._itemsize == 2 else 0  # when the backward pass hands it on
+        return max(int(chunk * copies), rounded) + 4 * summed + tokens * shape[1] * (self._itemsize + 4)

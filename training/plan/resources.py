@@ -47,15 +47,21 @@ def check_resources(config: TrainConfig, spec: ModelSpec, layers: Sequence[int],
     """
     state, replicas = StateBytes.of(config), config.model_topo.replicas
     sharers = config.model_topo.tensor
-    weights = sum(shape.numel() for layer in layers for shape in part_shapes(spec, layer, sharers).values())
-    in_memory = state.host
+    weights = trained = 0
+    for layer in layers:
+        shapes, names = part_shapes(spec, layer, sharers), spec.trained_names(layer)
+        weights += sum(shape.numel() for shape in shapes.values())
+        trained += sum(shapes[name].numel() for name in names)
+    frozen, in_memory = weights - trained, state.host
     if not torch.cuda.is_available():  # ZeRO 2 and 3 shard more than the optimizer
         stage = config.zero_optimization.stage
         in_memory += state.optimizer + state.gradient / (replicas if stage > 1 else 1)
         in_memory += state.weight / (replicas if stage > 2 else 1)
-    share = weights * state.checkpoint(replicas) / replicas
+    kept = frozen * state.weight
+    share = (trained * state.checkpoint(replicas) + (0 if config.lora else kept)) / replicas
     copied = share if config.save_async else 0
-    ranks = gather((socket.gethostname(), disk.host, weights * in_memory + copied, share))
+    in_memory = trained * in_memory + (0 if torch.cuda.is_available() else kept)
+    ranks = gather((socket.gethostname(), disk.host, in_memory + copied, share))
     held = sum(here for host, _, here, _ in ranks if host == socket.gethostname())
     saved = sum(share for _, host, _, share in ranks if host == disk.host)
     with agreed():

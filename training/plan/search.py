@@ -153,7 +153,7 @@ def _divisors(number: int) -> list[int]:
 def _may_fit(basis: Basis) -> bool:
     """Say whether weights, gradients and states would fit if they could be divided evenly."""
     states = StateBytes.of(basis.config)
-    held = sum(basis.parameters) * (states.weight + states.gradient + states.optimizer)
+    held = sum(basis.parameters) * states.weight + sum(basis.trained) * (states.gradient + states.optimizer)
     return basis.device.memory is None or held <= basis.config.model_topo.stages * basis.device.memory
 
 

@@ -50,7 +50,7 @@ from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.config.sections import FP8
 from training.distributed.processes import gather, set_threads
-from training.engine.gradient_sums import add
+from training.engine.gradients import add
 from training.engine.numerics import set_numerics
 from training.metrics.devices import this_device
 from training.optimizer.optimizers import build_optimizer
@@ -177,7 +177,7 @@ def _sum_in_fp32(module: nn.Module) -> None:
         add(total, parameter.grad)
         parameter.grad = None
 
-    for parameter in module.parameters():
+    for parameter in (weight for weight in module.parameters() if weight.requires_grad):
         total = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.register_post_accumulate_grad_hook(partial(take, total))
 

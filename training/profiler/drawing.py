@@ -52,8 +52,8 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
     panel.set_xlabel("seconds")
     panel.set_yticks(range(len(rows)), names)
     panel.invert_yaxis()
-    shown = {span.kind for spans in rows for span in spans}
-    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]
+    drawn = {span.kind for spans in rows for span in spans}
+    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in drawn]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small", frameon=False)
     figure.savefig(path, format="png")
 

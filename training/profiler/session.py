@@ -1,4 +1,4 @@
-"""Record the steps of `profile_steps`, and report on them after the last one.
+"""Record the steps of `profile_steps`, separate waiting from work, and report on them after the last one.
 
 Rank 0 gathers the spans of all ranks, writes timeline.json and timeline.png into the run's folder and logs the bubble.
 Clocks differ between machines, so the ranks compare them once before the first recorded step. Cost: 20 ms for the
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +25,8 @@ from training.callbacks import Callback
 from training.distributed.processes import gather
 from training.plan.partition import held_layers
 from training.profiler.drawing import draw, trace
-from training.profiler.figures import Figures, add_idle_spans
 from training.profiler.recorder import Record, Recorder
+from training.schedule.instructions import WORK
 from training.schedule.walk import Span
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 TRACE_FILE, CHART_FILE = "timeline.json", "timeline.png"
 ROUNDS = 9  # barriers to compare clocks with
+SHORTEST = 1e-5  # seconds; shorter gaps are the engine's own time between instructions
 
 
 class ProfiledSteps(Callback):
@@ -87,7 +90,7 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[Span]]])
     first, last = min(spans), max(spans)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     whole = Figures.from_spans(spans.values())
-    log.print(f"timeline of {steps}: {describe(whole, max(stages) + 1)}")
+    log.print(f"timeline of {steps}: {whole.describe(max(stages) + 1)}")
     names = [f"rank {rank}" for rank in range(len(stages))]
     if run.topology.parts:
         held = held_layers(run.topology.parts, max(stages) + 1)
@@ -106,17 +109,6 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[Span]]])
         log.print(f"timeline: {folder / TRACE_FILE} (for ui.perfetto.dev), {folder / CHART_FILE}")
 
 
-def describe(figures: Figures, ranks: int) -> str:
-    """Describe the bubble and, in a pipeline, the slowest stage."""
-    bubble = f"bubble {figures.bubble:.1%} of {duration(figures.seconds)}"
-    if ranks == 1:
-        return bubble
-    by_rank = figures.by_rank(ranks)
-    slowest = max(by_rank)
-    stage = f"stage {by_rank.index(slowest)} is the slowest, {duration(slowest)} a micro-batch"
-    return f"{bubble}; {stage}, {slowest * ranks / sum(by_rank) - 1:.1%} above the mean"
-
-
 def _clock_offset() -> float:
     """Measure by how many seconds this process's `time.perf_counter` is ahead of rank 0's.
 
@@ -127,3 +119,87 @@ def _clock_offset() -> float:
         torch.distributed.barrier()
         left.append(time.perf_counter())
     return median(mine - theirs for mine, theirs in zip(left, gather(left)[0], strict=True))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over the recorded steps.
+
+    Attributes:
+        seconds: of a step without its optimizer.
+        bubble: share of the ranks' time in which nothing is computed.
+        passes: kind -> seconds of each stage for one micro-batch; `weights` only where they are computed separately.
+    """
+
+    seconds: float
+    bubble: float
+    passes: dict[str, list[float]]
+
+    @classmethod
+    def from_spans(cls, steps: Iterable[Sequence[Sequence[Span]]]) -> Figures:
+        """Average over spans by step and process."""
+        times: dict[str, dict[int, list[float]]] = {}
+        seconds: list[float] = []
+        available = worked = 0.0
+        for rows in steps:
+            spans = [span for row in rows for span in row if span.kind not in ("idle", "optimizer")]
+            seconds.append(max(span.end for span in spans) - min(span.begin for span in spans))
+            available += len(rows) * seconds[-1]
+            for span in spans:
+                if span.kind in WORK:
+                    times.setdefault(span.kind, defaultdict(list))[span.stage].append(span.end - span.begin)
+                    worked += span.end - span.begin
+        passes = {kind: [mean(stages[stage]) for stage in sorted(stages)] for kind, stages in times.items()}
+        return cls(mean(seconds), 1 - worked / available, passes)
+
+    def by_rank(self, ranks: int) -> list[float]:
+        """Return the seconds of all passes of each rank for one micro-batch."""
+        stages = [sum(seconds) for seconds in zip(*self.passes.values(), strict=True)]
+        return stages if len(stages) == ranks else [stages[rank] + stages[-1 - rank] for rank in range(ranks)]
+
+    def describe(self, ranks: int) -> str:
+        """Describe the bubble and, in a pipeline, the slowest stage."""
+        bubble = f"bubble {self.bubble:.1%} of {duration(self.seconds)}"
+        if ranks == 1:
+            return bubble
+        by_rank = self.by_rank(ranks)
+        slowest = max(by_rank)
+        stage = f"stage {by_rank.index(slowest)} is the slowest, {duration(slowest)} a micro-batch"
+        return f"{bubble}; {stage}, {slowest * ranks / sum(by_rank) - 1:.1%} above the mean"
+
+
+def add_idle_spans(records: Sequence[Sequence[Record]], stages: Sequence[int]) -> list[list[Span]]:
+    """Return the spans of one step by rank, with `idle` spans wherever a rank waited.
+
+    A message moves when both ranks are ready. The rank that was ready first waits for the other, and only the rest of
+    its send or receive is the transfer. Time without any span is idle too, so the spans cover the step.
+
+    Args:
+        records: of the step by rank, in common time.
+        stages: by rank; ranks with the same stage belong to different replicas.
+    """
+    replicas = [stages[:rank].count(stage) for rank, stage in enumerate(stages)]
+    posted = {
+        (replica, stage, message): record.posted
+        for replica, stage, row in zip(replicas, stages, records, strict=True)
+        for record in row
+        for message in record.messages
+    }
+    begin = min(record.span.begin for row in records for record in row)
+    end = max(record.span.end for row in records for record in row)
+    filled: list[list[Span]] = []
+    for rank, (replica, stage, row) in enumerate(zip(replicas, stages, records, strict=True)):
+        spans: list[Span] = []
+        last = begin
+        for span, messages, _ in row:
+            others = [(replica, other, message) for message in messages for other in message.ends - {stage}]
+            moving = max([span.begin, *(posted.get(each, begin) for each in others)])
+            moving = min(moving, span.end)  # clocks may differ a little
+            if moving - last >= SHORTEST:
+                spans.append(Span(rank, "idle", None, last, moving, stage))
+            spans.append(span._replace(begin=moving))
+            last = span.end
+        if end - last >= SHORTEST:
+            spans.append(Span(rank, "idle", None, last, end, stage))
+        filled.append(spans)
+    return filled

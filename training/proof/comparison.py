@@ -25,17 +25,16 @@ from models.checkpoint.source import open_source
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.saved_slices import layer_of
 from training.config.deepspeed_config import training_dtype
-from training.proof.launches import Start, read_numbers
+from training.proof.launches import Start
 from training.proof.recorder import Recorded
 from training.proof.reference import Reference
-from training.proof.shrink_config import SAVED, STEPS
-from training.proof.small_run import SmallRun
+from training.proof.small_run import SAVED, STEPS, SmallRun
 
 # Bounds in roundings: of means, and of gradients per sqrt(layers).
 ROUNDINGS = {torch.float32: (32, 100), torch.bfloat16: (1, 8), torch.float16: (1, 8)}
 RECURRENT = {torch.float32: 64}  # factor for blocks with recurrent states
 UPDATE_BOUND = 1024 * torch.finfo(torch.float32).eps
-UNHELD = 1e-3  # share of a weight added to its update's norm
+WEIGHT_SHARE = 1e-3  # of a weight, added to the norm of its update
 Tensors = Mapping[str, Tensor]
 
 
@@ -99,7 +98,7 @@ class Comparison:
         Args:
             show: takes the number of completed steps.
         """
-        numbers, tied = read_numbers(self._run.folder), self._small.spec.tied_names
+        numbers, tied = self._run.read_numbers(), self._small.spec.tied_names
         reference = Reference(self._small.config, self._small.samples)
         for step in range(1, STEPS + 1):
             noted, place = Recorded(self._run.notes, step), self._place(step)
@@ -125,7 +124,7 @@ class Comparison:
 
     def compare_resumed(self, run: Start) -> None:
         """Compare the killed and resumed run with the uninterrupted one."""
-        expected, found = read_numbers(self._run.folder)["loss"], read_numbers(run.folder)["loss"]
+        expected, found = self._run.read_numbers()["loss"], run.read_numbers()["loss"]
         for step in range(SAVED + 1, STEPS + 1):
             place = self._place(step)
             self.resumed_loss.note(relative_difference(found.get(step), expected[step]), place(""))
@@ -189,7 +188,7 @@ def compare(
             continue
         scale = expected[twin].norm()
         if before is not None:
-            scale = (expected[twin] - before[twin]).norm() + UNHELD * before[twin].norm()
+            scale = (expected[twin] - before[twin]).norm() + WEIGHT_SHARE * before[twin].norm()
         row.note(((found[name] - expected[twin]).norm() / scale).item(), place(name))
 
 

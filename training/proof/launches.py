@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ MAX_ERROR = 300  # characters of a run's error message
 
 @dataclass(frozen=True)
 class Start:
-    """What starts a run of the proof.
+    """A run of the proof that can be started, and started again to resume.
 
     Attributes:
         script: path of the entry point.
@@ -38,84 +38,60 @@ class Start:
     folder: Path
     notes: Path
 
-    def steps_noted(self) -> int:
-        """Count the steps that rank 0 has completed."""
-        return len(list(self.notes.glob("step-*.rank-0.safetensors")))
-
-
-class Launch:
-    """A running run."""
-
-    def __init__(self, start: Start) -> None:
-        self._start, self._output = start, start.notes / "output"
-        words = [sys.executable, start.script, "--config", str(start.config), "--record", str(start.notes)]
-        with open(self._output, "ab") as output, without_sigterm():
-            start_alone = partial(subprocess.Popen, words, stdin=subprocess.DEVNULL, start_new_session=True)
-            self._process = start_alone(stdout=output, stderr=subprocess.STDOUT, preexec_fn=end_with_this_process())
-
-    def wait_until(self, condition: Callable[[], object], show: Callable[[int], None]) -> None:
-        """Wait until a condition holds.
+    def run(self, show: Callable[[int], None], hold: int = 0) -> None:
+        """Run to the end, or until it waits in the middle of step `hold`, and kill it there.
 
         Args:
             show: takes the number of completed steps, repeatedly.
 
         Raises:
-            RunRefused: the run ended before.
+            RunRefused: the run failed.
         """
-        while not condition():
-            if self._process.poll() is not None and not condition():
-                raise RunRefused(f"the small run ended with exit code {self._process.returncode}: {self._last_error()}")
-            show(self._start.steps_noted())
-            time.sleep(POLL)
-        show(self._start.steps_noted())
+        self.notes.mkdir(exist_ok=True)
+        (self.notes / HOLD).write_text(str(hold))
+        output = self.notes / "output"
+        words = [sys.executable, self.script, "--config", str(self.config), "--record", str(self.notes)]
+        process: subprocess.Popen[str] | None = None
+        try:
+            with open(output, "ab") as file, without_sigterm():
+                start_alone = partial(subprocess.Popen, words, stdin=subprocess.DEVNULL, start_new_session=True)
+                process = start_alone(stdout=file, stderr=subprocess.STDOUT, preexec_fn=end_with_this_process())
+            while not (hold and (self.notes / HELD).exists()):
+                code = process.poll()
+                show(len(list(self.notes.glob("step-*.rank-0.pt"))))
+                if code == 0 and not hold:
+                    return
+                if code is not None:
+                    raise RunRefused(f"the small run ended with exit code {code}: {_last_error(output)}")
+                time.sleep(POLL)
+        finally:
+            if process is not None:
+                _kill(process)
 
-    def is_done(self) -> bool:
-        """Whether the run ended with exit code 0."""
-        return self._process.poll() == 0
-
-    def is_on_hold(self) -> bool:
-        """Whether the run waits in the middle of a step."""
-        return (self._start.notes / HELD).exists()
-
-    def kill(self) -> None:
-        """Send SIGKILL to all processes of the run, and wait for them."""
-        if self._process.poll() is not None:
-            return
-        launcher = psutil.Process(self._process.pid)
-        family = [*launcher.children(recursive=True), launcher]
-        for member in family:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(family)
-        self._process.wait()
-
-    def _last_error(self) -> str:
-        lines = self._output.read_text(encoding="utf-8", errors="replace").splitlines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return (errors or lines or ["no output"])[-1][:MAX_ERROR]
+    def read_numbers(self) -> dict[str, dict[int, float]]:
+        """Read losses and norms: name -> step -> number."""
+        found: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}, "eval_loss": {}}
+        for values in read_metrics(self.folder / METRICS_FILE):
+            for name, by_step in found.items():
+                if values.get(name) is not None:
+                    by_step[values["step"]] = values[name]
+        return found
 
 
-@contextmanager
-def launch_run(start: Start, hold: int = 0) -> Iterator[Launch]:
-    """Start a run, and kill it at the end of the block.
-
-    Args:
-        hold: step in the middle of which it waits to be killed; 0 for none.
-    """
-    start.notes.mkdir(exist_ok=True)
-    (start.notes / HOLD).write_text(str(hold))
-    launch = Launch(start)
-    try:
-        yield launch
-    finally:
-        launch.kill()
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Send SIGKILL to all processes of a run, and wait for them."""
+    if process.poll() is not None:
+        return
+    launcher = psutil.Process(process.pid)
+    family = [*launcher.children(recursive=True), launcher]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family)
+    process.wait()
 
 
-def read_numbers(run: Path) -> dict[str, dict[int, float]]:
-    """Read losses and norms of a run: name -> step -> number."""
-    found: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}, "eval_loss": {}}
-    for values in read_metrics(run / METRICS_FILE):
-        for name, by_step in found.items():
-            if values.get(name) is not None:
-                by_step[values["step"]] = values[name]
-    return found
+def _last_error(output: Path) -> str:
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["no output"])[-1][:MAX_ERROR]

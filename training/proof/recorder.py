@@ -8,17 +8,15 @@ killed.
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from deepspeed.utils import safe_get_full_grad
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.shard import Shard
@@ -28,8 +26,8 @@ from training.engine.stage_engine import StageEngine
 
 HOLD = "hold"  # file with the number of the step in which to wait
 HELD = "held"  # file that rank 0 creates when it waits
-GRADIENT, MASTER, WEIGHT = "gradient", "master", "weight"
-CUTS = "cuts"  # in a file's metadata: name of a weight -> shard that the rank has
+
+Key = TypeVar("Key")
 
 
 class Recorder(PipelineTrainer):
@@ -42,28 +40,27 @@ class Recorder(PipelineTrainer):
     folder: ClassVar[Path]
 
     def _take_optimizer_step(self, engine: StageEngine, lr_kwargs: Any = None) -> None:
-        step = engine.global_steps + 1
-        noted = {f"{GRADIENT}/{name}": gradient for name, gradient in self._gradients() if self.replica == 0}
+        step, gradients = engine.global_steps + 1, self._gradients()
         self._wait(step)
         super()._take_optimizer_step(engine, lr_kwargs)
-        for piece in slices_of(engine):
-            master = piece.master.detach().view(-1)[piece.start : piece.start + piece.numel]
-            noted[f"{MASTER}/{piece.offset}/{piece.name}"] = master
-        noted |= {f"{WEIGHT}/{name}": weight.detach() for name, weight in engine.module.named_parameters()}
-        save_file(
-            {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in noted.items()},
-            self.folder / f"step-{step}.rank-{engine.global_rank}.safetensors",
-            {CUTS: json.dumps(self._cuts())},
-        )
+        masters = {
+            (piece.name, piece.offset): piece.master.view(-1)[piece.start : piece.start + piece.numel]
+            for piece in slices_of(engine)
+        }
+        noted = {
+            "gradients": gradients if self.replica == 0 else {},
+            "masters": _copied(masters),
+            "weights": _copied(dict(engine.module.named_parameters())),
+            "cuts": self._cuts(),
+        }
+        torch.save(noted, self.folder / f"step-{step}.rank-{engine.global_rank}.pt")
 
-    def _gradients(self) -> list[tuple[str, Tensor]]:
-        """Return the gradients of this stage in fp32, without the loss scale; all ranks call it together."""
+    def _gradients(self) -> dict[str, Tensor]:
+        """Copy the gradients of this stage in fp32, without the loss scale; all ranks call it together."""
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)
         scale = float(scaler.cur_scale) if scaler else 1.0
-        return [
-            (name, safe_get_full_grad(parameter).detach().float() / scale)
-            for name, parameter in self.engine.module.named_parameters()
-        ]
+        weights = self.engine.module.named_parameters()
+        return _copied({name: safe_get_full_grad(weight).detach().float() / scale for name, weight in weights})
 
     def _cuts(self) -> dict[str, Any]:
         """Return the arguments of `Shard` for each weight of which this rank has a shard."""
@@ -83,6 +80,10 @@ class Recorder(PipelineTrainer):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which it ends when `--prove` itself was killed
             while True:
                 time.sleep(1)
+
+
+def _copied(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    return {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
 
 
 def make_recorder(folder: str) -> type[Recorder]:
@@ -105,27 +106,21 @@ class Recorded:
         self.weights: list[dict[str, Tensor]] = []
         self._cuts: list[dict[str, Shard]] = []
         pieces: dict[tuple[str, Shard | None], dict[int, Tensor]] = {}
-        shapes: dict[str, torch.Size] = {}
-        for path in sorted(folder.glob(f"step-{step}.rank-*.safetensors")):
-            with safe_open(path, "pt") as file:
-                cuts = {
-                    name: Shard(tuple(shape), side, tuple(range(*each) for each in ranges))
-                    for name, (shape, side, ranges) in json.loads(file.metadata()[CUTS]).items()
-                }
-            self.weights.append({})
+        for path in sorted(folder.glob(f"step-{step}.rank-*.pt")):
+            noted = torch.load(path)
+            cuts = {
+                name: Shard(tuple(shape), side, tuple(range(*each) for each in ranges))
+                for name, (shape, side, ranges) in noted["cuts"].items()
+            }
+            self.weights.append(noted["weights"])
             self._cuts.append(cuts)
-            for key, tensor in load_file(path).items():
-                kind, name = key.split("/", 1)
-                if kind == GRADIENT:
-                    _put(tensor, cuts.get(name), name, self.gradients)
-                elif kind == WEIGHT:
-                    self.weights[-1][name] = tensor
-                    shapes[name] = tensor.shape
-                else:
-                    offset, name = name.split("/")
-                    pieces.setdefault((name, cuts.get(name)), {})[int(offset)] = tensor
+            for name, gradient in noted["gradients"].items():
+                _put(gradient, cuts.get(name), name, self.gradients)
+            for (name, offset), part in noted["masters"].items():
+                pieces.setdefault((name, cuts.get(name)), {})[offset] = part
+        shapes = {name: weight.shape for weights in self.weights for name, weight in weights.items()}
         for (name, cut), parts in pieces.items():
-            part = torch.cat([parts[at] for at in sorted(parts)])
+            part = torch.cat([parts[offset] for offset in sorted(parts)])
             _put(part.view(cut.part_shape if cut else shapes[name]), cut, name, self.masters)
 
     def slice_for_rank(self, rank: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:

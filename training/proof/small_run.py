@@ -1,9 +1,15 @@
-"""Write the small run of a proof to a temporary folder: model, tokenizer, records and config."""
+"""Make the user's run small, in a temporary folder: config, model, tokenizer and records.
+
+The config gets few steps, short samples, and no more processes than this machine can run. Unchanged are precision,
+optimizer, clipping, schedule, losses, packing, recomputation, offload, compilation, attention, the axes, and the form
+of `dims` and `parts`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +27,30 @@ from models.checkpoint.tensor_files import save_state_dict
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.spec import ModelSpec
+from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.model_topo import ModelTopo
 from training.data_setup import RecordReader, training_loader
+from training.errors import ConfigError
 from training.proof.launches import Start
-from training.proof.shrink_config import DATA, EVALUATION, LENGTH, MODEL, small_config, small_depth, small_topology
 from training.streamed import stream_of
 
+MODEL, DATA, EVALUATION = "model", "data.jsonl", "evaluation.jsonl"  # in the folder
+STEPS, SAVED = 4, 2  # steps; the step to resume from
 BATCHES = 2.5  # per epoch: its last batch is smaller, and the last step is in the second epoch
 EVALUATED = 6  # samples
+LENGTH = 48  # most tokens of a sample
+MICRO_BATCH = 4  # most rows
+PROCESSES = 4  # without GPUs, if there are no more cores
+PARTS = 2  # most tensor-parallel ranks: a small model may have no more key heads
+LR = 1e-3  # least: a smaller update drowns in the rounding of the weights
+WARM_UP = 2  # most steps
+LOSS_SCALE = 8  # initial power of two for fp16, small enough that no step is skipped
+# Keys that the prepared samples do not need, or that only take time.
+DROPPED_KEYS = (
+    "stream_gb pack_len gradient_accumulation_steps profile_steps rebalance storage save_minutes template_args "
+    "template_fallback max_restarts ports eval_share".split()
+)
 
 
 @dataclass(frozen=True)
@@ -49,11 +71,8 @@ class SmallRun:
     folder: Path
 
     @classmethod
-    def make(cls, config: TrainConfig, folder: Path, processes: int, log: Console) -> SmallRun:
+    def make(cls, config: TrainConfig, folder: Path, log: Console) -> SmallRun:
         """Read the user's config.json, tokenizer and records, and write small ones to `folder`.
-
-        Args:
-            processes: that the small run may have.
 
         Raises:
             CheckpointError, ConfigError, DataError: they are unusable.
@@ -61,7 +80,7 @@ class SmallRun:
         source = resolve(config.model_path)
         whole = read_spec(source)
         config.parts_for(whole.n_layers)
-        topo = small_topology(config, processes)
+        topo = small_topology(config, available_processes())
         small, differs = small_config(config, whole, topo, folder)
         samples, evaluated = _read_samples(config, small, source, whole, log)
         model = folder / MODEL
@@ -89,6 +108,105 @@ class SmallRun:
         values = self.config.dump() | {"save_path": str(start.folder)}
         start.config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         return start
+
+
+def available_processes() -> int:
+    """Return the number of processes that a proof may start on this machine."""
+    return torch.cuda.device_count() or max(PROCESSES, len(os.sched_getaffinity(0)))
+
+
+def small_topology(config: TrainConfig, processes: int) -> ModelTopo:
+    """Return the same grid if it fits, else fewer stages and at most two replicas; uneven parts stay uneven."""
+    topo = config.model_topo
+    stages, replicas, tensor = topo.stages, topo.replicas, min(topo.tensor, PARTS, processes)
+    if stages * replicas * tensor > processes:
+        left = processes // tensor
+        stages = min(stages, max(1, left // min(replicas, 2)))
+        replicas = min(replicas, left // stages)
+    small = topo.spread(stages, replicas, tensor).model_copy(update={"sequence": math.gcd(topo.sequence, replicas)})
+    if topo.parts is None or stages != topo.stages:
+        return small
+    least, size = min(topo.parts), max(2, 4 // len(topo.parts))
+    parts = [min(each, size if each == least else size + 1) for each in topo.parts]
+    return small.model_copy(update={"parts": parts})
+
+
+def small_depth(config: TrainConfig, topo: ModelTopo, n_layers: int) -> int:
+    """Return the layers of the small model: the sum of `parts`, or two for each chunk and one more."""
+    chunks = config.model_copy(update={"model_topo": topo}).chunks
+    return sum(topo.parts) if topo.parts else min(n_layers, max(5, 2 * chunks + 1))
+
+
+def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: Path) -> tuple[TrainConfig, list[str]]:
+    """Make the config of the small run in `folder`, and a line for each difference from the user's.
+
+    Raises:
+        ConfigError: the run keeps no fp32 weights to compare.
+    """
+    for name in ("bf16", "fp16"):
+        if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
+            raise ConfigError(f"--prove: {name}.{key} leaves no fp32 weights to compare; expected none of it")
+    values, before, lr = config.dump(), config.model_topo, config.optimizer.params.get("lr", LR)
+    exact_router = spec.has_experts and training_dtype(config) is not torch.float32
+    ordered = torch.cuda.is_available() and not config.deterministic
+    changes = (
+        (
+            topo.processes != before.processes,
+            f"dims: {before.process_topology.dims} -> {topo.process_topology.dims}, as this machine has room for "
+            f"{available_processes()} processes, and a small layer for {PARTS} parts",
+        ),
+        (exact_router, "precision: fp32, as rounding alone can make a router choose another expert"),
+        (ordered, "deterministic: true, as without it no two runs on a GPU are equal to the last bit"),
+        (config.tf32, "tf32: false, as the bounds are those of fp32"),
+        (config.fp8.enabled, "fp8: off, as the bounds are those of bf16"),
+        (lr < LR, f"lr: {lr:g} -> {LR:g}, so that a step is larger than the rounding of a weight"),
+        (config.stream_gb, "stream_gb: the samples of the first window, not streamed"),
+    )
+    if exact_router:
+        values |= {"bf16": {}, "fp16": {}}
+    elif config.fp16.enabled and config.fp16.loss_scale is None:
+        values["fp16"]["initial_scale_power"] = LOSS_SCALE
+    if lr < LR:
+        values["optimizer"]["params"]["lr"] = LR
+    if config.scheduler:
+        warm_up = config.scheduler.params.warmup_num_steps
+        values["scheduler"]["params"]["warmup_num_steps"] = min(warm_up, WARM_UP)
+    if isinstance(config.use_grad_ckpt, dict):
+        values["use_grad_ckpt"] = {"every": min(config.use_grad_ckpt["every"], 2)}
+    micro_batch = min(config.train_micro_batch_size_per_gpu, MICRO_BATCH)
+    steps = config.train_batch_size // (config.train_micro_batch_size_per_gpu * before.replicas)
+    chunks = config.model_copy(update={"model_topo": topo}).chunks
+    for key in DROPPED_KEYS:
+        values.pop(key, None)
+    values |= {
+        "model_path": str(folder / MODEL),
+        "data_path": [{"path": str(folder / DATA), "format": "tokens"}],
+        "eval_data_path": [{"path": str(folder / EVALUATION), "format": "tokens"}],
+        "save_path": str(folder / "run"),
+        "cache_dir": str(folder / "cache"),
+        "model_topo": topo.model_dump(mode="json", exclude_none=True),
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_batch_size": micro_batch * topo.replicas * min(steps, 4 * chunks),
+        "max_steps": STEPS,
+        "max_seq_len": LENGTH,
+        "dataloader_drop_last": config.dataloader_drop_last and config.packing != "dataset",  # too few rows
+        "from_scratch": False,
+        "prompt_format": "plain",
+        "mask": "assistant",
+        "resume": "auto",
+        "save_interval": SAVED,
+        "keep_last": STEPS,
+        "eval_interval": SAVED,
+        "export_hf": False,
+        "deterministic": config.deterministic or ordered,
+        "tf32": False,
+        "fp8": {},
+        "tensorboard": {"enabled": False},
+        "wandb": {"enabled": False},
+    }
+    if config.packing:
+        values["pack_len"] = 2 * LENGTH
+    return TrainConfig.model_validate(values), [line for changed, line in changes if changed]
 
 
 def _read_samples(

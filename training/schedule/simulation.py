@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 
 from training.schedule.instructions import WORK, Meaning, Message, Schedule, read_schedule
 from training.schedule.walk import Program, Simulation, Step, walk
@@ -84,30 +83,22 @@ Moment = tuple[tuple[int, int], ...]
 
 
 @cache
-def count_in_flight(schedule: Schedule, ranks: int, micro_batches: int) -> list[list[Moment]]:
-    """Count the micro-batches whose activations each rank keeps at once, at its worst moments.
+def moments_in_flight(schedule: Schedule, ranks: int, micro_batches: int) -> list[list[Moment]]:
+    """Count, for each rank, the micro-batches whose activations it keeps at each moment of a step; each count once.
 
-    A moment that another one equals or exceeds in every number is left out. More micro-batches than fill the pipeline
-    change nothing.
+    More micro-batches than fill the pipeline change nothing.
     """
-    all_moments = [_moments(schedule, rank, ranks, min(micro_batches, 4 * ranks)) for rank in range(ranks)]
-    return [[one for one in moments if not any(_exceeds(other, one) for other in moments)] for moments in all_moments]
-
-
-def _moments(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> set[Moment]:
-    """Return all moments of a rank."""
-    stages, complete = ((rank, 2 * ranks - 1 - rank), "weights") if schedule == "dualpipev" else ((rank,), "backward")
-    done: Counter[tuple[str, int]] = Counter()
-    moments = set()
-    for step in rank_steps(schedule, rank, ranks, micro_batches):
-        if isinstance(step, Meaning):
-            done[step.kind, step.stage] += 1
-            whole = [done["forward", stage] - done["backward", stage] for stage in stages]
-            waiting = [done["backward", stage] - done[complete, stage] for stage in stages]
-            moments.add(tuple(zip(whole, waiting, strict=True)))
-    return moments
-
-
-def _exceeds(other: Moment, moment: Moment) -> bool:
-    counts = zip(chain(*other), chain(*moment), strict=True)
-    return other != moment and all(more >= less for more, less in counts)
+    complete = "weights" if schedule == "dualpipev" else "backward"
+    by_rank = []
+    for rank in range(ranks):
+        stages = (rank, 2 * ranks - 1 - rank) if schedule == "dualpipev" else (rank,)
+        done: Counter[tuple[str, int]] = Counter()
+        moments: dict[Moment, None] = {}
+        for step in rank_steps(schedule, rank, ranks, min(micro_batches, 4 * ranks)):
+            if isinstance(step, Meaning):
+                done[step.kind, step.stage] += 1
+                whole = [done["forward", stage] - done["backward", stage] for stage in stages]
+                waiting = [done["backward", stage] - done[complete, stage] for stage in stages]
+                moments[tuple(zip(whole, waiting, strict=True))] = None
+        by_rank.append(list(moments))
+    return by_rank

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.terminal import reason_of
-from data.chat.native import baichuan, chatglm3, internlm2, llama, qwen
+from data.chat.native import families
 from data.chat.native.pieces import read_json
 from data.errors import DataError
 
@@ -31,19 +31,25 @@ class Kind(NamedTuple):
     # Makes one of that file and tokenizer_config.json, with its special tokens and its template as published.
     build: Callable[[Path, Settings], tuple[Tokenizer, Settings]]
     fixed: bool = False  # these count, whatever the folder says
-    shipped: bool = (
-        False  # servers read the vocabulary too: an export keeps it, and a folder without it may hold another
-    )
+    shipped: bool = False  # servers read the vocabulary too: an export keeps it, a folder without it may hold another
 
 
-# By model_type, and by what tokenizer_config.json calls the class.
-KINDS = dict.fromkeys(("chatglm", "ChatGLMTokenizer"), Kind("tokenizer.model", chatglm3.build, fixed=True))
-KINDS |= dict.fromkeys(("baichuan", "BaiChuanTokenizer", "BaichuanTokenizer"), Kind("tokenizer.model", baichuan.build))
-KINDS |= dict.fromkeys(("internlm2", "InternLM2Tokenizer"), Kind("tokenizer.model", internlm2.build))
 FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
-LLAMAS = "llama mistral mixtral internlm LlamaTokenizer LLaMATokenizer InternLMTokenizer"
-KINDS |= dict.fromkeys(LLAMAS.split(), Kind("tokenizer.model", llama.build, shipped=True))
-KINDS |= dict.fromkeys(("qwen", "QWenTokenizer"), Kind("qwen.tiktoken", qwen.build))
+MODEL = "tokenizer.model"
+# By model_type, and by what tokenizer_config.json calls the class.
+KINDS = {
+    name: kind
+    for names, kind in {
+        "chatglm ChatGLMTokenizer": Kind(MODEL, families.chatglm3, fixed=True),
+        "baichuan BaiChuanTokenizer BaichuanTokenizer": Kind(MODEL, families.baichuan),
+        "internlm2 InternLM2Tokenizer": Kind(MODEL, families.internlm2),
+        "llama mistral mixtral internlm LlamaTokenizer LLaMATokenizer InternLMTokenizer": Kind(
+            MODEL, families.llama, shipped=True
+        ),
+        "qwen QWenTokenizer": Kind("qwen.tiktoken", families.qwen),
+    }.items()
+    for name in names.split()
+}
 
 
 def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
@@ -110,7 +116,7 @@ def export_tokenizer(source: Path, target: Path, native: bool = True) -> None:
 
 
 def older_template(folder: Path) -> str | None:
-    """The template of chat_template.json, from folders with parts for images; transformers' tokenizers pass over it.
+    """Read the template of chat_template.json, as models with images have it; transformers' tokenizers ignore it.
 
     Raises:
         DataError: the file has none.
@@ -134,12 +140,12 @@ def _kind(folder: Path, settings: Settings) -> Kind | None:
 
 
 def _ids(stated: Any) -> set[int]:
-    """Those of an eos_token_id, which may be one, several or none."""
+    """Return the ids of an eos_token_id, which may be one, several or none."""
     return {each for each in (stated if isinstance(stated, list) else [stated]) if isinstance(each, int)}
 
 
 def _stated(folder: Path, settings: Settings, options: Settings) -> Settings:
-    """Those of the options that are special tokens or the template, as the folder has them."""
+    """Return the special tokens and the template that the folder states."""
     template = folder / "chat_template.jinja"
     found = read_json(folder / "special_tokens_map.json") | settings
     found |= {"chat_template": found.get("chat_template") or older_template(folder)}

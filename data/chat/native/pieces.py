@@ -82,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stated_tokens(path: Path, settings: dict[str, Any], **changes: bool) -> dict[int, AddedToken]:
-    """The tokens of added_tokens_decoder by id; `DataError` where they are none."""
+    """Return the tokens of added_tokens_decoder by id; raise `DataError` where they are none."""
     stated = settings.get("added_tokens_decoder") or {}
     try:
         return {int(number): AddedToken(**token | changes) for number, token in stated.items()}
@@ -118,7 +118,7 @@ def read_model(path: Path) -> ModelProto:
 
 
 def bpe(proto: ModelProto, names: list[str], bare: Sequence[str] = (), dropped: str = r"\A ") -> Tokenizer:
-    """sentencepiece's BPE, its white space mark included.
+    """Make the BPE that sentencepiece computes, its mark for white space included.
 
     Args:
         names: by id; pieces that have other names in the model are not cut out.

@@ -41,7 +41,7 @@ class Embed(nn.Module):
 
 
 class Mix(nn.Module):
-    """A linear layer on what is no padding, scaled by a class of the token."""
+    """A linear layer that leaves out padding, scaled by a class of the token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Pool(nn.Module):
 
 
 def ready_made() -> list[Layer]:
-    """torch's own layers, which take tensors and no tuples; `padded_step` leads the padding past them."""
+    """torch's own layers, which take single tensors; `padded_step` passes the padding around them."""
     blocks = [nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)]
     return [nn.Embedding(20, 12), *blocks, nn.Linear(12, 1)]
 
@@ -122,7 +122,7 @@ def convolutions() -> list[Layer]:
 
 
 def made_later() -> list[Layer]:
-    """What each process makes of its own stage only."""
+    """Functions that make layers, which each process calls for its own stage."""
     return [lambda: nn.Linear(10, 32), nn.ReLU, lambda: nn.Linear(32, 4)]
 
 

@@ -1,4 +1,4 @@
-"""How layers are divided and samples drawn, and which mistakes are found before a process starts."""
+"""Layers are divided, samples drawn, and mistakes found before a process starts."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_what_is_given_up_so_that_a_model_fits_is_said(tmp_path: Path) -> None:
     enough = load_config(auto(folder, tmp_path / "eight", UNTRAINED, devices="8xA100-80G"))
     assert not enough.zero_optimization.offloads and enough.max_seq_len == 2048
     assert enough.optimizer.params["lr"] == 2e-5
-    assert (enough.train_batch_size, enough.n_epoches, enough.eval_share) == (8, 3, 0.0)  # of 102 samples
+    assert (enough.train_batch_size, enough.n_epoches, enough.eval_share) == (8, 3, 0.0)  # of 110 samples
     path = auto(folder, tmp_path / "two", UNTRAINED, devices="2xA100-40G")
     config = load_config(path)
     assert config.zero_optimization.offloads and reason(path, "device").startswith("the optimizer's states do not fit")

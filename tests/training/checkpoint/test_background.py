@@ -11,9 +11,8 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import Launch, metrics, start_deepspeed, steps_done, topology, write_config
-from tests.ranks import Ranks
+from tests.ranks import Ranks, write_samples
 from tests.training.checkpoint.test_resume import finished, losses, workers
-from tests.training.engine.test_clipping import samples
 from training.checkpoint.folder import RECORD, CheckpointRecord
 
 pytestmark = pytest.mark.launched
@@ -33,7 +32,7 @@ CASES: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
 def test_a_thread_writes_the_same_files_while_training_goes_on(
     ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    (tmp_path / "samples.json").write_text(json.dumps(samples()[:24]))
+    write_samples(tmp_path, 16)
     shared = {
         "model_path": str(make_checkpoint("llama", tie_word_embeddings=True)),
         "data_path": str(tmp_path / "samples.json"),

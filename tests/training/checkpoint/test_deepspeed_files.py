@@ -29,7 +29,7 @@ def test_what_is_noted_while_writing_is_what_the_files_hold(
     files.save(state, str(tmp_path / "state.pt"))
     files.write(tmp_path / "config.json", methodcaller("write", b"{}"))
     files.write(tmp_path / "nothing", methodcaller("write", b""))
-    assert files.written() == {path.name: file_record(path) for path in tmp_path.iterdir()}
+    assert files.wait() == {path.name: file_record(path) for path in tmp_path.iterdir()}
     torch.testing.assert_close(read_mapped(tmp_path / "state.pt"), state, rtol=0, atol=0)
 
 
@@ -42,7 +42,7 @@ def test_the_error_of_a_full_disk_is_raised_when_all_files_are_done(background: 
         files.write(tmp_path / "later", methodcaller("write", b"1"))
         files.close()
         with pytest.raises(OSError) as caught:
-            files.written()
+            files.wait()
     assert caught.value.errno == errno.EFBIG
     assert not (tmp_path / "later").exists()
 
@@ -72,7 +72,7 @@ def test_a_thread_writes_the_same_files_of_what_was_there_when_they_were_given(t
         files.close()
         assert files.done is not background
         whole += background
-        assert files.written() == {path.name: file_record(path) for path in (tmp_path / name).iterdir()}
+        assert files.wait() == {path.name: file_record(path) for path in (tmp_path / name).iterdir()}
         assert files.done
     plain, background_ = ((tmp_path / name / "state.pt").read_bytes() for name in ("plain", "background"))
     assert plain == background_

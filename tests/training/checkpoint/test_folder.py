@@ -85,13 +85,13 @@ def test_damage_of_any_file_is_found_and_named(damage: str, name: str, tmp_path:
 
 
 def no_descriptors_left() -> AbstractContextManager[None]:
-    """Let this process open no file, as one does that forgot to close many."""
+    """Let this process open no more files, as one with too many open ones."""
     return limited(resource.RLIMIT_NOFILE, 0)
 
 
 @contextmanager
 def errors_of_the_disk(number: int) -> Iterator[None]:
-    """Let every file and folder answer with an error of the system's, as a failing disk or a lost server does."""
+    """Fail for every file and folder, as a failing disk or a lost server does."""
 
     def refuse(path: object, *_: object, **__: object) -> Any:
         raise OSError(number, os.strerror(number), str(path))
@@ -229,7 +229,7 @@ def test_a_best_loss_that_is_no_number_does_not_count(tmp_path: Path) -> None:
 
 
 def test_the_record_of_an_earlier_version_is_whole(tmp_path: Path) -> None:
-    """It knew neither all keys nor their order of today."""
+    """It has fewer keys, in another order."""
     (tmp_path / RECORD).write_text(EARLIER)
     record = CheckpointRecord.read(tmp_path)
     assert record is not None

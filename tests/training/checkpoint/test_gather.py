@@ -1,4 +1,4 @@
-"""What `convert_model.py gather` takes from which host, and which hosts it takes."""
+"""Which files `convert_model.py gather` copies from which host, and which hosts it accepts."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ Run = Callable[[str, str, dict[str, Any]], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -> Run:
-    """Starts a run on the disks of a name, and says how it ended."""
+    """A function that runs a job on the disks of a name, and returns its outcome."""
     records, model = folder / "records.json", make_checkpoint("llama")
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
 
@@ -206,7 +206,7 @@ def record_of(run: Path, step: int = STEPS) -> CheckpointRecord:
 
 
 def state_of(runs: list[Path]) -> dict[Any, int]:
-    """Checksums of the weights, the random states and what the optimizer keeps, by host."""
+    """Compute checksums of weights, random states and optimizer states, by host."""
     found: dict[Any, int] = {}
     for run in runs:
         record, folder = record_of(run), step_folder(run, STEPS)

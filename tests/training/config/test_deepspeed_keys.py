@@ -37,7 +37,7 @@ BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
 BF16_STATES = BF16_MASTERS | {"bf16_optimizer_states": True}
 BF16_MOMENTS = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
 # The keys of gdGPT's two files (github.com/CoinCheung/gdGPT), with a text for each of the paths.
-OF_BOTH = {
+OF_BOTH: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "train_batch_size": 128,
     "dataloader_drop_last": True,
@@ -59,6 +59,7 @@ OF_BOTH = {
 }
 SCALING = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 PIPELINE: dict[str, Any] = OF_BOTH | {
+    "optimizer": OF_BOTH["optimizer"] | {"no_wd_kws": ["bias", "[a-zA-Z]*norm"]},
     "fp16": SCALING | {"enabled": True, "auto_cast": False, "fused_optimizer": False},
     "aux_max_z_loss": {"weight": 2e-4},
     "model_topo": {"process_topology": {"axes": ["pipe", "data"], "dims": [8, 1]}, "parts": [1, 5, 5, 5, 5, 5, 5, 1]},

@@ -30,10 +30,11 @@ END = "<|endoftext|>"  # a base model's end of sequence, whose template ends ans
 
 @pytest.fixture
 def run_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDemo:
-    """A function that runs demo.py here, with a model's folder: exit code, standard output, standard error."""
+    """A function that runs demo.py here, with a model's folder or none: exit code, standard output, standard error."""
 
-    def run(folder: Path, *words: str | Path, typed: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["demo.py", "--model", str(folder), *map(str, words)])
+    def run(folder: Path | None, *words: str | Path, typed: str = "") -> tuple[int, str, str]:
+        model = ["--model", str(folder)] if folder else []
+        monkeypatch.setattr(sys, "argv", ["demo.py", *model, *map(str, words)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         capsys.readouterr()
         code: Any = 0

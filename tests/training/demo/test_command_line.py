@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -183,3 +185,26 @@ def test_options_of_a_prompt_are_refused_without_one(folder: Path, run_demo: Run
     assert run_demo(folder, "--input", "?") == run_demo(folder, "--input", "?", *files) == (2, "", line)
     line = "error: --raw: continues one text; expected it with --prompt or --prompts-file (see docs/demo.md)\n"
     assert run_demo(folder, "--raw") == (2, "", line)
+
+
+def test_without_a_model_the_newest_result_of_a_run_here_is_asked(
+    folder: Path, run_demo: RunDemo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "base")  # of no run
+    code, out, error = run_demo(None, *PROMPT, *SHORT)
+    assert (code, out) == (2, "")
+    assert error.startswith("error: --model: no run in this folder has a checkpoint; expected --model DIR")
+    old, new = Path("runs/old"), Path("runs/new")
+    hg_to_pp(folder, old / "step-1")
+    shutil.copytree(folder, new / "hf")
+    shutil.copytree(folder, new / ".hf.partial")
+    (old / "step-1" / "checkpoint.json").touch()
+    for moment, made in enumerate([old / "step-1", new / "hf", new / ".hf.partial"]):
+        (made.parent / "run.json").write_text("{}")
+        os.utime(made, (moment, moment))
+    assert run_demo(None, *PROMPT, *SHORT)[2].startswith("model: runs/new/hf (the newest of a run here; ")
+    os.utime(old / "step-1", (9, 9))
+    assert run_demo(None, *PROMPT, *SHORT)[2].startswith("model: runs/old/step-1 (")
+    monkeypatch.chdir(old)
+    assert run_demo(None, *PROMPT, *SHORT)[2].startswith("model: step-1 (")

@@ -39,17 +39,19 @@ from tests.ranks import Ranks
 from tests.training.demo.conftest import WIDE, Make, RunDemo
 from tests.training.test_chaos import ranks_of
 from tests.workers.generation import requests_of
-from training.demo.stages import divide
+from training.demo.stages import divide, shares_of, stage_of
 from training.distributed.failure_detector import DIED
-from training.distributed.processes import free_port
+from training.distributed.processes import ProcessInfo, free_port
 from training.errors import ConfigError
 
 STAGED = {"phi3-long": (2,), "bloom": (2, 4), "mixtral": (2, 4), "llama-dynamic": (4,), "mistral-window": (4,)}
 QUICK = ("phi3-long", 2)
 UNDER_TEST = [
-    pytest.param(name, stages, id=f"{name}-{stages}", marks=() if (name, stages) == QUICK else pytest.mark.longest)
+    pytest.param(name, stages, 1, id=f"{name}-{stages}", marks=() if (name, stages) == QUICK else pytest.mark.longest)
     for name, sizes in STAGED.items()
     for stages in sizes
+] + [
+    pytest.param(name, 2, 2, id=f"{name}-2x2", marks=pytest.mark.slow) for name in ("bloom", "mixtral", "llama-dynamic")
 ]
 LAUNCHERS_OWN = r"\[20\d\d-.*\n"  # what DeepSpeed's launcher prints beside the chat
 PROMPTS = ["Why? " * times for times in (1, 7, 2, 12, 3, 1, 5)]
@@ -131,31 +133,45 @@ def test_a_division_makes_the_largest_stage_as_small_as_can_be(make_checkpoint: 
         cuts = combinations(range(1, spec.n_layers), stages - 1)
         best = min(largest([0, *between, spec.n_layers]) for between in cuts)
         assert largest([0, *accumulate(divide(spec, stages))]) == best
-    with pytest.raises(ConfigError, match="8 processes for a model of 7 layers"):
+    with pytest.raises(ConfigError, match="8 stages for a model of 7 layers"):
         divide(spec, 8)
 
 
+@pytest.mark.parametrize(
+    ("asked", "shares", "stages"), [(None, 1, [3, 2, 1, 0]), (2, 2, [1, 1, 0, 0]), (4, 4, [0] * 4), (0, 4, [0] * 4)]
+)
+def test_ranks_that_share_a_stage_follow_each_other(asked: int | None, shares: int, stages: list[int]) -> None:
+    """So that they are on one host, and the last stage is rank 0's."""
+    places = [ProcessInfo(rank, 4, rank, 4) for rank in range(4)]
+    assert {shares_of(asked, place) for place in places} == {shares}
+    assert [stage_of(place, shares) for place in places] == stages
+    with pytest.raises(ConfigError, match="--tensor-parallel: expected a divisor of 4, the processes; found 3"):
+        shares_of(3, places[0])
+
+
 @pytest.mark.launched
-@pytest.mark.parametrize(("name", "stages"), UNDER_TEST)
+@pytest.mark.parametrize(("name", "stages", "shares"), UNDER_TEST)
 def test_stages_write_what_one_process_writes(
-    name: str, stages: int, ranks: Ranks, make_checkpoint: Make, tmp_path: Path
+    name: str, stages: int, shares: int, ranks: Ranks, make_checkpoint: Make, tmp_path: Path
 ) -> None:
     model_type, changes = CASES[name]
     folder = make_checkpoint(model_type, **changes | WIDE | {"tie_word_embeddings": name in ("bloom", "phi3-long")})
     if stages == 4:
         folder = tmp_path / "layers"
         hg_to_pp(make_checkpoint(model_type, **changes | WIDE), folder)
-    keys = {"data_path": "none", "save_path": "none", "train_batch_size": 1, "model_topo": topology((stages, 1))}
+    processes = stages * shares
+    keys = {"data_path": "none", "save_path": "none", "train_batch_size": 1, "model_topo": topology((processes, 1))}
     cases: list[dict[str, Any]] = [
         {
             "name": f"{rows}-{len(stop)}",
             "config": keys | {"model_path": str(folder)},
+            "shares": shares,
             "rows": rows,
             "requests": described(stop),
         }
         for rows, stop in ((1, []), (5, []), (8, [7, 40, 41, 42]))
     ]
-    ranks.run(stages, "generation", cases, tmp_path)
+    ranks.run(processes, "generation", cases, tmp_path)
     model = load_model(folder)
     for case in cases:
         expected = written(model, requests_of(case["requests"]), case["rows"])
@@ -187,20 +203,23 @@ def typing(path: Path, text: str, *words: str | Path) -> subprocess.CompletedPro
 @pytest.mark.launched
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "how"), [(deepspeed, ()), (torchrun, ("--tensor-parallel",))], ids=["stages", "shares"]
+    ("launcher", "processes", "how"),
+    [(deepspeed, 2, ()), (torchrun, 2, ("--tensor-parallel",)), (deepspeed, 4, ("--tensor-parallel", "2"))],
+    ids=["stages", "shares", "both"],
 )
 def test_the_demo_answers_a_file_from_a_runs_checkpoint(
-    launcher: Launcher, how: tuple[str, ...], trained: Path, tmp_path: Path, run_demo: RunDemo
+    launcher: Launcher, processes: int, how: tuple[str, ...], trained: Path, tmp_path: Path, run_demo: RunDemo
 ) -> None:
     """Drawn tokens too, as rank 0 alone draws; a text that ends in the middle of a pass leaves the others in step."""
     source = prompts_in(tmp_path / "prompts.jsonl", PROMPTS)
     drawn = ("--temperature", "0.9", "--seed", "3", "--stop", "e", "--max-new-tokens", "12")
     words = ("--prompts-file", source, "--batch-size", "3", *drawn)
-    done = launcher(2, "demo.py", "--model", trained, *how, *words, "--output", tmp_path / "together.jsonl")
+    target = tmp_path / "together.jsonl"
+    done = launcher(processes, "demo.py", "--model", trained, *how, *words, "--output", target)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("together.jsonl: 7 answers") == 1
     assert run_demo(trained, *words, "--output", tmp_path / "alone.jsonl")[0] == 0
-    assert (tmp_path / "together.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+    assert target.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
 
 
 @pytest.mark.launched
@@ -231,7 +250,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 def test_bad_input_is_one_line(folder: Path, trained: Path, tmp_path: Path) -> None:
     question = ("--prompt", "Why?", "--greedy")
     message = refusal(deepspeed(6, "demo.py", "--model", folder, *question))
-    assert "6 processes for a model of 5 layers" in message
+    assert "6 stages for a model of 5 layers" in message
     half = shutil.copytree(trained, tmp_path / "run")
     (checkpoint,) = half.glob("step-*")
     (checkpoint / "layer_01-model_states.pt").write_bytes(b"PK")

@@ -50,7 +50,7 @@ class Line:
 
 
 class Run:
-    """A detector and where it listens."""
+    """A detector and its port."""
 
     def __init__(self, minutes: float = 60) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -132,7 +132,7 @@ def test_a_run_at_its_end_may_take_its_time() -> None:
     run = Run(minutes=0.02)  # long enough for a busy machine to come from the mark to the rest
     lines = run.join()
     run.detector.mark("step 7")
-    run.detector.rest()
+    run.detector.expect_no_marks()
     time.sleep(0.02 * 60 + 3 * failure_detector.POLL)
     for line in lines:
         line.say("done")

@@ -1,4 +1,4 @@
-"""What is measured of links: the same on all ranks, kept in the run's folder, and used by plans of such a run."""
+"""Measured links are the same on all ranks, are kept in the run's folder, and used by its plans."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ FAST, SLOW = Link(latency=1e-5, bandwidth=1e10), Link(latency=0.02, bandwidth=1e
 
 
 @pytest.mark.launched
-def test_ranks_agree_on_what_they_measure(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_measure_the_same_links(ranks: Ranks, tmp_path: Path) -> None:
     shapes = {"stages": (2, 1), "replicas": (1, 2)}
     cases = [{"name": name, "config": CONFIG | {"model_topo": topology(dims)}} for name, dims in shapes.items()]
     ranks.run(2, "links", cases, tmp_path)
     for name, (stages, replicas) in shapes.items():
         first, second = (Links.model_validate_json((tmp_path / f"{name}.{rank}.json").read_bytes()) for rank in (0, 1))
         assert first == second
-        assert first.fit(ModelTopo(process_topology={"dims": [stages, replicas]}))
-        assert not first.fit(ModelTopo(process_topology={"dims": [replicas, stages]}))
+        assert first.fits(ModelTopo(process_topology={"dims": [stages, replicas]}))
+        assert not first.fits(ModelTopo(process_topology={"dims": [replicas, stages]}))
         (link,) = first.stages or first.sums
         assert 0 < link.latency < 1 and link.bandwidth > 1e6
 
 
-def test_they_are_kept_and_damage_is_nothing_known(tmp_path: Path) -> None:
+def test_links_are_kept_and_a_damaged_file_is_ignored(tmp_path: Path) -> None:
     links = Links(hosts=["node1", "node2"], stages=[SLOW], sums=[])
     links.write(tmp_path)
     warnings: list[str] = []

@@ -1,4 +1,4 @@
-"""Stages and replicas on hosts: sums stay inside of one where they can, then fewest messages cross."""
+"""Stages and replicas on hosts: sums stay inside a host if possible, then fewest messages cross."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from common import phases
 from tests.launching import topology, torchrun
 from training.config.keys import TrainConfig
 from training.distributed import processes, script
@@ -27,7 +29,7 @@ GPUS = 8  # of the machine, however many a user may see
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that only counters see."""
+    """GPUs that can only be counted."""
 
     def count() -> int:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -40,7 +42,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The job that an entry point hands to its supervisor."""
     found: list[str] = []
-    monkeypatch.setattr(os, "execv", lambda _, words: found.extend(words))
+
+    def execv(_: str, words: list[str]) -> None:
+        stops = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+        assert stops <= signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+        found.extend(words)
+
+    monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setenv(JOB, "")
     monkeypatch.setattr(sys, "argv", ["train_ds.py", "--config", "run.yml"])
     launch(TrainConfig.model_validate(KEYS | {"model_topo": topology((number, 1))}))
@@ -81,7 +89,7 @@ def test_a_run_takes_the_gpus_that_its_user_chose(
 
 @pytest.mark.parametrize("minutes", [0.25, 15, 29, 30, 31, 600])
 def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The detector names the rank at fault; what gives up earlier would only say that some other one did not come."""
+    """The detector names the rank at fault; an operation's timeout would only name one that waits for it."""
     waits: list[timedelta] = []
 
     def start(process: ProcessInfo, topology: Any, patience: timedelta, port: int | None) -> None:
@@ -89,6 +97,7 @@ def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatc
         raise RunRefused
 
     monkeypatch.setattr(processes, "start", start)
+    monkeypatch.setattr(phases, "enter", lambda *_, **__: None)
     config = TrainConfig.model_validate(KEYS | {"timeout_minutes": minutes})
     with pytest.raises(RunRefused):
         script.run_or_launch(config, ProcessInfo(0, 1, 0, 1), lambda *_: False)
@@ -114,7 +123,7 @@ CORES = 8
 def test_cores_are_divided_unless_the_user_says_otherwise(
     user: str | None, processes: int, hidden_size: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torch has read from OMP_NUM_THREADS at its start stays."""
+    """The number that torch read from OMP_NUM_THREADS stays."""
     found: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CORES)))

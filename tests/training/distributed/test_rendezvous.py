@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet."""
+"""The rendezvous of a run's ranks: addresses, ports, timeouts and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print({each.laddr.ip for each in psutil.Process().net_connections() if each.stat
 
 
 def started(address: str, port: int, **own: str) -> subprocess.CompletedProcess[str]:
-    """What a run of one process says about itself; `own` is of its user's environment."""
+    """Run one process that prints its settings; `own` are variables of its user."""
     meeting = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     environment = os.environ | meeting | {"PYTHONPATH": str(ROOT)} | own
     return subprocess.run(

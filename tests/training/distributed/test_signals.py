@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves, unless it is asked again later."""
+"""A run that is asked to stop saves, unless another request follows later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start says of a folder in which it cannot train, and what a run says that lost its folder."""
+"""The errors of a start in a folder in which it cannot train, and of a run that lost its folder."""
 
 from __future__ import annotations
 

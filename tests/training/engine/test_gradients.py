@@ -1,16 +1,17 @@
 """Every parameter's gradient through the real launcher equals that of one process without Pipetune's engine.
 
 The reference runs each sample by itself, without padding, micro-batches or DeepSpeed, and divides by the number of
-supervised tokens. The workers run samples that differ much in length, packed into rows, in several micro-batches.
-The router loss of mixture-of-experts is that of each micro-batch, so the reference adds up the sums of
-its samples.
+trained tokens. The workers run samples that differ much in length, packed into rows, in several micro-batches. The
+router loss of mixture-of-experts is that of each micro-batch, so the reference adds up the sums of its samples.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +24,11 @@ from data.loader import Loader
 from data.sample_set import InMemory, Sample
 from models import load_model
 from models.attention.kernels import FLEX
+from models.causal_lm import CausalLM
 from models.router import router_loss
 from tests.closeness import assert_near
 from tests.launching import topology
-from tests.ranks import Ranks
+from tests.ranks import Ranks, write_samples
 
 pytestmark = pytest.mark.launched
 
@@ -68,6 +70,12 @@ ROUTED = {  # how the samples share micro-batches must be the same on every topo
 }
 VARIANTS |= ROUTED | SHARED
 VARIANTS |= {f"dualpipev_{name}": keys | DUALPIPEV for name, keys in VARIANTS.items()}
+COMPILED: dict[str, dict[str, Any]] = {
+    "compiled": {"compile": True},
+    "compiled_recompute": {"compile": True, "use_grad_ckpt": {"every": 2}, "offload_activations": True},
+}
+COMPILED |= {f"dualpipev_{name}": keys | DUALPIPEV for name, keys in COMPILED.items()}
+VARIANTS |= COMPILED
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
@@ -128,8 +136,9 @@ CASES += [
     Case(model, variant, (2, 1))
     for model in ("tied", "untied")
     for variant in VARIANTS
-    if variant.removeprefix("dualpipev_") not in ("fp32", *ROUTED, *SHARED)
+    if variant.removeprefix("dualpipev_") not in ("fp32", *ROUTED, *SHARED, *COMPILED)
 ]
+CASES += [Case("tied", variant, (2, 1)) for variant in COMPILED]
 CASES += [Case(model, "dualpipev_fp32", (2, 1)) for model in MODELS if model != "deep"]
 CASES += [Case(model, "dualpipev_fp32", (2, 2)) for model in ("tied", "mixtral")] + [
     Case("deep", "dualpipev_fp32", (4, 1))
@@ -185,14 +194,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(folder: Path) -> list[Sample]:
-    """Eight samples of 5 to 60 tokens, the first third of each without loss."""
-    generator = random.Random(0)
-    samples: list[Sample] = []
-    for length in (5, 60, 17, 8, 41, 23, 55, 12):
-        ids = [generator.randrange(3, 512) for _ in range(length)]
-        samples.append({"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 :]})
-    (folder / "samples.json").write_text(json.dumps(samples))
-    return samples
+    return write_samples(folder)
 
 
 @pytest.fixture(scope="module")
@@ -227,18 +229,21 @@ def outcomes(
     """All cases that this session asks for."""
     del samples  # already on disk
     chosen = [case for case in CASES if case.name in asked]
-    for processes in sorted({case.dims[0] * case.dims[1] for case in chosen}):
-        cases = [case for case in chosen if case.dims[0] * case.dims[1] == processes]
-        described = [
-            {
-                "name": case.name,
-                "kind": "pipeline",
-                "kernel": case.kernel,
-                "config": config(case, checkpoints[case.model], folder),
-            }
-            for case in cases
-        ]
-        ranks.run(processes, "gradients", described, folder)
+    for compiled in (False, True):
+        cases = [case for case in chosen if (case.variant in COMPILED) == compiled]
+        for processes in sorted({math.prod(case.dims) for case in cases}):
+            described = [
+                {
+                    "name": case.name,
+                    "kind": "pipeline",
+                    "kernel": case.kernel,
+                    "config": config(case, checkpoints[case.model], folder),
+                }
+                for case in cases
+                if math.prod(case.dims) == processes
+            ]
+            with Ranks(folder) if compiled else nullcontext(ranks) as processes_of_their_own:  # compiled code stays
+                processes_of_their_own.run(processes, "gradients", described, folder)
     return {case.name: read(folder, case) for case in chosen}
 
 
@@ -267,7 +272,13 @@ def read(folder: Path, case: Case) -> Outcome:
 def reference(
     path: Path, samples: list[Sample], micro_batch: int, row_length: int | None, router_weight: float | None = None
 ) -> Outcome:
-    model = load_model(path, torch.float32)
+    return outcome_of(load_model(path, torch.float32), samples, micro_batch, row_length, router_weight)
+
+
+def outcome_of(
+    model: CausalLM, samples: list[Sample], micro_batch: int, row_length: int | None, router_weight: float | None = None
+) -> Outcome:
+    """Loss and gradients of one process that runs the samples one by one."""
     supervised = sum(label != -100 for sample in samples for label in sample["labels"][1:])
     tokens = sum(len(sample["input_ids"]) for sample in samples)
     total = torch.zeros(())
@@ -303,3 +314,36 @@ def test_every_gradient_equals_one_process(
         # The two copies of a tied weight on different stages both hold the whole gradient.
         twin = expected.gradients["0.embed_tokens.weight" if name in tied_copy else name]
         assert_near(gradient, twin, dtype, name=name)
+
+
+LONG = 131_072
+NARROW: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+    "max_position_embeddings": LONG,
+}
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("dims", [(1, 2), (2, 2)])
+def test_a_row_of_131072_tokens_that_processes_share(
+    dims: tuple[int, int], ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    generator, samples = random.Random(0), []
+    for length in (98_304, 32_768):  # packed into one row
+        ids = [generator.randrange(3, 64) for _ in range(length)]
+        samples.append(Sample(input_ids=ids, labels=[-100] * (length // 2) + ids[length // 2 :]))
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    model, case, row = make_checkpoint("llama", **NARROW), Case("untied", "sequence", dims), LONG
+    keys = config(case, model, tmp_path) | {"train_batch_size": 2, "max_seq_len": row, "pack_len": row}
+    keys |= {"train_micro_batch_size_per_gpu": 2, "model_topo": topology(dims) | {"sequence": 2}}
+    ranks.run(math.prod(dims), "gradients", [{"name": case.name, "kind": "pipeline", "config": keys}], tmp_path)
+    found, expected = read(tmp_path, case), reference(model, samples, 2, row)
+    assert found.loss == pytest.approx(expected.loss, abs=1e-5)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in found.gradients.items():
+        assert (gradient - expected.gradients[name]).norm() < 1e-5 * expected.gradients[name].norm(), name

@@ -1,4 +1,4 @@
-"""`deterministic` and `tf32`: what they set, what is said, and what they leave alone."""
+"""`deterministic`, `tf32` and `fp8`: what they set, and what is logged of them."""
 
 from __future__ import annotations
 
@@ -38,18 +38,10 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(numerics, "this_device", lambda: parse_devices("H100")[1])
-
-
 def test_deterministic_asks_torch_cublas_and_flash_attention() -> None:
     set_numerics(config_of(deterministic=True))
     assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
-    assert "deterministic: " in describe_numerics(config_of(deterministic=True))[0]
     set_numerics(config_of())
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -73,37 +65,40 @@ def test_an_operation_without_an_order_is_one_line() -> None:
     assert line == "deterministic: torch has no put_ that sums in the same order; expected false"
 
 
-def test_on_gpus_its_cost_is_told(gpu: None) -> None:
-    assert describe_numerics(config_of(deterministic=True))[0].endswith("; attention's backward pass is slower for it")
+BF16 = {"bf16": {"enabled": True}}
+ORDERED = "deterministic: sums have one order, so a resumed run is equal to the last bit"
+SLOWER = "; attention's backward pass is slower for it"
+IN_FP32 = "products: fp32; with tf32: true they are up to 7 times as fast, and have 10 bits"
 
 
-def test_tf32_is_for_fp32_runs_on_gpus(gpu: None) -> None:
-    assert describe_numerics(config_of()) == [
-        "products: fp32; with tf32: true they are up to 7 times as fast, and have 10 bits"
-    ]
-    set_numerics(config_of())
-    assert torch.get_float32_matmul_precision() == "highest"
-    set_numerics(config_of(tf32=True))
-    assert torch.get_float32_matmul_precision() == "high"
-    assert describe_numerics(config_of(tf32=True)) == ["products: TF32, with 10 bits of each factor"]
-    assert describe_numerics(config_of(bf16={"enabled": True})) == []
-
-
-def test_tf32_without_a_gpu_is_told_and_changes_nothing() -> None:
-    set_numerics(config_of(tf32=True))
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert describe_numerics(config_of(tf32=True))[-1] == "warning: tf32 is without effect, as there is no GPU"
-
-
-def test_threads_are_logged_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("keys", "on_gpu", "lines"),
+    [
+        ({}, False, ["threads: 3"]),
+        ({"deterministic": True}, False, [ORDERED, "threads: 3"]),
+        ({"tf32": True}, False, ["threads: 3", "warning: tf32 is without effect, as there is no GPU"]),
+        ({"deterministic": True}, True, [ORDERED + SLOWER, IN_FP32]),
+        ({}, True, [IN_FP32]),
+        ({"tf32": True}, True, ["products: TF32, with 10 bits of each factor"]),
+        (BF16, True, []),
+        (
+            BF16 | {"fp8": {"enabled": True}},
+            True,
+            ["products: fp8 in the blocks' linear layers, bf16 elsewhere; weights and their gradients are bf16"],
+        ),
+    ],
+)
+def test_products_are_described_and_tf32_is_for_gpus(
+    keys: dict[str, Any], on_gpu: bool, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert describe_numerics(config_of()) == ["threads: 3"]
-
-
-def test_fp8_is_told(gpu: None) -> None:
-    config = config_of(bf16={"enabled": True}, fp8={"enabled": True})
-    (line,) = describe_numerics(config)
-    assert line.startswith("products: fp8 in the blocks' linear layers, bf16 elsewhere")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(numerics, "this_device", lambda: parse_devices("H100")[1])
+    config = config_of(**keys)
+    assert describe_numerics(config) == lines
+    set_numerics(config)
+    assert torch.get_float32_matmul_precision() == ("high" if config.tf32 and on_gpu else "highest")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

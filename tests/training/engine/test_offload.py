@@ -1,4 +1,4 @@
-"""The optimizer on the CPU, with DeepSpeed's own compiled AdamW and Lion: the run is the one without offload.
+"""A run with DeepSpeed's compiled AdamW and Lion on the CPU equals the one without offload.
 
 Slow, because DeepSpeed compiles each of them at the first use, for about a minute.
 """

@@ -16,8 +16,7 @@ from tests.launching import deepspeed, error_lines, topology, write_config
 from tests.models.checkpoint.test_quantized import to_fp8
 from tests.models.derived.cases import write_small
 from tests.models.helpers import change_config
-from tests.ranks import Ranks
-from tests.training.engine.test_clipping import samples
+from tests.ranks import Ranks, write_samples
 
 pytestmark = pytest.mark.launched
 
@@ -46,12 +45,12 @@ UNDER_TEST = [pytest.param(name, id=name, marks=pytest.mark.longest if name in F
 
 
 @pytest.fixture(scope="module")
-def told(
+def noted(
     ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, asked: set[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """By case and whether replicas read together (`shared`) or each for itself (`local`): what each rank tells."""
+    """What each rank read and holds, by case and whether replicas read together (`shared`) or each alone (`local`)."""
     folder = tmp_path_factory.mktemp("reading")
-    (folder / "samples.json").write_text(json.dumps(samples()[:8]))
+    write_samples(folder)
     tied = make_checkpoint("llama", tie_word_embeddings=True)
     models = {"tied": tied, "layers": folder / "layers", "fp8": folder / "fp8"}
     hg_to_pp(tied, models["layers"])
@@ -86,9 +85,9 @@ def config(case: Case, storage: str, folder: Path, models: dict[str, Path]) -> d
 
 @pytest.mark.parametrize("name", UNDER_TEST)
 def test_replicas_read_each_tensor_once_and_hold_the_same_bits(
-    name: str, told: dict[str, list[dict[str, Any]]]
+    name: str, noted: dict[str, list[dict[str, Any]]]
 ) -> None:
-    together, alone = told[f"{name}-shared"], told[f"{name}-local"]
+    together, alone = noted[f"{name}-shared"], noted[f"{name}-local"]
     assert [rank["held"] for rank in together] == [rank["held"] for rank in alone]
     for first in range(0, len(alone), 2):  # the two replicas of a stage
         assert alone[first]["read"] == alone[first + 1]["read"]

@@ -1,4 +1,4 @@
-"""Who shares rows with whom, and what a config may ask of it."""
+"""Process groups that share packed sequences or layers, and configs that cannot."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def test_neighbouring_replicas_share_rows_and_neighbouring_ranks_layers(
 
 def test_a_batch_is_counted_in_rows_that_replicas_share() -> None:
     shared = config([1, 4], ["pipe", "data"], 4, train_batch_size=2, train_micro_batch_size_per_gpu=2)
-    told = deepspeed_config(shared)
-    assert told["train_batch_size"] == 2 * 4  # which DeepSpeed divides by as many replicas
+    assert deepspeed_config(shared)["train_batch_size"] == 2 * 4  # which DeepSpeed divides by as many replicas
     with pytest.raises(ValidationError, match=r"not a multiple of 4 .* 2 x 2 replicas with rows of their own"):
         config([1, 4], ["pipe", "data"], 2, train_batch_size=2, train_micro_batch_size_per_gpu=2)
 

@@ -214,25 +214,25 @@ def test_the_layer_files_are_a_pipelines(
 
 
 @pytest.mark.slow
-def test_both_doors_take_one_config(folder: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_both_entry_points_take_one_config(folder: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     records = folder / "records.json"
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[::5][:20]), encoding="utf-8")
     path = write_config(
         tmp_path / "run.yml", model_path=str(checkpoints["tied"]), data_path=str(records), export_hf=True
     )
     losses = {}
-    for door, processes, *words in (
+    for script, processes, *words in (
         ("train_ds.py", 1),
         ("train_ds_zero.py", PROCESSES, "zero_optimization.stage=3"),
     ):
-        save_path = tmp_path / door
-        result = deepspeed(processes, door, "--config", path, f"save_path={save_path}", *words)
+        save_path = tmp_path / script
+        result = deepspeed(processes, script, "--config", path, f"save_path={save_path}", *words)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-        losses[door] = torch.tensor([line["loss"] for line in metrics(save_path)])
-        pp_to_hg(save_path, tmp_path / f"{door}.hg")
+        losses[script] = torch.tensor([line["loss"] for line in metrics(save_path)])
+        pp_to_hg(save_path, tmp_path / f"{script}.hg")
         exported = read_weights(save_path / "hf")
         assert len(exported) == processes
-        assert_same_bits(joined(exported), joined(read_weights(tmp_path / f"{door}.hg")))
+        assert_same_bits(joined(exported), joined(read_weights(tmp_path / f"{script}.hg")))
     torch.testing.assert_close(losses["train_ds_zero.py"], losses["train_ds.py"], atol=1e-5, rtol=0)
 
 

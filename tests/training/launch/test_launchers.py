@@ -1,4 +1,4 @@
-"""What becomes of a run whose launcher is killed, and of a second start while it trains."""
+"""A run whose launcher is killed saves and ends, and a second start while it trains is refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def words(launcher: str, config: Path) -> list[str | Path]:
 
 
 def family(launch: Launch) -> dict[str, list[psutil.Process]]:
-    """The processes of a run, by what they are; under torchrun the first one is the agent."""
+    """Return the processes of a run by kind; under torchrun the first one is the agent."""
     first, *others = launch.family()
     found: dict[str, list[psutil.Process]] = {"runner": [first], "agent": [first], "launch.py": [], "rank": []}
     for each in others:

@@ -1,4 +1,4 @@
-"""A step of Slurm starts ranks like a launcher does; whatever else runs in a job starts a launcher itself."""
+"""The tasks of a Slurm step are ranks; other processes of a job launch their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "M
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """One without a launcher's words, restored afterwards."""
+    """An environment without a launcher's variables, restored afterwards."""
     own = {name: value for name, value in os.environ.items() if name not in SET and not name.startswith("SLURM")}
     monkeypatch.setattr(os, "environ", own)
     return own
@@ -110,7 +110,7 @@ with errors.exit_with_one_line(process.rank):
 
 
 def tasks(which: Iterable[int], patience: float, port: int | None = None) -> list[subprocess.CompletedProcess[str]]:
-    """Some of the two tasks of a step on one host."""
+    """Run some of the two tasks of a step on one host."""
     environment = {name: value for name, value in os.environ.items() if name not in SET}
     environment |= STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""What a supervisor does when its processes end in one way or another; the processes do no more than that."""
+"""What a supervisor does when its processes end in one way or another; they do nothing else."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def starts(folder: Path) -> int:
 
 
 def of_run(folder: Path) -> list[psutil.Process]:
-    """The processes whose ranks work in a folder, and what these have started: all have it in their environment."""
+    """Return the ranks that work in a folder, and what they have started: all have it in their environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -147,6 +147,17 @@ def test_a_fault_is_followed_by_a_restart(name: str, tmp_path: Path) -> None:
     assert not of_run(tmp_path)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_between_the_entry_point_and_the_ranks_starts_none(number: signal.Signals, tmp_path: Path) -> None:
+    """The entry point has blocked it; it is heeded once the supervisor can."""
+    words = words_of(tmp_path, "ends")
+    blocked = f"import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [{number}]); os.kill(os.getpid(), {number})"
+    place = words.index(SUPERVISOR)
+    result = start(*words[:place], f"{blocked}; {SUPERVISOR}", *words[place + 1 :]).end()
+    assert result.returncode == 128 + number and "this start trained nothing" in result.stdout, result.stderr
+    assert not (tmp_path / "starts-0").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -> None:
     launch = begun(tmp_path)
@@ -164,7 +175,7 @@ def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -
     [("supervisor", 1), ("agent", 1), ("everybody", 1), pytest.param("supervisor", 40, marks=LONGEST)],
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_who_is_asked_saves_first(receiver: str, seconds: int, number: signal.Signals, tmp_path: Path) -> None:
+def test_ranks_save_before_a_run_ends(receiver: str, seconds: int, number: signal.Signals, tmp_path: Path) -> None:
     launch = begun(tmp_path, SAVES_FOR=str(seconds))
     _, agent, *ranks = launch.family()
     asked = {"supervisor": [psutil.Process(launch.pid)], "agent": [agent]}
@@ -208,9 +219,7 @@ def test_a_host_without_slots_takes_no_part(tmp_path: Path) -> None:
         ("work1:7", "", "--hostfile {hosts}: No slot '7' specified on host 'work1'; expected hosts and slots that st"),
     ],
 )
-def test_a_filter_that_names_no_slots_is_refused_in_its_own_words(
-    include: str, exclude: str, line: str, tmp_path: Path
-) -> None:
+def test_a_filter_that_names_no_slots_is_refused(include: str, exclude: str, line: str, tmp_path: Path) -> None:
     (hosts := tmp_path / "hosts").write_text("work1 slots=2\nwork2 slots=2\n", encoding="utf-8")
     assert read_hostfile(str(hosts), "work1:0@work2", "") == {"work1": [0], "work2": [0, 1]}
     with pytest.raises(ConfigError) as caught:
@@ -218,7 +227,7 @@ def test_a_filter_that_names_no_slots_is_refused_in_its_own_words(
     assert str(caught.value).startswith(line.format(hosts=hosts))
 
 
-def test_who_never_leaves_is_killed(tmp_path: Path) -> None:
+def test_a_rank_that_never_leaves_is_killed(tmp_path: Path) -> None:
     launch = begun(tmp_path, patience=1.0, SAVES_FOR="1000")
     psutil.Process(launch.pid).terminate()
     assert launch.end().returncode == 128 + signal.SIGTERM
@@ -235,8 +244,8 @@ def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
     assert before and not any(each.is_running() for each in before)
 
 
-def test_two_names_of_a_machine_are_looked_at_side_by_side(tmp_path: Path) -> None:
-    """Who looks ends what is left of the run, but not who else looks."""
+def test_two_names_of_a_machine_are_inspected_side_by_side(tmp_path: Path) -> None:
+    """An inspection kills what is left of the run, but no other inspection."""
     other = start("sh", "-c", remote_command(*AGENT, str(tmp_path), "a run"))
     agents: list[psutil.Process] = []
 
@@ -269,7 +278,7 @@ def test_a_signal_that_was_ignored_stays_so(tmp_path: Path) -> None:
     assert launch.end().returncode == 128 + signal.SIGTERM
 
 
-def test_who_asks_for_the_end_while_hosts_are_waited_for_is_heard(tmp_path: Path) -> None:
+def test_a_signal_ends_the_wait_for_hosts(tmp_path: Path) -> None:
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text(SSH.format(folder=tmp_path))

@@ -23,7 +23,7 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import ROOT
-from training.engine.timings import PARTS
+from training.engine.trainer import PARTS
 from training.metrics import reporter as module
 from training.metrics.live_view import LiveView
 from training.metrics.reporter import METRICS_FILE, Reporter, read_metrics
@@ -103,7 +103,7 @@ def steps_of(folder: Path) -> list[int]:
     return [strictly(line)["step"] for line in (folder / METRICS_FILE).read_bytes().splitlines()]
 
 
-def test_each_step_is_a_json_line_with_all_keys_as_soon_as_it_is_done(tmp_path: Path) -> None:
+def test_each_step_is_a_json_line_with_all_keys_at_once(tmp_path: Path) -> None:
     with Reporter(tmp_path, STEPS, 1) as reporter:
         for step in range(1, 8):
             reporter.report(metrics(step))
@@ -119,15 +119,11 @@ def test_some_steps_are_printed_and_always_the_last(
     report(tmp_path, steps_per_print=steps_per_print)
     out, err = capfd.readouterr()
     assert [line.split()[1] for line in out.splitlines()] == [f"{step}/7" for step in printed]
-    last = out.splitlines()[-1]
-    assert last.startswith("step 7/7  epoch 2  loss 0.3571  grad_norm 0.750  lr 1.00e-04  2,400 tokens/s  ")
-    assert last.endswith("00:00 left") and err == ""
-
-
-def test_mfu_of_a_known_device_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Reporter(tmp_path, 1, 1) as reporter:
-        reporter.report(replace(metrics(1), mfu=0.4567))
-    assert "2,400 tokens/s  MFU 46%  00:00 left" in capfd.readouterr().out
+    last = "step 7/7  epoch 2  loss 0.3571  grad_norm 0.750  lr 1.00e-04  2,400 tokens/s  "
+    assert out.splitlines()[-1] == f"{last}00:00 left" and err == ""
+    with Reporter(tmp_path, 7, 1) as reporter:
+        reporter.report(replace(metrics(7), mfu=0.4567))
+    assert capfd.readouterr().out == f"{last}MFU 46%  00:00 left\n"
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
@@ -302,11 +298,10 @@ def test_the_view_has_the_layers_of_each_stage(parts: tuple[int, ...], layers: t
     view.show(metrics(3), "00:09")
     view.close()
     assert isinstance(console.file, io.StringIO)
-    told = f"stage 0: {layers[0]} layers, 3.2 GB  stage 1: {layers[1]} layers, 2.1 GB"
-    assert told in console.file.getvalue()
+    assert f"stage 0: {layers[0]} layers, 3.2 GB  stage 1: {layers[1]} layers, 2.1 GB" in console.file.getvalue()
 
 
-def test_on_a_terminal_the_view_goes_on_where_the_run_does(tmp_path: Path) -> None:
+def test_a_resumed_run_has_a_live_view_on_a_terminal(tmp_path: Path) -> None:
     code = (
         f"{LIGHT}import time\n"
         "with Reporter(Path(sys.argv[1]), 7, 1, first_step=5, parts=(3, 4)) as reporter:\n"
@@ -318,15 +313,15 @@ def test_on_a_terminal_the_view_goes_on_where_the_run_does(tmp_path: Path) -> No
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # rows and columns
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=slave, stderr=slave)
     os.close(slave)
-    shown = b""
-    while process.poll() is None or shown[-1:] != b"\n":
+    printed = b""
+    while process.poll() is None or printed[-1:] != b"\n":
         try:
-            shown += os.read(master, 65536)
+            printed += os.read(master, 65536)
         except OSError:  # the other side is closed
             break
     os.close(master)
     assert process.wait() == 0
-    text = shown.decode()
+    text = printed.decode()
     assert "step 7/7" in text and "00:00 left" in text
     assert "grad norm 0.750" in text and "▁" in text, "the curve of losses"
     assert "stage 0: 3 layers, 3.2 GB  stage 1: 4 layers, 2.1 GB" in text

@@ -105,15 +105,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_revision_of_the_code(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_revision_of_the_code_and_uncommitted_changes(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_info, "CODE", repository)
+    (repository / "notes.txt").write_text("not part of the code\n")
     assert written(tmp_path)["git"] == {"revision": git(repository, "rev-parse", "HEAD"), "modified": False}
     assert "hunter2" not in (tmp_path / "run.json").read_text(encoding="utf-8")
-
-
-def test_uncommitted_changes_are_recorded(repository: Path) -> None:
-    (repository / "notes.txt").write_text("not part of the code\n")
-    assert git_state(repository) == {"revision": git(repository, "rev-parse", "HEAD"), "modified": False}
     (repository / "code.py").write_text("2\n")
     assert git_state(repository) == {"revision": git(repository, "rev-parse", "HEAD"), "modified": True}
 

@@ -37,45 +37,35 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def log(folder: Path, first: int, last: int, offset: float = 0.0) -> None:
-    writer = TensorBoardWriter(folder, first)
-    for step in range(first, last + 1):
-        writer.log(step, {"loss": step + offset, "times/data": 0.5})
+def log(folder: Path, first: int, *losses: float) -> None:
+    """Log one loss a step from step `first` on."""
+    writer = TensorBoardWriter(folder, max(first, 1))
+    for step, loss in enumerate(losses, first):
+        writer.log(step, {"loss": loss, "times/data": 0.5})
     writer.close(failed=False)
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    log(tmp_path, 1, 3)
-    assert curves(tmp_path) == {"loss": [(1, 1), (2, 2), (3, 3)], "times/data": [(1, 0.5), (2, 0.5), (3, 0.5)]}
-
-
-def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    log(tmp_path, 1, 5)
-    time.sleep(1.1)  # event files are read in the order of the second in their names
-    log(tmp_path, 4, 7, offset=100)
-    expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0), (7, 107.0)]
-    assert curves(tmp_path)["loss"] == expected
-
-
-def test_a_new_run_hides_an_old_one_in_its_folder(tmp_path: Path) -> None:
-    old = TensorBoardWriter(tmp_path, 1)
-    old.log(0, {"eval_loss": 9.0})
-    old.log(1, {"eval_loss": 8.0})
-    old.close(failed=False)
-    time.sleep(1.1)
-    new = TensorBoardWriter(tmp_path, 1)
-    new.log(0, {"eval_loss": 3.0})
-    new.close(failed=False)
-    assert curves(tmp_path) == {"eval_loss": [(0, 3.0)]}
-
-
-def test_numbers_that_are_not_finite_are_no_error(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(tmp_path, 1)
-    writer.log(1, {"loss": math.nan, "grad_norm": math.inf})
-    writer.close(failed=False)
+def test_tensorboard_reads_what_was_written_nan_and_infinity_too(tmp_path: Path) -> None:
+    log(tmp_path, 1, 4.0, math.nan, math.inf)
     found = curves(tmp_path)
-    assert math.isnan(found["loss"][0][1])
-    assert math.isinf(found["grad_norm"][0][1])
+    assert found["times/data"] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert found["loss"] == [(1, 4.0), (2, pytest.approx(math.nan, nan_ok=True)), (3, math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "shown"),
+    [
+        pytest.param([(1, 1.0, 2.0, 3.0), (2, 7.0, 8.0)], [(1, 1.0), (2, 7.0), (3, 8.0)], id="resumed"),
+        pytest.param([(0, 9.0, 8.0), (0, 3.0)], [(0, 3.0)], id="a new run, which evaluates before its first step"),
+    ],
+)
+def test_repeated_steps_hide_those_of_earlier_starts(
+    starts: list[tuple[int, float]], shown: list[tuple[int, float]], tmp_path: Path
+) -> None:
+    for start in starts:
+        log(tmp_path, *start)
+        time.sleep(1.1)  # event files are read in the order of the second in their names
+    assert curves(tmp_path)["loss"] == shown
 
 
 def test_a_step_and_its_evaluation_are_curves_of_their_own(tmp_path: Path) -> None:
@@ -131,19 +121,19 @@ with exit_with_one_line():
 
 
 @pytest.mark.parametrize("when", ["the start", "the end", "a while"])
-def test_a_full_disk_is_told_once_without_a_traceback(when: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_without_a_traceback(when: str, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1) as (disk, may_fill):
         if not may_fill:
             pytest.skip("this machine does not let a test mount a file system")
         done = run(sys.executable, "-c", FULL, when, disk)
-        told = done.stdout + done.stderr
-        assert "Traceback" not in told and "Exception" not in told, told
+        printed = done.stdout + done.stderr
+        assert "Traceback" not in printed and "Exception" not in printed, printed
         if when == "the start":
-            assert done.returncode == 2, told
-            assert done.stderr.count("\n") == 1 and "cannot be written: No space left on device" in done.stderr, told
+            assert done.returncode == 2, printed
+            assert done.stderr.count("\n") == 1 and "cannot be written: No space left on device" in done.stderr, printed
             return
-        assert "step 900/900" in done.stdout and done.returncode == 0, told
-        assert told.count("tensorboard: ") == 1 and told.count("No space left on device") == 2, told
+        assert "step 900/900" in done.stdout and done.returncode == 0, printed
+        assert printed.count("tensorboard: ") == 1 and printed.count("No space left on device") == 2, printed
         if when == "a while":
             assert len(read_metrics(disk / "metrics.jsonl")) == 900
 
@@ -193,7 +183,7 @@ def test_wandb_gets_config_numbers_and_the_end(tmp_path: Path, wandb: FakeWandB)
     assert wandb.exit_codes == [1]
 
 
-def test_wandb_goes_on_with_the_run_that_goes_on(tmp_path: Path, wandb: FakeWandB) -> None:
+def test_wandb_continues_a_resumed_run(tmp_path: Path, wandb: FakeWandB) -> None:
     config = make_config(wandb=WANDB)
     for first_step in (1, 5, 9, 1):
         WandBWriter(tmp_path, first_step, config)
@@ -202,20 +192,20 @@ def test_wandb_goes_on_with_the_run_that_goes_on(tmp_path: Path, wandb: FakeWand
     assert {began["resume"] for began in wandb.began} == {"allow"}
 
 
-def test_a_missing_package_is_the_user_s_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
+@pytest.mark.parametrize("folder_of_that_name", [False, True])
+def test_a_missing_package_is_one_line(
+    folder_of_that_name: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B leaves folders named wandb wherever it ran, and Python would import them as empty packages."""
+    if folder_of_that_name:
+        (tmp_path / "wandb").mkdir()
+        monkeypatch.delitem(sys.modules, "wandb", raising=False)
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    else:
+        monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"wandb\.enabled: the package wandb is not installed; expected pip install"):
-        open_trackers(make_config(wandb=WANDB), tmp_path, 1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_named_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W&B leaves such folders wherever it ran, and Python would import them as empty packages."""
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ConfigError, match="is not installed"):
-        open_trackers(make_config(wandb=WANDB), tmp_path, 1)
+        open_trackers(make_config(wandb=WANDB), tmp_path / "run", 1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

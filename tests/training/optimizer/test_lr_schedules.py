@@ -76,54 +76,38 @@ def test_a_long_run_has_no_jumps_where_the_phases_meet(kind: str, warmup_type: s
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_single_step_without_warm_up_has_the_full_rate(kind: str) -> None:
-    assert curve(1, kind) == [1.0]
-
-
-@pytest.mark.parametrize("kind", TYPES)
 def test_a_step_after_the_last_one_keeps_its_rate(kind: Any) -> None:
     scheduler = Scheduler(type=kind)
     assert lr_ratio(25, 10, scheduler) == lr_ratio(9, 10, scheduler)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_longer_warm_up_than_the_run_never_reaches_the_top(kind: str) -> None:
-    assert curve(3, kind, warmup_num_steps=6, warmup_type="linear") == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+WSD = dict.fromkeys(range(3, 36), 1.0) | {35 + step: 1 - 0.8 * math.sqrt(step / 4) for step in (1, 2, 3, 4)}
+HALF_A_COSINE = {3: 1.0, 5: 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, 7: 0.55, 11: 0.1}
+LOG = {step: math.log(step + 2) / math.log(5) for step in range(4)}
+LATE = {"warmup_num_steps": 8, "decay_ratio": 0.5, "min_ratio": 0.0}
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_the_warm_up_rises_linearly_or_with_the_logarithm(kind: str) -> None:
-    linear = curve(10, kind, warmup_num_steps=4, warmup_type="linear", warmup_min_ratio=0.2)
-    assert linear[:4] == pytest.approx([0.4, 0.6, 0.8, 1.0])
-    log = curve(10, kind, warmup_num_steps=4, warmup_type="log")
-    assert log[:4] == pytest.approx([math.log(step + 2) / math.log(5) for step in range(4)])
-
-
-def test_half_a_cosine_falls_from_the_warm_up_to_the_last_step() -> None:
-    ratios = curve(12, warmup_num_steps=4, cos_min_ratio=0.1)
-    assert ratios[3] == 1.0
-    assert ratios[7] == pytest.approx(0.55)
-    assert ratios[5] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
-    assert ratios[11] == pytest.approx(0.1)
-
-
-def test_a_straight_line_falls_from_the_warm_up_to_the_last_step() -> None:
-    ratios = curve(6, "linear", warmup_num_steps=2, min_ratio=0.2)
-    assert ratios[1:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_a_constant_rate_stays_after_the_warm_up() -> None:
-    assert curve(6, "constant", warmup_num_steps=2)[1:] == [1.0] * 5
-
-
-def test_wsd_is_stable_until_the_last_part_of_all_steps() -> None:
-    ratios = curve(40, "WSD", warmup_num_steps=4, min_ratio=0.2)
-    assert ratios[3:36] == [1.0] * 33
-    assert ratios[36:] == pytest.approx([1 - 0.8 * math.sqrt(step / 4) for step in (1, 2, 3, 4)])
-    assert curve(40, "WSD", decay_ratio=0.5)[19:21] == pytest.approx([1.0, 1 - 0.9999 * math.sqrt(1 / 20)])
-
-
-def test_the_decay_of_wsd_takes_a_step_at_least_and_waits_for_the_warm_up() -> None:
-    assert curve(3, "WSD", min_ratio=0.2) == pytest.approx([1.0, 1.0, 0.2])
-    late = curve(10, "WSD", warmup_num_steps=8, decay_ratio=0.5, min_ratio=0.0)
-    assert late[7:] == pytest.approx([1.0, 1 - math.sqrt(1 / 2), 0.0])
+@pytest.mark.parametrize(
+    ("kind", "total", "params", "values"),
+    [
+        ("WarmupCosineLR", 12, {"warmup_num_steps": 4, "cos_min_ratio": 0.1}, HALF_A_COSINE),
+        ("linear", 6, {"warmup_num_steps": 2, "min_ratio": 0.2}, {1: 1.0, 2: 0.8, 3: 0.6, 4: 0.4, 5: 0.2}),
+        ("constant", 6, {"warmup_num_steps": 2}, dict.fromkeys(range(1, 6), 1.0)),
+        ("WSD", 40, {"warmup_num_steps": 4, "min_ratio": 0.2}, WSD),
+        ("WSD", 40, {"decay_ratio": 0.5}, {19: 1.0, 20: 1 - 0.9999 * math.sqrt(1 / 20)}),
+        # The decay takes a step at least, and waits for the warm-up.
+        ("WSD", 3, {"min_ratio": 0.2}, {0: 1.0, 1: 1.0, 2: 0.2}),
+        ("WSD", 10, LATE, {7: 1.0, 8: 1 - math.sqrt(1 / 2), 9: 0.0}),
+        *((kind, 1, {}, {0: 1.0}) for kind in TYPES),
+        # A warm-up, in whole and cut off by the end of the run.
+        *((kind, 10, {"warmup_num_steps": 4}, LOG) for kind in TYPES),
+        *(
+            (kind, 10, {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_min_ratio": 0.2}, {0: 0.4, 2: 0.8})
+            for kind in TYPES
+        ),
+        *((kind, 3, {"warmup_num_steps": 6, "warmup_type": "linear"}, {0: 1 / 6, 2: 3 / 6}) for kind in TYPES),
+    ],
+)
+def test_values_by_hand(kind: str, total: int, params: dict[str, Any], values: dict[int, float]) -> None:
+    ratios = curve(total, kind, **params)
+    assert {step: ratios[step] for step in values} == pytest.approx(values)

@@ -75,7 +75,7 @@ def test_weight_decay_reaches_only_the_decayed_group(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-def test_every_optimizer_goes_against_the_gradient(kind: str) -> None:
+def test_every_optimizer_steps_against_the_gradient(kind: str) -> None:
     parameter = weights()
     optimizer = build_optimizer(config_with(kind, PARAMS[kind] | {"weight_decay": 0.0}), [("weight", parameter)])
     gradient = torch.tensor([1.0, -1.0, 2.0])
@@ -137,7 +137,7 @@ def test_the_parameters_that_a_config_may_have_are_those_of_the_optimizers() -> 
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-def test_what_an_optimizer_keeps_for_a_matrix(kind: str) -> None:
+def test_state_bytes_of_a_matrix(kind: str) -> None:
     parameter = nn.Parameter(torch.ones(64, 32))
     optimizer = build_optimizer(config_with(kind, PARAMS[kind]), [("weight", parameter)])
     parameter.grad = torch.ones(64, 32)
@@ -162,8 +162,8 @@ def test_the_scheduler_gives_each_step_its_learning_rate(scheduler: Scheduler | 
 
 
 @pytest.mark.longest
-def test_what_is_compiled_goes_on_to_the_last_bit() -> None:
-    """Whatever step a run goes on from: the kernel, which takes minutes to compile, has a memory of those before."""
+def test_a_compiled_optimizer_resumes_to_the_last_bit() -> None:
+    """From any step: the kernel, which takes minutes to compile, remembers the steps before."""
     config = config_with("AdamW", PARAMS["AdamW"] | {"lr": 1e-3})
     config.zero_optimization = Zero(stage=1, offload_optimizer=OptimizerOffload(device="cpu"))
     torch.manual_seed(0)

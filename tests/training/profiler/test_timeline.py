@@ -17,26 +17,13 @@ import pytest
 from tests.conftest import FAQ
 from tests.launching import deepspeed, topology, write_config
 from training.profiler.drawing import draw, trace
-from training.profiler.figures import Figures, add_idle_spans
 from training.profiler.recorder import Record
-from training.profiler.session import describe
+from training.profiler.session import Figures, add_idle_spans
 from training.schedule.instructions import WORK, Message, read_schedule
 from training.schedule.simulation import simulate
 from training.schedule.walk import Span
 
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def records(*spans: tuple[str, float, float], rank: int, message: Message | None = None) -> list[Record]:
-    """Spans of one rank; those that send or receive have the message."""
-    return [
-        Record(
-            Span(rank, kind, 0, begin, end, rank),
-            (message,) if message and kind in ("send", "receive") else (),
-            begin,
-        )
-        for kind, begin, end in spans
-    ]
 
 
 def steps_of(events: list[dict[str, Any]]) -> dict[int, list[list[Span]]]:
@@ -49,55 +36,45 @@ def steps_of(events: list[dict[str, Any]]) -> dict[int, list[list[Span]]]:
     return steps
 
 
-def times(spans: list[Span]) -> list[tuple[str, float, float]]:
-    return [(span.kind, span.begin, span.end) for span in spans]
+# By case the spans of each rank as recorded, all for one message, and with their waiting apart. A fourth number is when
+# the message was started, if before the span.
+WAITING: dict[str, tuple[list[list[tuple[Any, ...]]], list[list[tuple[str, float, float]]]]] = {
+    "an early receiver": (
+        [[("forward", 0, 3), ("send", 3, 4)], [("receive", 1, 4), ("forward", 4, 6)]],
+        [[("forward", 0, 3), ("send", 3, 4), ("idle", 4, 6)], [("idle", 0, 3), ("receive", 3, 4), ("forward", 4, 6)]],
+    ),
+    "an early sender": (
+        [[("send", 0, 5)], [("forward", 0, 4), ("receive", 4, 5)]],
+        [[("idle", 0, 4), ("send", 4, 5)], [("forward", 0, 4), ("receive", 4, 5)]],
+    ),
+    "replicas, which do not wait for each other": (
+        [[("send", 0, 2)], [("receive", 0, 2)], [("send", 1, 2)], [("receive", 1, 2)]],
+        [[("send", 0, 2)], [("receive", 0, 2)], [("idle", 0, 1), ("send", 1, 2)], [("idle", 0, 1), ("receive", 1, 2)]],
+    ),
+    "work after the start of a message": (
+        [[("weights", 1, 3), ("send", 3, 5, 1)], [("receive", 0, 4.5)]],
+        [[("idle", 0, 1), ("weights", 1, 3), ("send", 3, 5)], [("idle", 0, 1), ("receive", 1, 4.5), ("idle", 4.5, 5)]],
+    ),
+    "clocks that differ a little": (
+        [[("send", 3.1, 3.2)], [("receive", 1, 3)]],
+        [[("idle", 1, 3.1), ("send", 3.1, 3.2)], [("idle", 1, 3), ("receive", 3, 3), ("idle", 3, 3.2)]],
+    ),
+}
 
 
-class TestWaiting:
-    activation = Message("activation", 0, 0, frozenset({0, 1}))
-    stages = [0, 1]
-
-    def test_a_receiver_that_came_early_waited(self) -> None:
-        sender = records(("forward", 0, 3), ("send", 3, 4), rank=0, message=self.activation)
-        receiver = records(("receive", 1, 4), ("forward", 4, 6), rank=1, message=self.activation)
-        first, second = add_idle_spans([sender, receiver], self.stages)
-        assert times(first) == [("forward", 0, 3), ("send", 3, 4), ("idle", 4, 6)]
-        assert times(second) == [("idle", 0, 3), ("receive", 3, 4), ("forward", 4, 6)]
-
-    def test_a_sender_waits_for_its_receiver_too(self) -> None:
-        sender = records(("send", 0, 5), rank=0, message=self.activation)
-        receiver = records(("forward", 0, 4), ("receive", 4, 5), rank=1, message=self.activation)
-        first, second = add_idle_spans([sender, receiver], self.stages)
-        assert times(first) == [("idle", 0, 4), ("send", 4, 5)]
-        assert times(second) == [("forward", 0, 4), ("receive", 4, 5)]
-
-    def test_replicas_do_not_wait_for_each_other(self) -> None:
-        rows = [
-            records(("send", 0, 2), rank=0, message=self.activation),
-            records(("receive", 0, 2), rank=1, message=self.activation),
-            records(("send", 1, 2), rank=2, message=self.activation),
-            records(("receive", 1, 2), rank=3, message=self.activation),
+@pytest.mark.parametrize("case", WAITING)
+def test_waiting_is_separated_from_work(case: str) -> None:
+    rows, expected = WAITING[case]
+    message = Message("activation", 0, 0, frozenset({0, 1}))
+    records = [
+        [
+            Record(Span(rank, kind, 0, begin, end, rank), (message,) if kind in ("send", "receive") else (), *posted)
+            for kind, begin, end, *posted in ((*span, span[1]) if len(span) == 3 else span for span in spans)
         ]
-        filled = add_idle_spans(rows, [0, 1, 0, 1])
-        assert times(filled[0]) == [("send", 0, 2)]
-        assert times(filled[2]) == [("idle", 0, 1), ("send", 1, 2)]
-
-    def test_work_after_the_start_of_a_message_is_no_waiting(self) -> None:
-        sender = [
-            Record(Span(0, "weights", 0, 1, 3, 0), (), 1),
-            Record(Span(0, "send", 0, 3, 5, 0), (self.activation,), 1),
-        ]
-        receiver = records(("receive", 0, 4.5), rank=1, message=self.activation)
-        first, second = add_idle_spans([sender, receiver], self.stages)
-        assert times(first) == [("idle", 0, 1), ("weights", 1, 3), ("send", 3, 5)]
-        assert times(second) == [("idle", 0, 1), ("receive", 1, 4.5), ("idle", 4.5, 5)]
-
-    def test_clocks_that_differ_a_little_make_no_negative_spans(self) -> None:
-        sender = records(("send", 3.1, 3.2), rank=0, message=self.activation)
-        receiver = records(("receive", 1, 3), rank=1, message=self.activation)
-        for spans in add_idle_spans([sender, receiver], self.stages):
-            assert all(span.begin <= span.end for span in spans)
-            assert all(first.end <= second.begin for first, second in pairwise(spans))
+        for rank, spans in enumerate(rows)
+    ]
+    filled = add_idle_spans(records, [rank % 2 for rank in range(len(rows))])
+    assert [[(span.kind, span.begin, span.end) for span in spans] for spans in filled] == expected
 
 
 def test_reading_a_dualpipev_schedule_finds_both_ends_of_every_message() -> None:
@@ -142,10 +119,10 @@ def test_figures_give_back_what_was_measured(schedule: Any, stages: int) -> None
     assert figures.by_rank(2) == pytest.approx([first, sum(forward + backward) - first])
 
 
-def test_the_slowest_stage_is_told() -> None:
+def test_the_slowest_stage_is_named() -> None:
     figures = Figures.from_spans([measured("1f1b", [4.0, 6.0], [8.0, 12.0], 8)])
     assert figures.by_rank(2) == pytest.approx([12.0, 18.0])
-    assert describe(figures, 2).endswith("stage 1 is the slowest, 18 s a micro-batch, 20.0% above the mean")
+    assert figures.describe(2).endswith("stage 1 is the slowest, 18 s a micro-batch, 20.0% above the mean")
 
 
 def test_the_chart_is_a_picture(tmp_path: Path) -> None:
@@ -181,16 +158,16 @@ class Finished(NamedTuple):
 
 @pytest.fixture(scope="module")
 def train(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
-    """A function that runs a door with two processes on a model that is large enough to be timed."""
+    """A function that trains with two processes on a model that is large enough to be timed."""
     folder = tmp_path_factory.mktemp("timeline")
     model = make_checkpoint("llama", hidden_size=192, intermediate_size=512, num_hidden_layers=4, head_dim=48)
     data = folder / "records.json"
     data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:24]), encoding="utf-8")
 
-    def run(name: str, *words: str, door: str = "train_ds.py", **keys: Any) -> Finished:
+    def run(name: str, *words: str, script: str = "train_ds.py", **keys: Any) -> Finished:
         keys = {"packing": False, "model_path": str(model), "data_path": str(data)} | keys
         path = write_config(folder / f"{name}.yml", **keys)
-        result = deepspeed(2, door, "--config", path, *words)
+        result = deepspeed(2, script, "--config", path, *words)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         written = path.with_suffix("")
         events = json.loads((written / "timeline.json").read_text())["traceEvents"]
@@ -286,7 +263,7 @@ def test_dualpipev_has_a_timeline(train: Callable[..., Finished]) -> None:
 def test_zero_has_a_timeline(train: Callable[..., Finished]) -> None:
     run = train(
         "zero",
-        door="train_ds_zero.py",
+        script="train_ds_zero.py",
         model_topo=topology([1, 2]),
         profile_steps=[2, 2],
         zero_optimization={"stage": 3},

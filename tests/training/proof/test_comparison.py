@@ -1,9 +1,10 @@
-"""The rows of a proof see what is wrong, and say where."""
+"""The rows of a proof find what is wrong, and name the place."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from tests.launching import write_config
 from training.config.yaml_file import load_config
 from training.metrics.run_info import machine
-from training.proof.certificate import CERTIFICATE, table, write_certificate
+from training.proof.command import CERTIFICATE, table, write_certificate
 from training.proof.comparison import Row, choose_bounds, compare, compare_bits, is_flat, relative_difference
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -42,29 +43,31 @@ def test_what_is_rounded_otherwise_holds(gradients: dict[str, Tensor]) -> None:
     assert row.holds and row.count == 3 and 0 < row.largest < 1e-5
 
 
-@pytest.mark.parametrize("factor", [0.999, 2.0, -1.0, 0.0, math.nan, math.inf])
-def test_one_wrong_gradient_is_seen_and_named(factor: float, gradients: dict[str, Tensor]) -> None:
-    row = rows_of(gradients | {"1.up.weight": gradients["1.up.weight"] * factor}, gradients)
-    assert not row.holds and row.where == "at 1.up.weight"
+def test_both_ends_of_a_tied_weight_may_hold_the_gradient(gradients: dict[str, Tensor]) -> None:
+    assert rows_of(gradients | {TIED[1]: gradients[TIED[0]]}, gradients).holds
 
 
-def test_one_wrong_element_is_seen(gradients: dict[str, Tensor]) -> None:
-    wrong = gradients["1.q.bias"].clone()
-    wrong[3, 2] += 0.01
-    assert rows_of(gradients | {"1.q.bias": wrong}, gradients).where == "at 1.q.bias"
+UP, BIAS = "1.up.weight", "1.q.bias"
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor | None]], str]] = {
+    **{
+        f"times {factor}": (lambda found, factor=factor: {UP: found[UP] * factor}, UP)  # type: ignore[misc]
+        for factor in (0.999, 2.0, -1.0, 0.0, math.nan, math.inf)
+    },
+    "one element": (lambda found: {BIAS: found[BIAS] + 0.01 * (torch.arange(32).view(8, 4) == 14)}, BIAS),
+    "missing": (lambda found: {BIAS: None}, BIAS),
+    "half of it on one tied end": (lambda found: {TIED[1]: found[TIED[0]] / 2}, TIED[1]),
+}
 
 
-def test_a_gradient_that_is_absent_on_a_side_fails(gradients: dict[str, Tensor]) -> None:
-    less = {name: each for name, each in gradients.items() if name != "1.q.bias"}
-    for row in (rows_of(less, gradients), rows_of(gradients, less)):
-        assert not row.holds and (row.largest, row.where) == (math.inf, "at 1.q.bias")
-
-
-def test_both_ends_of_a_tied_weight_hold_the_whole_gradient(gradients: dict[str, Tensor]) -> None:
-    whole = gradients[TIED[0]]
-    assert rows_of(gradients | {TIED[1]: whole}, gradients).holds
-    half = rows_of(gradients | {TIED[1]: whole / 2}, gradients)
-    assert not half.holds and half.where == f"at {TIED[1]}"
+@pytest.mark.parametrize("fault", WRONG)
+def test_one_wrong_gradient_is_found_and_named(fault: str, gradients: dict[str, Tensor]) -> None:
+    change, where = WRONG[fault]
+    found = {name: each for name, each in (gradients | change(gradients)).items() if each is not None}
+    row = rows_of(found, gradients)
+    assert not row.holds and row.where == f"at {where}"
+    if fault == "missing":
+        row = rows_of(gradients, found)
+        assert not row.holds and (row.largest, row.where) == (math.inf, f"at {where}")
 
 
 def test_nothing_compared_is_nothing_proved() -> None:

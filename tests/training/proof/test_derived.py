@@ -1,4 +1,4 @@
-"""`--prove` of families that are derived: schedules, replicas, packed rows, kill and resume are exact for them too."""
+"""`--prove` of derived families: schedules, replicas, packed rows, kill and resume are exact for them too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import FAQ, save_tokenizer
 from tests.launching import run, topology, write_config
 from tests.models.derived.cases import write_small
-from training.proof.certificate import CERTIFICATE
+from training.proof.command import CERTIFICATE
 
 RUNS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"model_topo": topology((2, 1))},

@@ -1,4 +1,4 @@
-"""`--prove` through the real door: a sound run is proved, a faulty one is not, and nothing of the user's is touched."""
+"""`--prove` as a user starts it: a sound run is proved, a faulty one is not, and nothing of the user's is touched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import FAQ
 from tests.launching import error_lines, eventually, run, start, topology, write_config
 from training.metrics.run_info import machine
-from training.proof.certificate import CERTIFICATE
+from training.proof.command import CERTIFICATE
 
 LAUNCHED = pytest.mark.launched
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -51,8 +51,8 @@ class Proofs:
         }
         return write_config(self.folder / "run.yml", **(defaults | keys))
 
-    def prove(self, config: Path, door: str = "train_ds.py", **environment: str) -> subprocess.CompletedProcess[str]:
-        result = run(sys.executable, door, "--config", config, "--prove", TMPDIR=str(self.temporary), **environment)
+    def prove(self, config: Path, script: str = "train_ds.py", **environment: str) -> subprocess.CompletedProcess[str]:
+        result = run(sys.executable, script, "--config", config, "--prove", TMPDIR=str(self.temporary), **environment)
         assert not [path for path in self.temporary.iterdir() if path.name.startswith("pipetune-proof-")]
         return result
 
@@ -93,16 +93,17 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
 
 
 @LAUNCHED
+@pytest.mark.longest
 @pytest.mark.parametrize(
     ("fault", "what", "where"),
     [
-        pytest.param("ends_apart", "gradients", "4.lm_head.weight: layer 4, stage 1", marks=pytest.mark.longest),
-        pytest.param("no_decay", "updates of the weights", "stage", marks=pytest.mark.longest),
-        pytest.param("moments_lost", "weights after kill and resume", "stage", marks=pytest.mark.longest),
-        pytest.param("padding_counts", "loss", "step", marks=pytest.mark.longest),
-        pytest.param("documents_meet", "gradients", "layer", marks=pytest.mark.longest),
-        pytest.param("parts_swapped", "gradients", "layer", marks=pytest.mark.longest),
-        pytest.param("readers_alone", "gradients", "layer", marks=pytest.mark.longest),
+        ("ends_apart", "gradients", "4.lm_head.weight: layer 4, stage 1"),
+        ("no_decay", "updates of the weights", "stage"),
+        ("moments_lost", "weights after kill and resume", "stage"),
+        ("padding_counts", "loss", "step"),
+        ("documents_meet", "gradients", "layer"),
+        ("parts_swapped", "gradients", "layer"),
+        ("readers_alone", "gradients", "layer"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: Proofs) -> None:
@@ -134,34 +135,19 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
         ),
         ("chatglm", {"num_layers": 6}, {"bf16": {"enabled": True}, "schedule": "dualpipev", "compile": True}),
         ("qwen3", {}, {"model_topo": topology((8, 2)), "stream_gb": 1, "max_steps": 50}),
+        # Layers that processes share.
+        ("llama", {}, {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "model_topo": grid(1, 2, 2)}),
+        ("llama", {}, {"schedule": "dualpipev", "use_grad_ckpt": True, "model_topo": grid(2, 2, 4)}),
+        ("mixtral", MIXTRAL, {"model_topo": SHARED | {"experts": "spread"}}),
+        ("bloom", {}, {"zero_optimization": OFFLOAD, "model_topo": SHARED}),
+        ("chatglm", {"num_layers": 6}, {"packing": False, "model_topo": SHARED}),
+        ("baichuan", {"max_position_embeddings": 256, "tie_word_embeddings": False}, {"model_topo": SHARED}),
+        ("gemma2", {"sliding_window": 16}, {"model_topo": grid(1, 2, 2) | {"sequence": 2}}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "defaults",
 )
 def test_every_way_to_train_is_proved(family: str, model: dict[str, Any], keys: dict[str, Any], proofs: Proofs) -> None:
     result = proofs.prove(proofs.config(family, model, **({"model_topo": topology((2, 1))} | keys)))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert proofs.failed() == {}
-
-
-@LAUNCHED
-@pytest.mark.parametrize(
-    ("family", "model", "keys"),
-    [
-        ("llama", {}, {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "model_topo": grid(1, 2, 2)}),
-        ("llama", {}, {"schedule": "dualpipev", "use_grad_ckpt": True, "model_topo": grid(2, 2, 4)}),
-        ("mixtral", MIXTRAL, {"model_topo": SHARED | {"experts": "spread"}}),
-        ("bloom", {}, {"zero_optimization": OFFLOAD}),
-        ("chatglm", {"num_layers": 6}, {"packing": False}),
-        ("baichuan", {"max_position_embeddings": 256, "tie_word_embeddings": False}, {}),
-        ("gemma2", {"sliding_window": 16}, {"model_topo": grid(1, 2, 2) | {"sequence": 2}}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "defaults",
-)
-@pytest.mark.longest
-def test_layers_that_processes_share_are_proved(
-    family: str, model: dict[str, Any], keys: dict[str, Any], proofs: Proofs
-) -> None:
-    result = proofs.prove(proofs.config(family, model, **({"model_topo": SHARED} | keys)))
     assert result.returncode == 0, result.stdout + result.stderr
     assert proofs.failed() == {}
 
@@ -186,18 +172,19 @@ def test_a_run_that_cannot_start_says_so_in_a_line(proofs: Proofs) -> None:
     assert "zero_optimization.stage: 0 does not scale the loss" in line
 
 
-@pytest.mark.parametrize("other", [["--plan"], ["--inspect", "1"]])
-def test_prove_does_not_go_with_another_mode(other: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "words", "environment", "error"),
+    [
+        ("train_ds.py", ["--plan"], {}, "--inspect, --plan, --prove and --check: expected one of them"),
+        ("train_ds.py", ["--inspect", "1"], {}, "--inspect, --plan, --prove and --check: expected one of them"),
+        ("train_ds_zero.py", [], {}, "error: --prove: proves pipelines; expected train_ds.py"),
+        ("train_ds.py", [], {"RANK": "0", "WORLD_SIZE": "1"}, "on this machine; expected python train_ds.py"),
+    ],
+)
+def test_prove_is_the_pipelines_alone_and_starts_by_itself(
+    script: str, words: list[str], environment: dict[str, str], error: str, tmp_path: Path
+) -> None:
     config = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
-    result = run(sys.executable, "train_ds.py", "--config", config, "--prove", *other)
+    result = run(sys.executable, script, "--config", config, "--prove", *words, **environment)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].endswith("--inspect, --plan, --prove and --check: expected one of them")
-
-
-def test_prove_is_the_pipelines_and_starts_by_itself(tmp_path: Path) -> None:
-    config = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
-    result = run(sys.executable, "train_ds_zero.py", "--config", config, "--prove")
-    assert (result.returncode, error_lines(result)) == (2, ["error: --prove: proves pipelines; expected train_ds.py"])
-    result = run(sys.executable, "train_ds.py", "--config", config, "--prove", RANK="0", WORLD_SIZE="1")
-    (line,) = error_lines(result)
-    assert result.returncode == 2 and line.endswith("on this machine; expected python train_ds.py")
+    assert result.stderr.splitlines()[-1].partition(" (see docs/")[0].endswith(error)

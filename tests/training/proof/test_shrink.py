@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from tests.conftest import ORIGINALS
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.proof.comparison import is_flat
-from training.proof.shrink_config import LENGTH, LR, small_config, small_depth, small_topology
-from training.proof.small_run import shorten, write_model
+from training.proof.small_run import LENGTH, LR, shorten, small_config, small_depth, small_topology, write_model
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 64}
 # What the large models of these families have and transformers' defaults do not.
@@ -105,7 +105,7 @@ def config_of(**keys: Any) -> TrainConfig:
     return TrainConfig.model_validate(KEYS | keys)
 
 
-def grid(dims: list[int], parts: list[int] | None = None, axes: tuple[str, str] = ("pipe", "data")) -> dict[str, Any]:
+def grid(dims: list[int], parts: list[int] | None = None, axes: Sequence[str] = ("pipe", "data")) -> dict[str, Any]:
     return {"process_topology": {"axes": list(axes), "dims": dims}, "parts": parts}
 
 
@@ -120,21 +120,18 @@ def grid(dims: list[int], parts: list[int] | None = None, axes: tuple[str, str] 
         ([8, 4], 8, [4, 2]),
         ([8, 2], 1, [1, 1]),
         ([3, 2], 4, [2, 2]),
+        # At most two share layers.
+        ([2, 2, 2], 8, [2, 2, 2]),
+        ([8, 1, 8], 4, [2, 1, 2]),
+        ([1, 1, 4], 8, [1, 1, 2]),
+        ([4, 4, 2], 1, [1, 1, 1]),
     ],
 )
 def test_dims_shrink_to_what_there_is_room_for(dims: list[int], room: int, expected: list[int]) -> None:
-    assert small_topology(config_of(model_topo=grid(dims)), room).process_topology.dims == expected
-    swapped = config_of(model_topo=grid(dims[::-1], axes=("data", "pipe")))
-    assert small_topology(swapped, room).process_topology.dims == expected[::-1]
-
-
-@pytest.mark.parametrize(
-    ("dims", "room", "expected"),
-    [([2, 2, 2], 8, [2, 2, 2]), ([8, 1, 8], 4, [2, 1, 2]), ([1, 1, 4], 8, [1, 1, 2]), ([4, 4, 2], 1, [1, 1, 1])],
-)
-def test_processes_that_share_layers_shrink_to_two(dims: list[int], room: int, expected: list[int]) -> None:
-    topo = {"process_topology": {"axes": ["pipe", "data", "model"], "dims": dims}}
-    assert small_topology(config_of(model_topo=topo), room).process_topology.dims == expected
+    axes = ("pipe", "data", "model")[: len(dims)]
+    assert small_topology(config_of(model_topo=grid(dims, axes=axes)), room).process_topology.dims == expected
+    turned = config_of(model_topo=grid(dims[::-1], axes=axes[::-1]))
+    assert small_topology(turned, room).process_topology.dims == expected[::-1]
 
 
 @pytest.mark.parametrize(
@@ -184,18 +181,30 @@ def test_what_is_proved_stays_as_the_user_has_it(tmp_path: Path) -> None:
     assert small.max_restarts == 0 and small.ports.meeting is None
 
 
-def test_experts_in_16_bits_are_proved_in_fp32_which_is_said(tmp_path: Path) -> None:
-    spec = whole("mixtral", tmp_path / "whole")
-    config = config_of(bf16={"enabled": True})
-    small, differs = small_config(config, spec, config.model_topo, tmp_path)
-    assert not small.bf16.enabled
-    assert any(line.startswith("precision: fp32") for line in differs)
-
-
 def test_what_keeps_no_fp32_weights_is_refused(tmp_path: Path) -> None:
     config = config_of(bf16={"enabled": True, "bf16_master_weights_and_grads": True})
     with pytest.raises(ConfigError, match=r"^--prove: bf16.bf16_master_weights_and_grads"):
         small_config(config, whole("llama", tmp_path / "whole"), config.model_topo, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "on_gpu", "lines"),
+    [
+        ("mixtral", {"bf16": {"enabled": True}}, False, ["precision: fp32"]),
+        ("llama", {}, False, []),
+        ("llama", {"tf32": True}, True, ["deterministic: true", "tf32: false"]),
+        ("llama", {"bf16": {"enabled": True}, "fp8": {"enabled": True}}, True, ["deterministic: true", "fp8: off"]),
+    ],
+)
+def test_what_no_two_runs_would_agree_on_is_set_and_reported(
+    family: str, keys: dict[str, Any], on_gpu: bool, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, spec = config_of(**keys), whole(family, tmp_path / "whole")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    small, differs = small_config(config, spec, config.model_topo, tmp_path)
+    assert [line.partition(",")[0] for line in differs] == lines
+    assert (small.deterministic, small.tf32, small.fp8.enabled) == (on_gpu, False, False)
+    assert small.bf16.enabled == (config.bf16.enabled and family == "llama")
 
 
 def test_a_sample_is_cut_to_where_its_loss_begins() -> None:
@@ -206,16 +215,3 @@ def test_a_sample_is_cut_to_where_its_loss_begins() -> None:
     assert sample["labels"][: LENGTH // 4] == [-100] * (LENGTH // 4)
     short = shorten({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, words=512)
     assert short == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
-
-
-def test_what_no_two_runs_would_agree_on_is_set_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, spec = TrainConfig.model_validate(KEYS | {"tf32": True}), whole("llama", tmp_path / "whole")
-    assert small_config(config, spec, config.model_topo, tmp_path)[0].deterministic is False
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    small, differs = small_config(config, spec, config.model_topo, tmp_path)
-    assert small.deterministic and not small.tf32
-    assert [line.partition(",")[0] for line in differs] == ["deterministic: true", "tf32: false"]
-    config = TrainConfig.model_validate(KEYS | {"bf16": {"enabled": True}, "fp8": {"enabled": True}})
-    small, differs = small_config(config, spec, config.model_topo, tmp_path)
-    assert small.bf16.enabled and not small.fp8.enabled
-    assert [line.partition(",")[0] for line in differs] == ["deterministic: true", "fp8: off"]

@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from training.schedule.instructions import Schedule
-from training.schedule.simulation import simulate
+from training.schedule.simulation import moments_in_flight, simulate
 from training.schedule.walk import Simulation
+from training.schedule.zero_bubble import MAX_DEFERRED
 
 FORWARD, BACKWARD = 1.0, 2.0  # seconds of a whole rank for a micro-batch
 
@@ -114,3 +115,22 @@ def test_every_micro_batch_passes_every_stage_in_order(schedule: Schedule) -> No
 def test_too_few_micro_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="micro-batches"):
         simulate("dualpipev", [1.0] * 4, [1.0] * 4, micro_batches=3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_dualpipev_keeps_no_more_micro_batches_than_the_v_needs(ranks: int) -> None:
+    for rank, moments in enumerate(moments_in_flight("dualpipev", ranks, 4 * ranks)):
+        assert moments
+        for moment in moments:
+            whole, waiting = (sum(counts) for counts in zip(*moment, strict=True))
+            assert 0 <= whole + waiting <= 2 * ranks + 1 + MAX_DEFERRED, rank
+            assert waiting <= MAX_DEFERRED + 2
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 20])
+def test_1f1b_keeps_the_micro_batches_between_their_passes(micro_batches: int) -> None:
+    counts, most = [0] * 4, [0] * 4
+    for span in sorted(simulate("1f1b", [1.0] * 4, [1.0] * 4, micro_batches).spans, key=lambda span: span.begin):
+        counts[span.rank] += 1 if span.kind == "forward" else -1
+        most[span.rank] = max(most[span.rank], counts[span.rank])
+    assert [max(moments) for moments in moments_in_flight("1f1b", 4, micro_batches)] == [((each, 0),) for each in most]

@@ -1,4 +1,4 @@
-"""What a start does that the one before was killed too soon to do."""
+"""A start cleans up after one that was killed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from common.log import Log
 from models.checkpoint.publish import hidden_folder
 from tests.accidents import killed_at
 from tests.training.checkpoint.test_folder import flip, whole
-from training.checkpoint.finding import find_checkpoint
 from training.checkpoint.folder import Best, step_folder
-from training.checkpoint.tidying import make_room
+from training.checkpoint.run_folder import find_checkpoint, make_room
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.errors import ConfigError, RunRefused
@@ -26,7 +25,7 @@ def begin_save(save_path: Path) -> None:
         whole(new, 20)
 
 
-def test_what_a_killed_save_left_goes_and_what_was_to_stay_stays(tmp_path: Path) -> None:
+def test_what_a_killed_save_left_is_removed_and_the_rest_stays(tmp_path: Path) -> None:
     for step in (3, 6, 9, 12):
         whole(tmp_path, step)
     assert killed_at("shutil.rmtree", 1, lambda: begin_save(tmp_path)) == signal.SIGKILL
@@ -37,7 +36,7 @@ def test_what_a_killed_save_left_goes_and_what_was_to_stay_stays(tmp_path: Path)
 
 
 @pytest.mark.parametrize("named", ["step-000003", "step-000009", None], ids=["earlier", "set aside", "nothing"])
-def test_latest_names_what_a_start_takes_up(named: str | None, tmp_path: Path) -> None:
+def test_latest_names_the_checkpoint_that_a_start_resumes(named: str | None, tmp_path: Path) -> None:
     """A kill between the new name and `latest` left it where it was."""
     for step in (3, 6, 9):
         whole(tmp_path, step)

@@ -1,0 +1,286 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685), and which weights of a model are trained at all.
+
+An adapted weight W of shape [out, in] stays as it is, and the layer computes with W + scale * B A, where only A [r, in]
+and B [out, r] are trained. A linear layer gets the two as parameters `lora_A` and `lora_B` beside its `weight`, so all
+other names stay: checkpoints of the base, tensor plans and weight maps need not know of adapters. A weight of experts,
+[experts, out, in], gets an A and a B for each expert, named after it (`gate_up_proj_lora_A`); `LowRankSum` is what the
+experts see in its place.
+
+Meanings, defaults and names in an export are those of peft 0.21 (`models.conversion.to_peft`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.errors import CheckpointError
+
+ALL_LINEAR = "all-linear"
+FACTORS = ("lora_A", "lora_B")
+IDLE = "idle"
+GROUPED_BYTES = 16  # torch's grouped product wants rows of a multiple of it
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters of a model, in peft's words.
+
+    Attributes:
+        targets: `all-linear`, ends of the names of modules, or one regular expression for whole names.
+        experts: whether weights of experts are adapted too, which `targets` names as it does modules.
+        modules_to_save: ends of the names of modules that are trained in full.
+        base: `nf4` where the weights under the adapters are 4 bits (`models.quantized_base`).
+    """
+
+    r: int = 8
+    alpha: float = 8
+    dropout: float = 0.0
+    rslora: bool = False
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    experts: bool = True
+    modules_to_save: tuple[str, ...] = ()
+    base: str | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    def takes(self, path: str) -> bool:
+        """Whether `targets` names a module or a weight of experts, apart from `all-linear`."""
+        if isinstance(self.targets, str):
+            return re.fullmatch(self.targets, path) is not None
+        return ends_with(path, self.targets)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which weights are trained: all, all but some, or adapters.
+
+    Attributes:
+        lora: the adapters; without them the weights themselves are trained.
+        freeze: regular expressions; weights whose names match one are not trained.
+    """
+
+    lora: Lora | None = None
+    freeze: tuple[str, ...] = ()
+
+    def prepare(self, module: nn.Module, is_head: bool, path: Callable[[str], list[str]]) -> None:
+        """Add adapters to a layer, and take all else that is not trained out of the backward pass.
+
+        Args:
+            is_head: whether the layer is the last one, whose projection `all-linear` leaves out.
+            path: gives the names in transformers' model of a module or a weight of the layer: two for the ends of a
+                tied model.
+        """
+        if self.lora:
+            for name, part in list(module.named_modules()):
+                _adapt(part, self.lora, path(name)[0], is_head)
+        for name, weight in module.named_parameters():
+            if not self._trains(name, path(name)):
+                weight.requires_grad_(False)
+
+    def _trains(self, name: str, paths: list[str]) -> bool:
+        if self.lora is None:
+            return not any(re.search(each, path) for each in self.freeze for path in paths)
+        owners = (path.rpartition(".")[0] for path in paths)
+        return is_factor(name) or any(ends_with(owner, self.lora.modules_to_save) for owner in owners)
+
+
+ALL = Trained()
+
+
+def save_trained_only(layer: nn.Module) -> None:
+    """Make a layer's state dict that of its trained weights, where some are adapters."""
+
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        kept = {f"{prefix}{name}" for name, weight in module.named_parameters() if weight.requires_grad}
+        for name in [each for each in state if each.startswith(prefix) and each not in kept]:
+            del state[name]
+
+    layer.register_state_dict_post_hook(drop)
+
+
+def add_idle_weight(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Give a stage without trained weights one that does nothing, as DeepSpeed's optimizers need some."""
+    idle: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=next(layer.parameters()).device))
+    idle.ds_pipe_replicated, idle.model_parallel = True, False  # what DeepSpeed asks of the weights in a norm
+    layer.register_parameter(IDLE, idle)
+
+
+def ends_with(path: str, names: tuple[str, ...]) -> bool:
+    """Whether the last parts of a dotted name are one of `names`."""
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def is_factor(name: str) -> bool:
+    """Whether a weight is a factor of an adapter."""
+    return name.endswith(FACTORS)
+
+
+def base_of(name: str) -> str:
+    """Name the weight that a factor adapts."""
+    owner, _, leaf = name.rpartition(".")
+    weight = leaf.removesuffix("lora_A").removesuffix("lora_B").removesuffix("_")
+    return f"{owner}.{weight or 'weight'}"
+
+
+def fresh_factors(shapes: dict[str, torch.Size], seed: int) -> dict[str, Tensor]:
+    """Draw the factors of a layer: A as `nn.Linear` draws its weight, B zero, so that a run begins with the base."""
+    generator, state = torch.Generator().manual_seed(seed), {}
+    for name, shape in sorted(shapes.items()):
+        bound = 1 / math.sqrt(shape[-1])
+        drawn = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        state[name] = drawn if name.endswith("lora_A") else torch.zeros(shape)
+    return state
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Tensor:
+    """Add an adapter to its weight, in fp32.
+
+    Args:
+        transposed: whether the weights of experts are stored as [in, out].
+    """
+    delta = b.float() @ a.float()
+    return (weight.float() + scale * (delta.mT if transposed else delta)).to(weight.dtype)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter; mixed into the class that it had."""
+
+    lora: Lora
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = super().forward(inputs)
+        return output + self.low_rank(inputs)
+
+    def low_rank(self, inputs: Tensor) -> Tensor:
+        """Compute what the adapter adds for `inputs` [..., in]."""
+        dropped = F.dropout(inputs, self.lora.dropout, self.training)
+        a, b = map(self.get_parameter, FACTORS)
+        return F.linear(F.linear(dropped, a), b) * self.lora.scale
+
+
+class AdaptedExperts(nn.Module):
+    """Experts with adapters; mixed into the class that they had."""
+
+    lora: Lora
+
+    def __getattr__(self, name: str) -> Any:
+        value: Any = super().__getattr__(name)
+        if widen := vars(self).get("packed", {}).get(name):  # of 4 bits (`models.quantized_base`)
+            value = widen(value)
+        a = self._parameters.get(f"{name}_lora_A")
+        if a is None:
+            return value
+        b = self._parameters[f"{name}_lora_B"]
+        assert b is not None
+        return LowRankSum(value, *((a.mT, b.mT) if is_transposed(self) else (b, a)), self.lora.scale)
+
+
+class LowRankSum:
+    """`base + scale * left @ right` for each expert, which takes the place of the weight [experts, rows, columns].
+
+    A grouped product with tokens multiplies with the three one after the other; all else sees the sum.
+    """
+
+    def __init__(self, base: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+        self._base, self._left, self._right, self._scale = base, left, right, scale
+
+    def whole(self) -> Tensor:
+        """Compute the sum."""
+        return torch.baddbmm(self._base, self._left, self._right, alpha=self._scale)
+
+    def transpose(self, *sides: int) -> LowRankSum:
+        assert {side % 3 for side in sides} == {1, 2}, "experts stay the first dimension"
+        return LowRankSum(self._base.mT, self._right.mT, self._left.mT, self._scale)
+
+    def __getitem__(self, expert: Any) -> Tensor:
+        return self._base[expert] + self._scale * (self._left[expert] @ self._right[expert])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dtype", "device", "shape", "ndim", "data_ptr", "size", "dim"):
+            return getattr(self._base, name)
+        return getattr(self.whole(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if function is torch._grouped_mm and isinstance(args[1], cls):
+            tokens, weight = args[0], args[1]
+            if weight._left.shape[-1] * tokens.itemsize % GROUPED_BYTES == 0:
+                inner = function(tokens, weight._left.contiguous(), **named)
+                low_rank = function(inner, weight._right.contiguous(), **named)
+                return function(tokens, weight._base, **named) + weight._scale * low_rank
+        return function(*map(_whole, args), **{name: _whole(value) for name, value in named.items()})
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, LowRankSum) else value
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module's weights are stored as [in, out], as those of some experts are."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def expert_weights(module: nn.Module) -> list[str]:
+    """List a module's weights [experts, ., .]; a convolution's have three dimensions too, and are none."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return []
+    return [name for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3]
+
+
+def _adapt(module: nn.Module, lora: Lora, path: str, is_head: bool) -> None:
+    """Add adapters to a module's own weights where `lora` takes them."""
+    everything = lora.targets == ALL_LINEAR
+    if ends_with(path, lora.modules_to_save):
+        return
+    if isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
+        if not is_head if everything else lora.takes(path):
+            _add_factors(module, "", list(module.weight.shape), lora, path)
+            module.__class__ = mixed(Adapted, module.__class__)
+        return
+    for name in expert_weights(module):
+        if lora.experts and (everything or lora.takes(f"{path}.{name}")):
+            if lora.dropout:
+                raise CheckpointError(
+                    f"lora.dropout: {lora.dropout}, but {path}.{name} is a weight of experts, to which dropout cannot "
+                    "be applied apart from its adapter; expected 0, or lora.experts: false"
+                )
+            experts, *sides = module.get_parameter(name).shape
+            if is_transposed(module):
+                sides.reverse()
+            _add_factors(module, f"{name}_", sides, lora, f"{path}.{name}", (experts,))
+            if not isinstance(module, AdaptedExperts):
+                module.__class__ = mixed(AdaptedExperts, module.__class__)
+
+
+def _add_factors(
+    module: Any, prefix: str, shape: list[int], lora: Lora, path: str, experts: tuple[int, ...] = ()
+) -> None:
+    rows, columns = shape
+    if lora.r > min(rows, columns):
+        raise CheckpointError(
+            f"lora.r: {lora.r}, but {path} is {rows} x {columns}; expected at most {min(rows, columns)}"
+        )
+    module.register_parameter(f"{prefix}lora_A", nn.Parameter(torch.empty(*experts, lora.r, columns)))
+    module.register_parameter(f"{prefix}lora_B", nn.Parameter(torch.empty(*experts, rows, lora.r)))
+    module.lora = lora
+
+
+_CLASSES: dict[tuple[type, type], Any] = {}
+
+
+def mixed(mixin: type, kind: type) -> Any:
+    """Make a class of both, once for all layers, as torch.compile looks at classes."""
+    if (mixin, kind) not in _CLASSES:
+        _CLASSES[mixin, kind] = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
+    return _CLASSES[mixin, kind]

@@ -1,0 +1,49 @@
+"""Export the adapter of a run as a folder of peft's, which transformers and servers load beside the base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.adapters import Trained
+from models.api import read_spec
+from models.checkpoint.adapter import (
+    PEFT_WEIGHTS,
+    LayerFiles,
+    peft_config,
+    peft_name,
+    read_peft_config,
+    to_peft,
+)
+from models.checkpoint.layout import ADAPTER, side_files
+from models.checkpoint.side_files import copy_files
+from models.errors import CheckpointError
+
+TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece")
+
+
+def write_adapter(folder: Path, target: Path) -> None:
+    """Write the adapter in a run's checkpoint, with the tokenizer that it was trained with.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or peft has no names for its layers.
+    """
+    base = read_spec(folder)
+    spec = base.training(Trained(read_peft_config(folder)))
+    if base.family.translate:
+        raise CheckpointError(
+            f"{folder}: {base.family.name}'s own code joins layers that have adapters of their own here, so peft has "
+            "no names for them; expected --merge"
+        )
+    factors, saved = LayerFiles(folder), dict[str, Tensor]()
+    for layer in range(spec.n_layers):
+        for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
+            saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
+    save_file(saved, target / PEFT_WEIGHTS, metadata={"format": "pt"})
+    settings = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    config = peft_config(spec, settings["base_model_name_or_path"])
+    (target / ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])

@@ -1,0 +1,54 @@
+"""A recorded terminal shows what the command printed, needs nothing from elsewhere, and gives away no path."""
+
+from __future__ import annotations
+
+import html
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import recording
+from tests.conftest import ROOT
+
+PRINTS = """
+import pathlib, sys
+print("step 1/6  loss \033[32m2.51\033[0m <ok>")
+print(pathlib.Path.home() / "x", file=sys.stderr)
+"""
+
+
+def lines_in(picture: Path) -> list[str]:
+    """The lines of text in a picture."""
+    rows: dict[str, str] = {}
+    for row, text in re.findall(r'<text [^>]*y="([\d.]+)"[^>]*>([^<]*)</text>', picture.read_text(encoding="utf-8")):
+        rows[row] = rows.get(row, "") + html.unescape(text).replace("\xa0", " ")
+    return [text.rstrip() for text in rows.values()]
+
+
+def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> tuple[int, Path]:
+    (folder / "script.py").write_text(script)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["recording", "run.svg", "script.py", "--steps", "6"])
+    return recording.main(), folder / "run.svg"
+
+
+def test_a_picture_shows_the_command_and_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, picture = recorded(tmp_path, monkeypatch, PRINTS)
+    assert code == 0
+    assert lines_in(picture)[-3:] == ["$ python script.py --steps 6", "step 1/6  loss 2.51 <ok>", "~/x"]
+
+
+@pytest.mark.parametrize("addition", ["print(pathlib.Path.cwd() / 'run')", "sys.exit(3)"])
+def test_a_path_or_a_failure_makes_no_picture(addition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, picture = recorded(tmp_path, monkeypatch, PRINTS + addition)
+    assert code == 1
+    assert not picture.exists()
+
+
+def test_the_readmes_recording_is_one_file() -> None:
+    picture = ROOT / "docs" / "pictures" / "run.svg"
+    text = picture.read_text(encoding="utf-8")
+    assert re.findall(r"https?://\S+", text.replace("http://www.w3.org/2000/svg", "")) == ["https://www.textualize.io"]
+    assert "$ python train_ds.py" in "\n".join(lines_in(picture))

@@ -1,0 +1,275 @@
+"""Adapters compute what peft computes of them: logits, gradients, files; and what cannot be adapted is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from models import load_model
+from models.adapters import Lora, Trained, fresh_factors
+from models.api import read_spec
+from models.causal_lm import CausalLM
+from models.checkpoint.adapter import PEFT_WEIGHTS, AdaptedStates, peft_name, read_peft_config, to_peft
+from models.checkpoint.layout import ADAPTER
+from models.checkpoint.source import open_source
+from models.errors import CheckpointError
+from models.spec import ModelSpec
+from tests.closeness import assert_near
+from tests.conftest import ORIGINALS
+from tests.models.adapters import save_adapter
+from tests.models.cases import CASES
+from tests.models.helpers import random_ids, shifted_loss
+
+Make = Callable[..., Path]
+
+# Of one trait each: tied, fused, all of a kind in 3 dimensions, two kinds of blocks; the other families by `test-all`.
+OFTEN = ("llama-tied", "bloom", "phi3", "mixtral", "gemma3")
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}  # transposed experts with biases
+DEEPSEEK = {  # latent attention, a dense block before those of experts
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2} | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+}  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "qwen3_next": ("qwen3_next", LINEAR),
+}
+# peft 0.21 takes `gate_proj` of a family with experts for that of the experts, whatever it is.
+RENAMED = ("qwen3_moe-some-dense", "deepseek_v3", "qwen3_next")
+ALL = {
+    name: (case.model_type, case.changes) for name, case in CASES.items() if case.model_type not in ORIGINALS
+} | OTHERS
+UNDER_TEST = [name if name in (*OFTEN, *OTHERS) else pytest.param(name, marks=pytest.mark.longest) for name in ALL]
+
+
+def adapted(folder: Path, **settings: Any) -> ModelSpec:
+    return read_spec(folder).training(Trained(Lora(**({"r": 2, "alpha": 6} | settings))))
+
+
+def trained(model: CausalLM) -> dict[str, tuple[str, torch.nn.Parameter]]:
+    """Trained weights by peft's names, with ours."""
+    named = ((layer, name, each) for layer, part in enumerate(model.layers) for name, each in part.named_parameters())
+    return {peft_name(model.spec, layer, name): (name, each) for layer, name, each in named if each.requires_grad}
+
+
+def gradients(model: CausalLM) -> dict[str, Tensor]:
+    """Gradients by peft's names, in peft's shapes."""
+    found = {}
+    for name, (ours, weight) in trained(model).items():
+        assert weight.grad is not None
+        found[name] = to_peft(ours, weight.grad)
+    return found
+
+
+def of_peft(base: Path, adapter: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of missing or unknown keys
+        warnings.simplefilter("ignore", FutureWarning)
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
+
+
+@pytest.mark.parametrize("case", UNDER_TEST)
+def test_adapters_compute_what_peft_computes(case: str, make_checkpoint: Make) -> None:
+    if case in RENAMED:
+        pytest.skip("peft has no name for a dense gate_proj beside experts")
+    model_type, changes = ALL[case]
+    folder = make_checkpoint(model_type, **changes)
+    adapter = save_adapter(adapted(folder), folder)
+    model, theirs, ids = load_model(folder, torch.float32, adapter=adapter), of_peft(folder, adapter), random_ids(2, 20)
+    found, expected = model(ids), theirs(input_ids=ids).logits
+    assert_near(found, expected)
+    shifted_loss(found, ids).backward()
+    shifted_loss(expected, ids).backward()
+    wanted = {
+        name.replace(".default", ""): weight.grad for name, weight in theirs.named_parameters() if weight.requires_grad
+    }
+    assert_near(gradients(model), wanted)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "qwen3_moe"])
+def test_a_grouped_product_takes_factors_one_after_the_other(
+    case: str, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs experts are computed so; the sum of weight and adapter is never made."""
+    folder = make_checkpoint(*ALL[case][:1], **ALL[case][1])
+    adapter = save_adapter(adapted(folder, r=4), folder)  # 16 bytes in fp32, which the product asks for
+    model, ids = load_model(folder, torch.float32, adapter=adapter), random_ids(2, 20)
+    expected = model(ids)
+    shifted_loss(expected, ids).backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    model.spec.config._experts_implementation = "grouped_mm"
+    for part in model.layers.modules():
+        if config := vars(part).get("config"):
+            config._experts_implementation = "grouped_mm"
+
+    def never(_: object) -> Tensor:
+        raise AssertionError("a weight of experts and its adapter were added up")
+
+    monkeypatch.setattr("models.adapters.LowRankSum.whole", never)
+    found = model(ids)
+    assert_near(found, expected)
+    shifted_loss(found, ids).backward()
+    assert_near(gradients(model), wanted)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_scale_is_pefts(rslora: bool, make_checkpoint: Make) -> None:
+    folder = make_checkpoint("llama", tie_word_embeddings=False)
+    adapter = save_adapter(adapted(folder, rslora=rslora), folder)
+    assert read_peft_config(adapter).scale == 6 / (math.sqrt(2) if rslora else 2)
+    ids = random_ids(1, 12)
+    assert_near(load_model(folder, torch.float32, adapter=adapter)(ids), of_peft(folder, adapter)(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [
+        ("all-linear", 3 * 7),
+        (("q_proj", "v_proj"), 3 * 2),
+        (("layers.1.self_attn.q_proj",), 1),
+        (r".*\.layers\.[01]\.mlp\.(gate|up)_proj", 4),
+    ],
+)
+def test_targets_take_what_peft_takes(targets: Any, count: int, make_checkpoint: Make) -> None:
+    folder = make_checkpoint("llama", tie_word_embeddings=False)
+    spec = adapted(folder, targets=targets)
+    adapter = save_adapter(spec, folder)
+    model = load_model(folder, torch.float32, adapter=adapter)
+    weights = trained(model)
+    assert len(weights) == 2 * count
+    theirs = {
+        name.replace(".default", "") for name, each in of_peft(folder, adapter).named_parameters() if each.requires_grad
+    }
+    assert weights.keys() == theirs
+
+
+def test_a_fresh_adapter_changes_nothing_and_depends_on_the_seed_alone(make_checkpoint: Make) -> None:
+    folder = make_checkpoint("mixtral", num_local_experts=4)
+    spec, ids = adapted(folder), random_ids(1, 12)
+    source = open_source(folder, spec.base)
+    models = [
+        CausalLM(spec, AdaptedStates(source, spec, None, seed), torch.float32, torch.device("cpu"))
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(models[0](ids), load_model(folder, torch.float32)(ids))
+    one, same, other = ([weight for _, weight in trained(each).values()] for each in models)
+    assert all(torch.equal(*pair) for pair in zip(one, same, strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_a_is_drawn_as_peft_draws_it() -> None:
+    shapes = {"lora_A": torch.Size((64, 100)), "experts.up_lora_A": torch.Size((4, 64, 100))}
+    for tensor in fresh_factors(shapes, 0).values():
+        assert tensor.abs().max() <= 0.1  # 1 / sqrt(in)
+        assert tensor.std() == pytest.approx(0.1 / math.sqrt(3), rel=0.05)
+
+
+def test_dropout_is_drawn_again_where_a_block_recomputes(make_checkpoint: Make) -> None:
+    folder = make_checkpoint("llama", tie_word_embeddings=False)
+    spec = adapted(folder, dropout=0.5)
+    states = AdaptedStates(open_source(folder, spec.base), spec, None)
+    model, ids = CausalLM(spec, states, torch.float32, torch.device("cpu")).train(), random_ids(1, 12)
+    found = []
+    for recompute in (False, True):
+        for block in model.blocks:
+            block.recompute = recompute
+        model.zero_grad()
+        torch.manual_seed(0)
+        shifted_loss(model(ids), ids).backward()
+        found.append([weight.grad.clone() for _, weight in trained(model).values() if weight.grad is not None])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def transposed(saved: dict[str, Tensor]) -> None:
+    """One expert has another's adapter."""
+    name = next(name for name in saved if "experts" in name and name.endswith("lora_A.weight"))
+    saved[name] = saved[name].roll(2, 0)
+
+
+def test_another_order_of_experts_is_seen(make_checkpoint: Make) -> None:
+    """A fault that the comparison with peft has to find."""
+    folder = make_checkpoint("mixtral", num_local_experts=4)
+    adapter = save_adapter(adapted(folder), folder)
+    ids, expected = random_ids(1, 20), of_peft(folder, adapter)
+    saved = load_file(adapter / PEFT_WEIGHTS)
+    transposed(saved)
+    save_file(saved, adapter / PEFT_WEIGHTS)
+    with pytest.raises(AssertionError):
+        assert_near(load_model(folder, torch.float32, adapter=adapter)(ids), expected(input_ids=ids).logits)
+
+
+def other_r(adapter: Path) -> None:
+    settings = json.loads((adapter / ADAPTER).read_text())
+    (adapter / ADAPTER).write_text(json.dumps(settings | {"r": 3}))
+
+
+def setting(**keys: Any) -> Callable[[Path], None]:
+    def change(adapter: Path) -> None:
+        settings = json.loads((adapter / ADAPTER).read_text())
+        (adapter / ADAPTER).write_text(json.dumps(settings | keys))
+
+    return change
+
+
+def lose(adapter: Path) -> None:
+    saved = load_file(adapter / PEFT_WEIGHTS)
+    saved.popitem()
+    save_file(saved, adapter / PEFT_WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (setting(r=3), ["shape", "this r"]),
+        (setting(use_dora=True), ["use_dora", "plain LoRA"]),
+        (setting(bias="all"), ["bias", "all"]),
+        (setting(target_modules=["q_proj"]), ["not a weight that lora.targets adapts"]),
+        (lose, [PEFT_WEIGHTS, "expected all weights"]),
+        (lambda adapter: (adapter / ADAPTER).write_text("{}"), [ADAPTER, "'r'"]),
+    ],
+    ids=["r", "dora", "bias", "targets", "missing", "empty"],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    change: Callable[[Path], object], words: list[str], make_checkpoint: Make
+) -> None:
+    folder = make_checkpoint("llama", tie_word_embeddings=False)
+    adapter = save_adapter(adapted(folder), folder)
+    change(adapter)
+    with pytest.raises(CheckpointError) as refused:
+        load_model(folder, adapter=adapter)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"r": 65}, ["lora.r", "65", "64"]),
+        ({"dropout": 0.1}, ["lora.dropout", "experts"]),
+    ],
+)
+def test_settings_that_no_layer_can_have_are_refused(
+    settings: dict[str, Any], words: list[str], make_checkpoint: Make
+) -> None:
+    spec = adapted(make_checkpoint("mixtral", num_local_experts=4), **settings)
+    with pytest.raises(CheckpointError) as refused:
+        spec.shapes(1)
+    assert all(word in str(refused.value) for word in words)

@@ -1,0 +1,79 @@
+"""What a config trains: mistakes in `lora` and `freeze` are one line that names what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.api import read_spec
+from models.errors import CheckpointError
+from training.config.keys import TrainConfig
+from training.config.yaml_file import checked
+from training.errors import ConfigError
+from training.proof.command import prove_run
+from training.trained import with_trained
+
+Make = Callable[..., Path]
+PLAIN: dict[str, Any] = {
+    "data_path": "records.json",
+    "save_path": "run",
+    "train_batch_size": 1,
+    "optimizer": {"params": {"lr": 1e-4}},
+}
+
+
+def config(model: Path, **keys: Any) -> TrainConfig:
+    return checked(TrainConfig, PLAIN | {"model_path": str(model)} | keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"lora": {"targets": ["q_porj"]}}, ["lora.targets: 'q_porj'", "q_proj, k_proj"]),
+        ({"lora": {"targets": ["q_proj", "w1"]}}, ["lora.targets: 'w1'"]),
+        ({"lora": {"targets": r".*\.w1"}}, ["lora.targets: ", "w1", "gate_up_proj"]),
+        ({"lora": {"modules_to_save": ["head"]}}, ["lora.modules_to_save", "'head'", "embed_tokens"]),
+        ({"lora": {"r": 65}}, ["lora.r: 65", "64"]),
+        ({"lora": {"dropout": 0.1}}, ["lora.dropout: 0.1", "experts"]),
+        ({"lora": {"base": "nf4"}}, ["lora.base", "use_grad_ckpt: true"]),
+        ({"freeze": ["wte"]}, ["freeze: 'wte'", "model.embed_tokens.weight"]),
+        ({"freeze": ["."]}, ["freeze: matches all weights"]),
+    ],
+)
+def test_what_matches_nothing_is_named_with_what_there_is(
+    keys: dict[str, Any], words: list[str], make_checkpoint: Make
+) -> None:
+    model = make_checkpoint("mixtral", num_local_experts=4)
+    with pytest.raises((ConfigError, CheckpointError)) as refused:
+        with_trained(read_spec(model), config(model, **keys))
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"lora": {}, "freeze": ["layers"]}, ["freeze", "lora or freeze"]),
+        ({"lora": {}, "from_scratch": True}, ["from_scratch", "no lora"]),
+        ({"lora": {"base": "nf4"}, "zero_optimization": {"stage": 3}}, ["lora.base", "stage 3"]),
+        ({"lora": {"base": "nf4"}, "compile": True}, ["lora.base", "compile"]),
+        ({"lora": {"base": "int8"}}, ["lora.base"]),
+        ({"lora": {"r": 0}}, ["lora.r"]),
+        ({"lora": {"targets": {"q": 1}}}, ["lora.targets", "all-linear"]),
+        ({"lora": {"rank": 8}}, ["lora.rank"]),
+        ({"lora_rank": 8}, ["did you mean lora.r?"]),
+        ({"freeze": ["("]}, ["freeze"]),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config(Path("model"), **keys)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("keys", [{"lora": {}}, {"freeze": ["layers"]}])
+def test_no_proof_of_what_it_does_not_train(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(keys))}: --prove trains all weights"):
+        prove_run(config(Path("model"), **keys), "train_ds.py")

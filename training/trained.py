@@ -1,0 +1,130 @@
+"""Which weights of a model a config trains: all, all but the frozen ones, or adapters."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from common.whole_files import block_checksum
+from models.adapters import Lora, Trained, ends_with
+from models.checkpoint.adapter import (
+    CHECKSUM,
+    AdaptedStates,
+    LayerFiles,
+    adapted_paths,
+    open_factors,
+    peft_config,
+)
+from models.checkpoint.layout import ADAPTER, resolve
+from models.checkpoint.source import open_source
+from models.config_json import read_json
+from models.loading import LayerStates, SeededStates
+from models.quantized_base import PACKAGE
+from models.spec import ModelSpec
+from training.config.keys import TrainConfig
+from training.errors import ConfigError
+
+WEIGHTS = (".safetensors", ".bin", ".pt")
+FEW = 12  # names that fit into a message
+
+
+def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
+    """Say in a model's spec what the config trains of it.
+
+    Raises:
+        ConfigError: a name or a pattern matches nothing, or nothing is left to train.
+    """
+    lora = config.lora
+    if lora is None and not config.freeze:
+        return spec
+    adapters = None
+    if lora is not None:
+        names = lora.model_dump(include={"r", "alpha", "dropout", "rslora", "experts", "base"})
+        targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
+        adapters = Lora(targets=targets, modules_to_save=tuple(lora.modules_to_save), **names)
+    trained = spec.training(Trained(adapters, tuple(pattern.pattern for pattern in config.freeze)))
+    _check(spec, trained)
+    if adapters and adapters.base:
+        _check_base(trained, config)
+    return trained
+
+
+def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerStates:
+    """Open the weights of a run's layers: those of `folder`, a model or a checkpoint, or fresh ones."""
+    if config.from_scratch:
+        return SeededStates(spec, config.seed)
+    if config.lora is None:
+        return open_source(folder, spec)
+    base = open_source(resolve(config.model_path), spec.base)
+    if (folder / ADAPTER).is_file():
+        return AdaptedStates(base, spec, LayerFiles(folder))
+    if config.lora.start_from is None:
+        return AdaptedStates(base, spec, None, config.seed)
+    return AdaptedStates(base, spec, open_factors(resolve(config.lora.start_from, adapter=True), spec))
+
+
+def adapter_file(spec: ModelSpec, base: Path) -> dict[str, bytes]:
+    """Make the file that names an adapter's settings and its base, for a checkpoint."""
+    settings = peft_config(spec, str(base.resolve())) | {CHECKSUM: checksum_of(base)}
+    return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
+
+
+def check_same_base(checkpoint: Path, base: Path) -> None:
+    """Refuse another base than the one that a checkpoint's adapter was trained on.
+
+    Raises:
+        ConfigError: the weights differ.
+    """
+    then = read_json(checkpoint / ADAPTER)
+    if then.get(CHECKSUM) != checksum_of(base):
+        raise ConfigError(
+            f"model_path: {base}: not the weights that the adapter in {checkpoint} was trained on; expected those of "
+            f"{then.get('base_model_name_or_path')}, or another save_path"
+        )
+
+
+def checksum_of(base: Path) -> str:
+    """Return the checksum of a model's weight files, taken from blocks of each."""
+    return block_checksum(path for path in base.iterdir() if path.suffix in WEIGHTS and path.is_file())
+
+
+def _check(spec: ModelSpec, trained: ModelSpec) -> None:
+    layers = range(spec.n_layers)
+    names = [path for layer in layers for name in spec.shapes(layer) for path in spec.paths(layer, name)]
+    lora, adapted = trained.trained.lora, [path for paths in adapted_paths(trained) for path in paths]
+    if lora is None:
+        for pattern in trained.trained.freeze:
+            if not any(re.search(pattern, name) for name in names):
+                raise ConfigError(f"freeze: {pattern!r} matches no weight; expected patterns for {_few(names)}")
+        if not any(trained.trained_names(layer) for layer in layers):
+            raise ConfigError("freeze: matches all weights; expected some to train")
+        return
+    possible = [path for paths in adapted_paths(spec.training(Trained(Lora(r=1)))) for path in paths]
+    ends = dict.fromkeys(path.rpartition(".")[2] for path in possible)
+    unmatched = [] if adapted else [lora.targets]
+    if not isinstance(lora.targets, str):
+        unmatched = [target for target in lora.targets if not any(ends_with(path, (target,)) for path in adapted)]
+    for target in unmatched:
+        raise ConfigError(f"lora.targets: {target!r} matches no layer of this model; expected some of {_few(ends)}")
+    for module in lora.modules_to_save:
+        if not any(ends_with(name.rpartition(".")[0], (module,)) for name in names):
+            ends = dict.fromkeys(name.split(".")[-2] for name in names if "." in name)
+            raise ConfigError(f"lora.modules_to_save: no module {module!r}; expected some of {_few(ends)}")
+
+
+def _check_base(spec: ModelSpec, config: TrainConfig) -> None:
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(f"lora.base: {PACKAGE} is not installed; expected pip install {PACKAGE}")
+    if spec.has_experts and config.use_grad_ckpt is not True:
+        raise ConfigError(
+            "lora.base: experts in 4 bits are widened for each pass, and kept so until the backward pass where blocks "
+            "do not recompute; expected use_grad_ckpt: true"
+        )
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:FEW]) + (", ..." if len(names) > FEW else "")
