@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report, run_parts, table_of
-from benchmarks.workers import ROOT, run_workers, tell
+from benchmarks.workers import ROOT, run_workers, write_figures
 
 SHARD_BYTES = SPARE_BYTES = 5 * 10**9  # of the disk, SPARE_BYTES are left alone
 LLAMA_7B = {
@@ -88,7 +88,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
             writer.write(name, noise[number : number + info.shape.numel()].view(info.shape))
     index = json.dumps({"metadata": {}, "weight_map": {name: file for file, names in files.items() for name in names}})
     (source / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-    tell(folder, (spec.n_blocks, sizes[1]))
+    write_figures(folder, (spec.n_blocks, sizes[1]))
 
 
 def run(words: list[str], source: Path) -> tuple[float, int]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.report import Report, against_targets, run_parts
 from benchmarks.tokenizing import RECORDS, make_tokenizer, pairs, peak_of
-from benchmarks.workers import RESULT, ROOT, command, run_workers, tell
+from benchmarks.workers import RESULT, ROOT, command, run_workers, write_figures
 
 LARGE, SMALLER = 10**9, 2 * 10**8  # bytes
 LIMIT, REPETITIONS = 2048, 5
@@ -86,7 +86,7 @@ def load(folder: Path, data: str) -> None:
     assert dataset.supervised.sum() < tokens
     assert dataset.fingerprint()
     seconds = time.perf_counter() - begin
-    tell(folder, {"seconds": seconds, "tokens": tokens, "records_per_s": dataset.total.records / seconds})
+    write_figures(folder, {"seconds": seconds, "tokens": tokens, "records_per_s": dataset.total.records / seconds})
 
 
 def bare(folder: Path, data: str) -> None:
@@ -102,7 +102,7 @@ def bare(folder: Path, data: str) -> None:
     begin = time.perf_counter()
     for first in range(0, len(texts), TOGETHER):
         tokenizer.backend_tokenizer.encode_batch(texts[first : first + TOGETHER], add_special_tokens=False)
-    tell(folder, {"records_per_s": len(texts) / (time.perf_counter() - begin)})
+    write_figures(folder, {"records_per_s": len(texts) / (time.perf_counter() - begin)})
 
 
 def packing(folder: Path) -> Report:

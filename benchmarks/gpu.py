@@ -169,7 +169,7 @@ def jobs(full: bool, cpu: bool) -> list[Job]:
     gpus = None if cpu else 1
     # Without the project's own options: they want the plugins of requirements-dev.txt.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *TESTS]
-    tests = Job(KERNELS, 1.0, pytest, ("pytest", "hypothesis"), tells=False, environment=_environment(gpus))
+    tests = Job(KERNELS, 1.0, pytest, ("pytest", "hypothesis"), has_figures=False, environment=_environment(gpus))
     ahead: tuple[Way, ...] = FULL_WAYS if full else ()
     names = {way.name for way in ahead}
     ways = [*ahead, *(way for way in WAYS if way.name not in names)]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_models import MODELS, Measurement, write_model
-from benchmarks.workers import RESULT, ROOT, environment, tell
+from benchmarks.workers import RESULT, ROOT, environment, write_figures
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Figures = dict[str, Any]
@@ -276,7 +276,7 @@ def resume(folder: Path) -> Figures:
         for one, other in zip(*(weights_of(folder / name) for name in ("whole", "killed")), strict=True)
     )
     figures = {"steps before the kill": saved, "losses unlike": sum(a != b for a, b in zip(whole, killed, strict=True))}
-    tell(folder, figures | {"losses": whole})  # the ZeRO entry point is compared with them
+    write_figures(folder, figures | {"losses": whole})  # the ZeRO entry point is compared with them
     return require(figures | {"weights unlike": unlike, "losses": whole}, {"losses unlike": 0, "weights unlike": 0})
 
 
@@ -342,7 +342,7 @@ def main() -> None:
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures = CHECKS[chosen.check](chosen.folder)
-    tell(chosen.folder, figures | {"said": said(figures)})
+    write_figures(chosen.folder, figures | {"said": said(figures)})
 
 
 if __name__ == "__main__":

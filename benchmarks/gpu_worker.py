@@ -24,7 +24,7 @@ from benchmarks import shared_gpu
 from benchmarks.gpu_models import MODELS, TINY, WHOLE, Measurement, Size, config_of, fit, samples_of
 from benchmarks.kernel_classes import shares, spans_of
 from benchmarks.steps import joined, train, train_by_transformers
-from benchmarks.workers import RESULT, tell
+from benchmarks.workers import RESULT, write_figures
 from models.api import read_spec
 from models.attention.flex import FLEX
 from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH, choose_attention
@@ -205,7 +205,7 @@ def work(measurement: Measurement, folder: Path, reference: Path | None) -> None
         "measurement": asdict(measurement),
         "length": size.length,
     }
-    tell(folder, about | found | compared)
+    write_figures(folder, about | found | compared)
 
 
 if __name__ == "__main__":

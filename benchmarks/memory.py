@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from benchmarks.report import Report, against_targets, run_parts, table_of
 from benchmarks.tokenizing import peak_of
-from benchmarks.workers import ROOT, run_workers, tell
+from benchmarks.workers import ROOT, run_workers, write_figures
 
 LENGTH, MICRO_BATCHES, STEPS = 1024, 4, 2
 MMAP_THRESHOLD, ONE_MB = -3, 2**20  # of malloc.h
@@ -70,7 +70,7 @@ def planner(folder: Path) -> Report:
 
 
 def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
-    """Plan, build and train on one rank; tell both peaks of every rank."""
+    """Plan, build and train on one rank; leave both peaks of every rank."""
     from benchmarks.steps import joined, random_rows, run_config, topology
     from models.api import read_spec
     from training.data_setup import build_loader
@@ -92,7 +92,7 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
         trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))
-        tell(folder, processes.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before)))
+        write_figures(folder, processes.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before)))
 
 
 def _give_back_memory() -> None:

@@ -1,11 +1,11 @@
 """Jobs one after the other on a machine that nobody watches, each in processes of its own.
 
-A job is a command that leaves its figures with `benchmarks.workers.tell`, or only prints. It gets a time limit and is
-killed with all that it started. Whatever becomes of it is one row: its figures, or why there are none and the end of
-what it printed; the others go on. `--out` has everything, written as it comes, so that nothing is lost when the machine
-goes: rows.jsonl, log.txt with all that jobs print, and table.txt, which is also printed last. A job whose estimate does
-not fit into the minutes that are left is left out, and shorter ones behind it still get their turn. Before `--wheels`
-is installed nothing is needed but the standard library and packaging, which transformers brings.
+A job is a command that leaves its figures with `benchmarks.workers.write_figures`, or only prints. It gets a time limit
+and is killed with all that it started. Whatever becomes of it is one row: its figures, or why there are none and the
+end of what it printed; the others go on. `--out` has everything, written as it comes, so that nothing is lost when the
+machine goes: rows.jsonl, log.txt with all that jobs print, and table.txt, which is also printed last. A job whose
+estimate does not fit into the minutes that are left is left out, and shorter ones behind it still get their turn.
+Before `--wheels` is installed nothing is needed but the standard library and packaging, which transformers brings.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Job:
 
     Attributes:
         minutes: that it takes, start included: an estimate.
-        command: without the folder for its figures, which `--folder` names where `tells`.
+        command: without the folder for its figures, which `--folder` names if it `has_figures`.
         needs: modules without which it is left out.
         obstacle: why it is left out in any case.
-        tells: whether it leaves figures; else the last line that it prints counts.
+        has_figures: whether it leaves figures; else the last line that it prints counts.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Job:
     command: Sequence[str]
     needs: tuple[str, ...] = ()
     obstacle: str = ""
-    tells: bool = True
+    has_figures: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -178,7 +178,7 @@ def _run(job: Job, folder: Path, limit: float, log: IO[bytes]) -> Row:
     log.write(f"\n---- {job.name}\n".encode())
     log.flush()
     printed_from = log.seek(0, os.SEEK_END)
-    command = [*job.command, *(["--folder", str(folder)] if job.tells else [])]
+    command = [*job.command, *(["--folder", str(folder)] if job.has_figures else [])]
     begin = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -200,13 +200,13 @@ def _run(job: Job, folder: Path, limit: float, log: IO[bytes]) -> Row:
     log.seek(printed_from)
     lines = [line[:TAIL_WIDTH] for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
     figures = folder / RESULT
-    if not reason and job.tells and not figures.is_file():
+    if not reason and job.has_figures and not figures.is_file():
         reason = "it left no figures"
     row = {"seconds": seconds}
     if figures.is_file():  # also of one that failed when it had measured, as some do at their exit
         row |= json.loads(figures.read_text(encoding="utf-8"))
     if not reason:
-        return row if job.tells else row | {"said": lines[-1] if lines else ""}
+        return row if job.has_figures else row | {"said": lines[-1] if lines else ""}
     errors = [found[0] for line in lines if (found := _ERROR.search(line))]
     why = (errors or lines or ["it printed nothing"])[-1]
     return row | {"reason": f"{reason}: {why}", "tail": lines[-TAIL_LINES:]}

@@ -1,6 +1,7 @@
 """Start a benchmark's workers, take their figures, and let several ways to train step in turn.
 
-A worker is a function of the benchmark's own module (`benchmarks.report.run_parts`); it leaves its figures with `tell`.
+A worker is a function of the benchmark's own module (`benchmarks.report.run_parts`); it leaves its figures with
+`write_figures`.
 
 A machine that others use too can be a fifth slower from one minute to the next. So the ways to train that are compared
 wait beside each other, each in its own processes, and make one step in turn (`Turns`): steps are compared that ran
@@ -25,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULT = "result.json"
-END = "end"  # this file tells the workers to leave
+END = "end"  # when this file is there, workers leave
 LOOK = 0.02  # seconds between two looks at waiting workers
 
 
@@ -79,7 +80,7 @@ def run_workers(processes: int | None, module: str, folder: Path, work: str, **g
     return json.loads((folder / RESULT).read_text(encoding="utf-8"))
 
 
-def tell(folder: Path, found: Any) -> None:
+def write_figures(folder: Path, found: Any) -> None:
     """Leave the figures, on rank 0 or without ranks."""
     if os.environ.get("RANK", "0") == "0":
         (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")

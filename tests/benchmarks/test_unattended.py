@@ -16,7 +16,7 @@ from benchmarks.unattended import ROWS, SLACK, Job, Row, parser, run_all
 from tests import launching
 from tests.conftest import ROOT
 
-TELLS = "import sys, json; open(sys.argv[2] + '/result.json', 'w').write(json.dumps({'speed': 7}))"
+WRITES = "import sys, json; open(sys.argv[2] + '/result.json', 'w').write(json.dumps({'speed': 7}))"
 DIES = "import sys; print('loading'); print('torch.OutOfMemoryError: too much'); print('noise'); sys.exit(3)"
 HANGS = """
 import subprocess, sys, time
@@ -26,8 +26,8 @@ time.sleep(600)
 """
 
 
-def job(name: str, script: str, minutes: float = 0.5, tells: bool = True, **more: Any) -> Job:
-    return Job(name, minutes, [sys.executable, "-c", script], tells=tells, **more)
+def job(name: str, script: str, minutes: float = 0.5, figures: bool = True, **more: Any) -> Job:
+    return Job(name, minutes, [sys.executable, "-c", script], has_figures=figures, **more)
 
 
 def run(jobs: list[Job], folder: Path, *words: str) -> list[Row]:
@@ -44,10 +44,10 @@ def test_failures_are_rows_and_the_others_go_on(tmp_path: Path, capsys: pytest.C
         job("dies", DIES),
         job("forgets", "print('done')"),
         job("crashes", "import os; os.abort()"),
-        job("late", TELLS + "; sys.exit('at exit')"),
-        job("lacks", TELLS, needs=("no_such_package",)),
-        job("tells", TELLS),
-        job("prints", "print('first'); print('2 passed')", tells=False),
+        job("late", WRITES + "; sys.exit('at exit')"),
+        job("lacks", WRITES, needs=("no_such_package",)),
+        job("writes", WRITES),
+        job("prints", "print('first'); print('2 passed')", figures=False),
     ]
     rows = {row["way"]: row for row in run(jobs, tmp_path)}
     assert list(rows) == [each.name for each in jobs]
@@ -57,18 +57,18 @@ def test_failures_are_rows_and_the_others_go_on(tmp_path: Path, capsys: pytest.C
     assert rows["crashes"]["reason"].startswith("ended by SIGABRT")
     assert (rows["late"]["speed"], rows["late"]["reason"]) == (7, "exit code 1: at exit")
     assert rows["lacks"]["left_out"] == "no_such_package is not installed"
-    assert rows["tells"]["speed"] == 7
+    assert rows["writes"]["speed"] == 7
     assert rows["prints"]["said"] == "2 passed"
     printed = capsys.readouterr().out
     *_, table = printed.partition("\n\n")
     fates = {line[:19].strip(): line[19:28].strip() for line in table.splitlines()[:-1]}
     failed = dict.fromkeys(("dies", "forgets", "crashes", "late"), "FAILED")
-    assert fates == failed | {"lacks": "left out", "tells": "ok", "prints": "ok"}
+    assert fates == failed | {"lacks": "left out", "writes": "ok", "prints": "ok"}
     assert "    | noise" in printed
 
 
 def test_one_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
-    hanging, after = run([job("hangs", HANGS, minutes=3 / 60 / SLACK), job("tells", TELLS)], tmp_path)
+    hanging, after = run([job("hangs", HANGS, minutes=3 / 60 / SLACK), job("writes", WRITES)], tmp_path)
     assert hanging["reason"].startswith("killed after 3 s")
     launching.eventually(lambda: ended(int(hanging["tail"][0])))
     assert after["speed"] == 7
@@ -86,7 +86,7 @@ from benchmarks.unattended import Job, parser, prepare, run_all
 words = ["--device", "cpu", "--out", {str(tmp_path / "out")!r}]
 options = parser("benchmarks.some", "", ["hangs"]).parse_args(words)
 prepare(options, gpus=1)
-run_all([Job("hangs", 1, [sys.executable, "-c", {HANGS!r}], tells=False)], options, str)
+run_all([Job("hangs", 1, [sys.executable, "-c", {HANGS!r}], has_figures=False)], options, str)
 """
     launch = launching.start(sys.executable, "-c", script)
     launch.until(lambda: len(launch.family()) == 3)
@@ -99,7 +99,7 @@ run_all([Job("hangs", 1, [sys.executable, "-c", {HANGS!r}], tells=False)], optio
 def test_what_does_not_fit_into_the_minutes_is_left_out_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs = [job("first", TELLS, 1.0), job("long", TELLS, 3.0), job("short", TELLS, 0.5)]
+    jobs = [job("first", WRITES, 1.0), job("long", WRITES, 3.0), job("short", WRITES, 0.5)]
     rows = run(jobs, tmp_path, "--minutes", "2")
     assert [row.get("speed") for row in rows] == [7, None, 7]
     assert rows[1]["left_out"].startswith("it takes 3 minutes by estimate, and ")
@@ -107,11 +107,11 @@ def test_what_does_not_fit_into_the_minutes_is_left_out_and_said(
 
 
 def test_only_those_that_are_asked_for_run_in_the_order_of_value(tmp_path: Path) -> None:
-    jobs = [job(name, TELLS) for name in ("first", "second", "third")]
+    jobs = [job(name, WRITES) for name in ("first", "second", "third")]
     assert [row["way"] for row in run(jobs, tmp_path, "--only", "third", "first")] == ["first", "third"]
 
 
-def test_the_tables_begin_with_what_others_rest_on() -> None:
+def test_the_tables_begin_with_the_checks() -> None:
     names = [each.name for each in gpu.jobs(full=False, cpu=False)]
     assert names[:6] == ["kernels", "attention", "parity", "race", "offload-off", "offload-on"]
     assert len(set(names)) == len(names)

@@ -215,11 +215,6 @@ def test_what_is_given_up_so_that_a_model_fits_is_said(tmp_path: Path) -> None:
     assert config.zero_optimization.offloads and reason(path, "device").startswith("the optimizer's states do not fit")
 
 
-def test_texts_are_read_once(tmp_path: Path) -> None:
-    path = auto(outline(tmp_path / "model"), tmp_path / "run", UNTRAINED, data=texts(tmp_path / "t.json", 3, 300))
-    assert load_config(path).n_epoches == 1 and reason(path, "n_epoches").startswith("texts")
-
-
 @pytest.mark.parametrize(
     ("fixed", "lengths", "ways"),
     [((), [1024, 512, 256], 3), (("max_seq_len",), [1024], 3), (("zero_optimization",), [1024, 512, 256], 1)],
@@ -241,12 +236,13 @@ def test_records_are_cut_last_and_only_a_few_of_them(
     assert tried == [(length, *each) for length in lengths for each in given_up]
 
 
-def test_long_texts_become_pieces_and_dialogues_stay_whole(
+def test_long_texts_become_pieces_that_are_read_once_and_dialogues_stay_whole(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = make_checkpoint("llama", max_position_embeddings=8192)
     path = auto(folder, tmp_path / "run", data=texts(tmp_path / "t.json", 2, 6000))
     assert load_config(path).max_seq_len == 2048 and reason(path, "max_seq_len").startswith("texts are split")
+    assert load_config(path).n_epoches == 1 and reason(path, "n_epoches").startswith("texts")
     assert load_config(auto(folder, tmp_path / "dialogues")).max_seq_len == 8192
 
 

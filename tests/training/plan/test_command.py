@@ -64,6 +64,8 @@ def test_a_device_that_is_not_known_is_answered_with_those_like_it(text: str, ne
 def test_devices_go_by_the_names_that_people_use(text: str, count: int, name: str) -> None:
     found, device = parse_devices(text)
     assert (found, device.name) == (count, name)
+    if name == "A100-80G":
+        assert device.memory == int(80 * GIB * USABLE) and device.half == 312e12
 
 
 @pytest.mark.parametrize(
@@ -93,13 +95,6 @@ def test_a_device_that_the_run_would_refuse_is_no_plan(
         plan_run(config_of(tmp_path, 2, **keys), arguments(devices=devices))
     assert str(caught.value).startswith(line)
     assert "fits" not in capsys.readouterr().out
-
-
-def test_devices() -> None:
-    count, device = parse_devices("8xa100-80g")
-    assert (count, device.name, device.memory) == (8, "A100-80G", int(80 * GIB * USABLE))
-    assert parse_devices("RTX4090")[0] == 1
-    assert parse_devices("RTX4090")[1].half == 165.2e12
 
 
 def test_plan_needs_neither_weights_nor_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What `use_flash_attn: auto` and `compile: auto` come to, on this machine and where torch says that there is a GPU."""
+"""What `use_flash_attn: auto` and `compile: auto` choose, on this machine and where torch says that there is a GPU."""
 
 from __future__ import annotations
 
