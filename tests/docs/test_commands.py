@@ -38,7 +38,7 @@ PIPELINE, ZERO = "train_ds.py", "train_ds_zero.py"
 ENTRY_POINTS = (PIPELINE, ZERO, "convert_model.py", "demo.py")
 HERE = {"source", "tensorboard", "grep"}
 ELSEWHERE = {
-    "network": {"pip", "lm_eval"},
+    "network": {"pip", "hf", "lm_eval"},
     "server": {"pip", "vllm", "curl", "docker", "transformers", "llama-server"},
     "hosts": {"docker", "ssh", "ssh-copy-id", "ssh-keygen", "sbatch"},
 }
