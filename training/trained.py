@@ -8,8 +8,9 @@ import re
 from functools import partial
 from pathlib import Path
 
+from common.quantities import counted
 from common.whole_files import block_checksum
-from models.adapters import Lora, Trained, ends_with
+from models.adapters import ALL, Lora, Trained, ends_with
 from models.checkpoint.adapter import (
     CHECKSUM,
     AdaptedStates,
@@ -22,6 +23,7 @@ from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import first_few, open_source
 from models.config_json import read_json
+from models.family import HEAD_WEIGHT
 from models.loading import LayerStates, SeededStates
 from models.quantized_base import PACKAGE
 from models.spec import ModelSpec
@@ -51,6 +53,19 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
     if adapters and adapters.base:
         _check_base(trained, config)
     return trained
+
+
+def describe_trained(spec: ModelSpec) -> list[str]:
+    """Say how many of the model's parameters are trained, in a line for the log; in none where all are."""
+    if spec.trained == ALL:
+        return []
+    trained = whole = 0
+    for layer in range(spec.n_layers):
+        shapes, shared = spec.shapes(layer), {HEAD_WEIGHT} if spec.tied else set()  # which the embedding holds, too
+        trained += sum(shapes[name].numel() for name in {*spec.trained_names(layer)} - shared)
+        whole += sum(shape.numel() for name, shape in spec.base.shapes(layer).items() if name not in shared)
+    how = f"adapters of rank {spec.trained.lora.r} (lora)" if spec.trained.lora else "all that freeze does not name"
+    return [f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}"]
 
 
 def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerStates:
