@@ -19,12 +19,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from benchmarks.report import Report, against_targets, run_parts, table_of
 from benchmarks.tokenizing import peak_of
 from benchmarks.workers import ROOT, run_workers, write_figures
+
+if TYPE_CHECKING:
+    import torch
 
 LENGTH, MICRO_BATCHES, STEPS = 1024, 4, 2
 MMAP_THRESHOLD, ONE_MB = -3, 2**20  # of malloc.h
@@ -95,6 +98,7 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     """Plan, build and train on one rank; leave both peaks of every rank."""
     from benchmarks.steps import joined, random_rows, run_config, topology
     from models.api import read_spec
+    from training.config.deepspeed_config import training_dtype
     from training.data_setup import build_loader
     from training.distributed import freed_memory, processes
     from training.engine.pipeline import PipelineTrainer
@@ -110,15 +114,28 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
         spec = with_trained(read_spec(folder), config)
         plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
         loader = build_loader(random_rows(MODEL["vocab_size"], MICRO_BATCHES, LENGTH), config)
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel forgets the peak so far
+        _load_libraries(training_dtype(config))
+        _forget_peak()
         before = peak_memory()
         trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
-        Path("/proc/self/clear_refs").write_text(
-            "5", encoding="ascii"
-        )  # pages of the weights' file count while it is read
+        _forget_peak()  # pages of the weights' file count while they are read
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))
         write_figures(folder, processes.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before)))
+
+
+def _load_libraries(dtype: torch.dtype) -> None:
+    """Load what the first step would load, which is no tensor of a plan."""
+    import bitsandbytes  # noqa: F401
+    import torch
+
+    weight = torch.ones(256, 256, dtype=dtype, requires_grad=True)
+    torch.nn.functional.linear(weight, weight).sum().backward()
+
+
+def _forget_peak() -> None:
+    """Let the kernel forget the peak of this process so far."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _give_back_memory() -> None:

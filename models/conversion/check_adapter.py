@@ -57,5 +57,5 @@ def readers(spec: ModelSpec) -> list[str]:
     for name in ("SGLang", "llama.cpp"):
         if lora.rslora:
             obstacles[name].append("scales by alpha / r, not by alpha / sqrt(r)")
-    lines = [f"{name}: {'; '.join(reasons) or 'reads it'}" for name, reasons in obstacles.items()]
+    lines = [f"{name}: {'; '.join(reasons) or 'yes'}" for name, reasons in obstacles.items()]
     return [*lines, MERGE] if any(obstacles.values()) else lines

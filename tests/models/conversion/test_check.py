@@ -85,7 +85,7 @@ def test_pipeline_layers_are_refused(both_layouts: dict[str, Path]) -> None:
         check(both_layouts["pipeline"])
 
 
-READS_IT = [f"{name}: reads it" for name in ("peft and transformers", "vLLM", "SGLang", "llama.cpp")]
+ALL_READ_IT = [f"{name}: yes" for name in ("peft and transformers", "vLLM", "SGLang", "llama.cpp")]
 EACH_EXPERT = "looks for an adapter of each expert by itself"
 DENSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
 
@@ -93,21 +93,21 @@ DENSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32
 @pytest.mark.parametrize(
     ("family", "changes", "lora", "lines"),
     [
-        ("llama", {}, {}, READS_IT),
+        ("llama", {}, {}, ALL_READ_IT),
         (
             "llama",
             {},
             {"rslora": True},
-            ["vLLM: reads it", "SGLang: scales by alpha / r", "llama.cpp: scales by", MERGE],
+            ["vLLM: yes", "SGLang: scales by alpha / r", "llama.cpp: scales by", MERGE],
         ),
         (
             "llama",
             {},
             {"modules_to_save": ("lm_head",)},
-            ["peft and transformers: reads it", "vLLM: knows no mod", MERGE],
+            ["peft and transformers: yes", "vLLM: knows no mod", MERGE],
         ),
         ("mixtral", {}, {}, ["vLLM: reads experts only", f"SGLang: {EACH_EXPERT}", f"llama.cpp: {EACH_EXPERT}", MERGE]),
-        ("mixtral", {}, {"experts": False}, READS_IT),
+        ("mixtral", {}, {"experts": False}, ALL_READ_IT),
         ("qwen3_moe", DENSE, {}, ["peft and transformers: peft 0.21 takes a dense gate_proj", MERGE]),
     ],
 )
@@ -121,6 +121,7 @@ def test_an_adapter_is_whole_and_who_reads_it_is_said(
 ) -> None:
     base = make_checkpoint(family, tie_word_embeddings=False, **changes)
     adapter = save_adapter(read_spec(base).training(Trained(Lora(**{"r": 2, "alpha": 6} | lora))), base)
+    capsys.readouterr()
     with mock.patch.object(sys, "argv", ["convert_model.py", "check", "--input-path", str(adapter)]):
         convert_model.main()
         whole, about, *found = [line.removeprefix(f"{adapter}: ") for line in capsys.readouterr().out.splitlines()]
