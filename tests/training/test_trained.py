@@ -15,7 +15,6 @@ from models.errors import CheckpointError
 from training.config.keys import TrainConfig
 from training.config.yaml_file import checked
 from training.errors import ConfigError
-from training.proof.command import prove_run
 from training.trained import describe_trained, with_trained
 
 Make = Callable[..., Path]
@@ -87,9 +86,3 @@ def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], words
     with pytest.raises(ConfigError) as refused:
         config(Path("model"), **keys)
     assert all(word in str(refused.value) for word in words), refused.value
-
-
-@pytest.mark.parametrize("keys", [{"lora": {}}, {"freeze": ["layers"]}])
-def test_no_proof_of_what_it_does_not_train(keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"^{next(iter(keys))}: --prove trains all weights"):
-        prove_run(config(Path("model"), **keys), "train_ds.py")
