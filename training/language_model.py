@@ -99,7 +99,7 @@ class LanguageModel(Task):
     def check_checkpoint(self, folder: Path) -> None:
         check_same_model(self.spec, folder)
         if self.spec.trained.lora:
-            check_same_base(folder, self.model_folder)
+            check_same_base(folder, self.model_folder, self.spec)
 
     def check_weights(self, job: Job) -> None:
         check_model(self.model_folder, weights=job.progress.checkpoint is None and not job.config.from_scratch)

@@ -66,7 +66,7 @@ class Topology(BaseModel):
 
 @dataclass(frozen=True)
 class Division:
-    """How a run's model is divided, decided once (`training.plan.auto`).
+    """How a run's model is divided: as the config says, or by the planner (`training.plan.auto`).
 
     Attributes:
         recompute: numbers, in the whole model, of the layers that recompute their activations.

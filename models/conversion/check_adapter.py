@@ -11,7 +11,15 @@ from pathlib import Path
 
 from models.adapters import Trained
 from models.api import read_spec
-from models.checkpoint.adapter import AdaptedStates, PeftFolder, adapted_paths, base_folder, is_peft, read_peft_config
+from models.checkpoint.adapter import (
+    AdaptedStates,
+    PeftFolder,
+    adapted_paths,
+    base_folder,
+    check_base,
+    is_peft,
+    read_peft_config,
+)
 from models.checkpoint.source import open_source
 from models.errors import CheckpointError
 from models.spec import ModelSpec
@@ -31,7 +39,9 @@ def check_adapter(folder: Path) -> tuple[list[str], list[str]]:
         base = base_folder(folder)
         plain = read_spec(base)
         spec = plain.training(Trained(read_peft_config(folder)))
-        states = AdaptedStates(open_source(base, plain), spec, PeftFolder(folder, spec))
+        source = open_source(base, plain)
+        check_base(folder, source)
+        states = AdaptedStates(source, spec, PeftFolder(folder, spec))
         for layer in range(spec.n_layers):
             states.check_layer(layer)
     except CheckpointError as error:

@@ -36,7 +36,8 @@ class Planning(Callback):
 
     def on_divide(self, job: Job) -> None:
         task = self._task
-        job.division = divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known)
+        if leaves_open(job.config, task.spec, task.in_stages):
+            job.division = divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known)
 
     def on_build(self, job: Job) -> None:
         check_resources(job.config, self._task.spec, job.layers, job.disk)
@@ -46,6 +47,11 @@ class Planning(Callback):
 
     def around(self, job: Job) -> AbstractContextManager[None]:
         return explain_out_of_memory(job.config, self._task.spec, job.stage, self._task.known_loader)
+
+
+def leaves_open(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> bool:
+    """Whether the planner has to divide the model: without a pipeline there is nothing to choose."""
+    return in_stages and (config.use_grad_ckpt == "auto" or config.parts_for(spec.n_layers) is None)
 
 
 def divide(
@@ -65,7 +71,7 @@ def divide(
     Raises:
         ConfigError: the config and the model do not fit each other.
     """
-    if not in_stages or (config.use_grad_ckpt != "auto" and config.parts_for(spec.n_layers)):
+    if not leaves_open(config, spec, in_stages):
         return split_as_configured(config, spec, in_stages)
     device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
     chosen = gather(choose(config, spec, device, loader, saved) if torch.distributed.get_rank() == 0 else None)[0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tests.training.plan.helpers import basis_of, config_of, llama, spec_of
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.metrics.devices import GIB, parse_devices, this_device
-from training.plan.auto import choose, divide
+from training.plan.auto import Planning, choose, divide
 from training.plan.command import plan_summary, search_table
 from training.plan.costs import layer_times
 from training.plan.inputs import FILE, Basis, Calibration, Workload
@@ -160,6 +162,27 @@ def test_auto_with_room_for_everything_or_without_an_account_of_it(tmp_path: Pat
     zero = divide(config_of(tmp_path, 1, 4, use_grad_ckpt="auto"), spec, in_stages=False)
     assert zero.recompute == set(range(1, spec.n_blocks + 1)) and zero.topology.parts == []
     assert "all blocks" in zero.report[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "recompute", "in_stages", "expected"),
+    [
+        (None, True, True, True),
+        ([16, 18], True, True, False),
+        ([16, 18], "auto", True, True),
+        (None, "auto", False, False),
+    ],
+)
+def test_the_planner_divides_what_the_config_leaves_open(
+    parts: list[int] | None, recompute: bool | str, in_stages: bool, expected: bool, tmp_path: Path
+) -> None:
+    topology = {"process_topology": {"dims": [2 if in_stages else 1, 1]}, "parts": parts}
+    config = config_of(tmp_path, 1, use_grad_ckpt=recompute, model_topo=topology)
+    job: Any = SimpleNamespace(config=config, division=None, progress=SimpleNamespace(known=None))
+    task: Any = SimpleNamespace(spec=llama(tmp_path), in_stages=in_stages, known_loader=None)
+    with patch("training.plan.auto.gather", lambda value: [value]), patch("torch.distributed.get_rank", lambda: 0):
+        Planning(task).on_divide(job)
+    assert (job.division is not None) == expected
 
 
 def test_where_nothing_fits_the_least_memory_is_taken(tmp_path: Path) -> None:

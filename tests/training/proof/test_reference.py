@@ -92,8 +92,10 @@ def test_adapters_are_those_of_peft(family: str, samples: list[Sample], make_che
         peft_name(spec, int(layer), name): to_peft(name, step.gradients[whole])
         for whole, (layer, name) in split.items()
     }
-    trained = ((name.replace(".default", ""), each.grad) for name, each in theirs.named_parameters())
-    assert_near(found, {name: gradient for name, gradient in trained if gradient is not None})
+    wanted = {
+        name.replace(".default", ""): each.grad for name, each in theirs.named_parameters() if each.grad is not None
+    }
+    assert_near(found, wanted)
 
 
 def test_what_is_trained_fits_the_small_model(make_checkpoint: Callable[..., Path]) -> None:
