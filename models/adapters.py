@@ -215,9 +215,9 @@ class LowRankSum:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if function is torch._grouped_mm and isinstance(args[1], cls):
+        if function in (torch._grouped_mm, torch.bmm) and isinstance(args[1], cls):
             tokens, weight = args[0], args[1]
-            if weight._left.shape[-1] * tokens.itemsize % GROUPED_BYTES == 0:
+            if function is torch.bmm or weight._left.shape[-1] * tokens.itemsize % GROUPED_BYTES == 0:
                 inner = function(tokens, weight._left.contiguous(), **named)
                 low_rank = function(inner, weight._right.contiguous(), **named)
                 return function(tokens, weight._base, **named) + weight._scale * low_rank

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from models.adapters import Trained
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
-from models.checkpoint.adapter import AdaptedStates, base_folder, open_factors, read_peft_config
+from models.checkpoint.adapter import AdaptedStates, base_folder, check_base, open_factors, read_peft_config
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
@@ -82,6 +82,7 @@ def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[Mod
     if adapter is None:
         return spec, source
     adapter = resolve(adapter, adapter=True)
+    check_base(adapter, source)
     spec = spec.training(Trained(read_peft_config(adapter)))
     return spec, AdaptedStates(source, spec, open_factors(adapter, spec))
 

@@ -176,7 +176,7 @@ def _scoreless(
 def _even_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Spread tokens evenly over experts, for work and memory alone: [T, H] to [T, H]."""
     first = module.gate_up_proj if module.has_gate else module.up_proj
-    count, experts = top_k_index.shape[-1], len(first)
+    count, experts = top_k_index.shape[-1], first.shape[0]
 
     def products(tokens: Tensor, weight: Tensor) -> Tensor:
         return torch.bmm(tokens, weight if module.is_transposed else weight.transpose(1, 2))

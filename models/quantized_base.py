@@ -58,20 +58,38 @@ def quantizable(block: nn.Module) -> dict[str, tuple[Any, str]]:
 @torch.no_grad()
 def quantize(block: nn.Module) -> None:
     """Pack the weights of a loaded block in place."""
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    def widen(state: Any, shape: torch.Size, packed: Tensor) -> Tensor:
-        wide: Tensor = dequantize_4bit(packed, state)
-        return wide.view(shape)
-
     for module, name in quantizable(block).values():
         weight = module._parameters[name]
-        packed, state = quantize_4bit(weight.reshape(-1, weight.shape[-1]), quant_type=NF4, compress_statistics=True)
+        packed, state = _pack(weight)
         module._parameters[name] = nn.Parameter(packed, requires_grad=False)
         if isinstance(module, nn.Linear):
             vars(module)["packed"] = {name: state}
             module.__class__ = mixed(Quantized, module.__class__)
             continue
-        vars(module).setdefault("packed", {})[name] = partial(widen, state, weight.shape)
+        vars(module).setdefault("packed", {})[name] = partial(_widen, state, weight.shape)
         if not isinstance(module, AdaptedExperts):
             module.__class__ = mixed(AdaptedExperts, module.__class__)
+
+
+@torch.no_grad()
+def round_to_nf4(block: nn.Module) -> None:
+    """Give the weights of a block that become 4 bits the values that they have there."""
+    for module, name in quantizable(block).values():
+        weight = module._parameters[name]
+        packed, state = _pack(weight)
+        weight.copy_(_widen(state, weight.shape, packed))
+
+
+def _pack(weight: Tensor) -> tuple[Tensor, Any]:
+    from bitsandbytes.functional import quantize_4bit
+
+    flat = weight.reshape(-1, weight.shape[-1])
+    packed: tuple[Tensor, Any] = quantize_4bit(flat, quant_type=NF4, compress_statistics=True)
+    return packed
+
+
+def _widen(state: Any, shape: torch.Size, packed: Tensor) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    wide: Tensor = dequantize_4bit(packed, state)
+    return wide.view(shape)

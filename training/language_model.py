@@ -26,7 +26,7 @@ from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.preflight import check_model
 from training.topology import Division
-from training.trained import adapter_file, check_same_base, with_trained
+from training.trained import adapter_file, check_same_base, describe_trained, with_trained
 
 
 class LanguageModel(Task):
@@ -99,7 +99,7 @@ class LanguageModel(Task):
     def check_checkpoint(self, folder: Path) -> None:
         check_same_model(self.spec, folder)
         if self.spec.trained.lora:
-            check_same_base(folder, self.model_folder)
+            check_same_base(folder, self.model_folder, self.spec)
 
     def check_weights(self, job: Job) -> None:
         check_model(self.model_folder, weights=job.progress.checkpoint is None and not job.config.from_scratch)
@@ -122,7 +122,8 @@ class LanguageModel(Task):
     def describe_model(self, job: Job) -> list[str]:
         spec = self.spec
         model = f"model: {spec.family.name}, {spec.n_layers} layers {job.division.topology.description}"
-        return [model, f"family: {spec.family.proof}"] if spec.family.proof else [model]
+        family = [f"family: {spec.family.proof}"] if spec.family.proof else []
+        return [model, *family, *describe_trained(spec)]
 
     def describe_data(self, job: Job) -> None:
         config, log = job.config, job.log

@@ -28,9 +28,9 @@ from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
 from training.errors import ConfigError, RunRefused
 from training.metrics.run_info import CODE, CONFIG_FILE, RUN_FILE, versions
-from training.trained import WEIGHTS
 
 SOURCE = ("common", "data", "models", "training")
+WEIGHTS = (".safetensors", ".bin", ".pt")
 CONFIG = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 PATIENCE = 10.0  # seconds until a file of one host must appear on the others
 SKEW = 10.0  # seconds that clocks may differ

@@ -8,27 +8,29 @@ import re
 from functools import partial
 from pathlib import Path
 
-from common.whole_files import block_checksum
-from models.adapters import Lora, Trained, ends_with
+from common.quantities import counted
+from models.adapters import ALL, Lora, Trained, ends_with
 from models.checkpoint.adapter import (
     CHECKSUM,
     AdaptedStates,
     LayerFiles,
     adapted_paths,
+    base_checksum,
+    check_base,
     open_factors,
     peft_config,
 )
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import first_few, open_source
-from models.config_json import read_json
+from models.errors import CheckpointError
+from models.family import HEAD_WEIGHT
 from models.loading import LayerStates, SeededStates
 from models.quantized_base import PACKAGE
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
-WEIGHTS = (".safetensors", ".bin", ".pt")
 few = partial(first_few, most=12)  # names that fit into a message
 
 
@@ -53,6 +55,19 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
     return trained
 
 
+def describe_trained(spec: ModelSpec) -> list[str]:
+    """Say how many of the model's parameters are trained, in a line for the log; in none where all are."""
+    if spec.trained == ALL:
+        return []
+    trained = whole = 0
+    for layer in range(spec.n_layers):
+        shapes, shared = spec.shapes(layer), {HEAD_WEIGHT} if spec.tied else set()  # which the embedding holds, too
+        trained += sum(shapes[name].numel() for name in {*spec.trained_names(layer)} - shared)
+        whole += sum(shape.numel() for name, shape in spec.base.shapes(layer).items() if name not in shared)
+    how = f"adapters of rank {spec.trained.lora.r} (lora)" if spec.trained.lora else "all that freeze does not name"
+    return [f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}"]
+
+
 def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerStates:
     """Open the weights of a run's layers: those of `folder`, a model or a checkpoint, or fresh ones."""
     if config.from_scratch:
@@ -64,32 +79,27 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
         return AdaptedStates(base, spec, LayerFiles(folder))
     if config.lora.start_from is None:
         return AdaptedStates(base, spec, None, config.seed)
-    return AdaptedStates(base, spec, open_factors(resolve(config.lora.start_from, adapter=True), spec))
+    start = resolve(config.lora.start_from, adapter=True)
+    check_base(start, base)
+    return AdaptedStates(base, spec, open_factors(start, spec))
 
 
 def adapter_file(spec: ModelSpec, base: Path) -> dict[str, bytes]:
     """Make the file that names an adapter's settings and its base, for a checkpoint."""
-    settings = peft_config(spec, str(base.resolve())) | {CHECKSUM: checksum_of(base)}
+    settings = peft_config(spec, str(base.resolve())) | {CHECKSUM: base_checksum(open_source(base, spec.base))}
     return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
 
 
-def check_same_base(checkpoint: Path, base: Path) -> None:
-    """Refuse another base than the one that a checkpoint's adapter was trained on.
+def check_same_base(adapter: Path, base: Path, spec: ModelSpec) -> None:
+    """Refuse another base than the one that an adapter was trained on.
 
     Raises:
         ConfigError: the weights differ.
     """
-    then = read_json(checkpoint / ADAPTER)
-    if then.get(CHECKSUM) != checksum_of(base):
-        raise ConfigError(
-            f"model_path: {base}: not the weights that the adapter in {checkpoint} was trained on; expected those of "
-            f"{then.get('base_model_name_or_path')}, or another save_path"
-        )
-
-
-def checksum_of(base: Path) -> str:
-    """Return the checksum of a model's weight files, taken from blocks of each."""
-    return block_checksum(path for path in base.iterdir() if path.suffix in WEIGHTS and path.is_file())
+    try:
+        check_base(adapter, open_source(base, spec.base))
+    except CheckpointError as error:
+        raise ConfigError(f"model_path: {error}, or another save_path") from None
 
 
 def _check(spec: ModelSpec, trained: ModelSpec) -> None:

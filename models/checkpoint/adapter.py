@@ -7,6 +7,7 @@ weights that are trained, and nothing of the base.
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from models.errors import CheckpointError
 from models.spec import ModelSpec
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
-CHECKSUM = "base_checksum"  # of the base's weights, in the file of a run's checkpoint
+CHECKSUM = "base_checksum"  # in a checkpoint's ADAPTER, and in the metadata of weights for peft, which it passes over
 PEFT_PREFIX = "base_model.model."
 # What peft can do to an adapter beside what Pipetune knows, with the value of each that changes nothing.
 PLAIN = {
@@ -185,6 +186,32 @@ def base_folder(folder: Path) -> Path:
             "this folder as its adapter (demo.py --model BASE --adapter DIR)"
         )
     return resolve(found)
+
+
+def base_checksum(base: PipelineSource | HuggingFaceSource) -> str:
+    """Digest a row of each weight of three blocks: the same in any layout, and in a wider dtype."""
+    digest = blake2b(digest_size=8)
+    last = base.spec.n_blocks
+    for layer in sorted({1, (1 + last) // 2, last}):
+        for _, weight in sorted(base.read_layer(layer).items()):
+            row = weight[tuple(size // 2 for size in weight.shape[:-1])]
+            digest.update(row.double().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_base(adapter: Path, base: PipelineSource | HuggingFaceSource) -> None:
+    """Refuse another base than the one that an adapter was trained on, where the adapter says which that was.
+
+    Raises:
+        CheckpointError: the weights differ.
+    """
+    settings = read_json(adapter / ADAPTER)
+    known = SafetensorsFile(adapter / PEFT_WEIGHTS).metadata if is_peft(adapter) else settings
+    if known.get(CHECKSUM, "") not in ("", base_checksum(base)):
+        raise CheckpointError(
+            f"{base.folder}: not the weights that the adapter in {adapter} was trained on; expected those of "
+            f"{settings.get('base_model_name_or_path')}"
+        )
 
 
 def peft_name(spec: ModelSpec, layer: int, name: str) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from models.adapters import Trained
 from models.api import read_spec
-from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, read_peft_config
+from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, check_base, read_peft_config
 from models.checkpoint.layout import ADAPTER, CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.side_files import copy_files, paths_of
@@ -230,6 +230,7 @@ class Export:
 def merged_source(folder: Path, spec: ModelSpec) -> MergedStates:
     """Open the adapter in a run's checkpoint, and its base, as one model."""
     base = open_source(base_folder(folder), spec)
+    check_base(folder, base)
     return MergedStates(base, spec.training(Trained(read_peft_config(folder))), LayerFiles(folder))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from models.adapters import Trained
 from models.api import read_spec
 from models.checkpoint.adapter import (
+    CHECKSUM,
     PEFT_WEIGHTS,
     LayerFiles,
     peft_config,
@@ -42,6 +43,7 @@ def write_adapter(folder: Path, target: Path) -> None:
     for layer in range(spec.n_layers):
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
             saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
-    save_file(saved, target / PEFT_WEIGHTS, metadata={"format": "pt"})
-    write_json(target / ADAPTER, peft_config(spec, read_json(folder / ADAPTER)["base_model_name_or_path"]))
+    settings = read_json(folder / ADAPTER)
+    save_file(saved, target / PEFT_WEIGHTS, metadata={"format": "pt", CHECKSUM: settings[CHECKSUM]})
+    write_json(target / ADAPTER, peft_config(spec, settings["base_model_name_or_path"]))
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])

@@ -20,9 +20,18 @@ from models import load_model
 from models.adapters import Lora, Trained, fresh_factors
 from models.api import read_spec
 from models.causal_lm import CausalLM
-from models.checkpoint.adapter import PEFT_WEIGHTS, AdaptedStates, peft_name, read_peft_config, to_peft
+from models.checkpoint.adapter import (
+    CHECKSUM,
+    PEFT_WEIGHTS,
+    AdaptedStates,
+    base_checksum,
+    peft_name,
+    read_peft_config,
+    to_peft,
+)
 from models.checkpoint.layout import ADAPTER
 from models.checkpoint.source import open_source
+from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from tests.closeness import assert_near
@@ -257,6 +266,20 @@ def test_an_adapter_that_does_not_fit_is_refused(
     with pytest.raises(CheckpointError) as refused:
         load_model(folder, adapter=adapter)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "phi3"])
+def test_a_base_is_known_by_its_weights_in_any_layout(model_type: str, make_checkpoint: Make, tmp_path: Path) -> None:
+    folder = make_checkpoint(model_type)
+    adapter = save_adapter(adapted(folder), folder)
+    checksum = base_checksum(open_source(folder, read_spec(folder)))
+    save_file(load_file(adapter / PEFT_WEIGHTS), adapter / PEFT_WEIGHTS, metadata={CHECKSUM: checksum})
+    hg_to_pp(folder, tmp_path / "layers")
+    load_model(tmp_path / "layers", adapter=adapter)
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    PeftModel.from_pretrained(merged, adapter).merge_and_unload().save_pretrained(tmp_path / "merged")
+    with pytest.raises(CheckpointError, match=f"not the weights that the adapter in {adapter} was trained on"):
+        load_model(tmp_path / "merged", adapter=adapter)
 
 
 @pytest.mark.parametrize(

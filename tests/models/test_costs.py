@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.costs import LayerCase, ModelFlops, Operation, Recorder, saved_by, work_of
 from models.layers import Block, Head
@@ -201,3 +202,17 @@ def test_bytes_kept_for_later_gradients_are_those_of_a_real_pass(family: str) ->
     measured += sum(gradient.nbytes for _, _, gradient in remembered)
     assert measured > 0
     assert saved_by(spec, LayerCase(1, ROWS, LENGTH, torch.float32)).waiting == measured
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gpt_oss"])
+def test_adapters_add_low_rank_products_and_take_gradients_of_weights_away(model_type: str) -> None:
+    plain = spec_of(model_type, num_local_experts=4, num_experts_per_tok=2, head_dim=16)
+    lora = plain.training(Trained(Lora(r=1)))
+    case = LayerCase(1, ROWS, LENGTH, torch.float32)
+    before, after = work_of(plain, case), work_of(lora, case)
+    forward = flops(after.forward, "products") / flops(before.forward, "products")
+    backward = flops(after.backward, "products") / flops(before.backward, "products")
+    assert 1.005 < forward < 1.06
+    assert 0.5 < backward < 0.6
+    weights = 4 * sum(shape.numel() for shape in plain.shapes(1).values() if len(shape) == 3)
+    assert saved_by(lora, case).inside - saved_by(plain, case).inside < (weights or saved_by(plain, case).inside) / 2

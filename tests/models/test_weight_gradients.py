@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from models.adapters import Lora, Trained
+from models.api import read_spec
 from models.block_options import PLAIN, BlockOptions
+from models.causal_lm import CausalLM
+from models.checkpoint.adapter import AdaptedStates
+from models.checkpoint.source import open_source
 from models.offload import Returns
 from models.weight_gradients import WeightGradients, linear_layers
 from tests.models.test_block_options import build
@@ -68,6 +73,21 @@ def test_hooks_see_each_gradient_once_and_under_autocast_nothing_is_left(autocas
     if not autocast:
         later.compute()
     assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_layers_with_adapters_leave_nothing(make_checkpoint: Callable[..., Path]) -> None:
+    """Weights under adapters get no gradients, and those of the factors come at once."""
+    folder = make_checkpoint("llama")
+    spec = read_spec(folder).training(Trained(Lora(r=2, targets=("q_proj",))))
+    states = AdaptedStates(open_source(folder, spec.base), spec, None)
+    model, later = CausalLM(spec, states, torch.float32, torch.device("cpu")), WeightGradients()
+    later.defer(model)
+    model(torch.arange(12)[None]).square().sum().backward()
+    assert later.collecting == []
+    weights = dict(model.named_parameters())
+    assert {name for name, each in weights.items() if each.grad is not None} == {
+        name for name in weights if name.endswith(("lora_A", "lora_B"))
+    }
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ from training.distributed.rank_monitor import RankMonitor, current_position
 from training.metrics.reporter import Reporter
 from training.plan.auto import divide
 from training.plan.feedback import StageClock
+from training.trained import with_trained
 
 STEPS, TOKENS = 4, 8
 HANGS_AFTER = 10  # instructions of a kind, in a job: the second step is over by then or under way
@@ -88,7 +89,7 @@ def taken(watch: Watch) -> list[Any]:
 
 def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phases:
     folder = Path(config.model_path)
-    loader, spec, kind = loader_of(config), read_spec(folder), KINDS[case["work"]]
+    loader, spec, kind = loader_of(config), with_trained(read_spec(folder), config), KINDS[case["work"]]
     if case["kernel"]:
         spec.set_attention(case["kernel"])
     trainer = kind.build(config, spec, folder, divide(config, spec, kind.in_stages))

@@ -77,6 +77,8 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 ODD_HEADS = "baichuan2-13b"
 ROUTED = {"aux_router_loss": {"weight": 0.5}}
+LORA: dict[str, Any] = {"lora": {"r": 8, "alpha": 16}}
+NF4: dict[str, Any] = RECOMPUTED | {"lora": {"r": 8, "base": "nf4"}}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-router-loss": ("mixtral", ROUTED),
     "llama-tied-varlen": ("llama-tied", BF16 | {"kernel": VARLEN}),
@@ -88,6 +90,14 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama-tied",
         {"zero_optimization": {"stage": 0}, "optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}},
     ),
+    "llama-tied-lora": ("llama-tied", BF16 | LORA),
+    "llama-tied-lora-clipped": ("llama-tied", LORA | {"gradient_clipping": 1.0, "zero_optimization": {"stage": 0}}),
+    "llama-tied-lora-dropout": ("llama-tied", RECOMPUTED | {"lora": {"r": 8, "dropout": 0.1}}),
+    "llama-tied-lora-zero-3": ("llama-tied", zero(3) | LORA),
+    "llama-tied-frozen": ("llama-tied", {"freeze": ["embed_tokens"]}),
+    "llama-tied-nf4": ("llama-tied", BF16 | NF4),
+    "mixtral-lora": ("mixtral", LORA),
+    "mixtral-nf4": ("mixtral", NF4),
     "llama-tied-lion": ("llama-tied", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
 }
 OF_ONE = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in CELLS.items()} | OTHERS
@@ -100,6 +110,10 @@ OF_TWO: dict[str, tuple[str, dict[str, Any]]] = {
 } | {
     "qwen3_moe-router-loss": ("qwen3_moe", ROUTED | {"schedule": "dualpipev"}),
     "llama-tied-dualpipev-bf16": ("llama-tied", BF16 | {"schedule": "dualpipev"}),
+    "llama-tied-lora-1f1b": ("llama-tied", LORA | {"model_topo": topology((2, 1), [1, 4])}),
+    "llama-tied-lora-dualpipev": ("llama-tied", BF16 | LORA | {"schedule": "dualpipev"}),
+    "llama-tied-lora-replicas": ("llama-tied", LORA | REPLICAS),
+    "llama-tied-lora-layers": ("llama-tied", LORA | LAYERS),
     "mixtral-spread": ("mixtral", ROUTED | {"model_topo": GRID | {"experts": "spread"}}),
     "mixtral-rows-router-loss": ("mixtral", ROUTED | ROWS),
     "llama-tied-rows-flex": ("llama-tied", BF16 | ROWS | {"kernel": FLEX}),
@@ -116,6 +130,7 @@ ALWAYS = {  # one of each kind; all others take minutes
     *(f"llama-tied-{cell}" for cell in ("unpacked", "zero-0", "zero-3", "generation", "varlen")),
     *("bloom-fp32", "bloom-flex", "llama-dynamic-bf16", "mixtral-router-loss"),
     *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "llama-tied-replicas-bf16"),
+    *("llama-tied-lora", "llama-tied-nf4", "mixtral-lora", "llama-tied-lora-1f1b"),
     *("llama-tied-rows-bf16-recomputed", "llama-tied-layers-bf16-recomputed", "mixtral-spread"),
 }
 

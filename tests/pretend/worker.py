@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+import bitsandbytes  # noqa: F401 - which looks for a GPU when it is imported; its kernels of CPUs stand in
+
 from tests.pretend.device import install
 
 

@@ -25,10 +25,11 @@ from models.checkpoint.adapter import PEFT_WEIGHTS
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.errors import CheckpointError
 from tests.closeness import assert_near
-from tests.launching import deepspeed, error_lines, metrics, topology, write_config
+from tests.launching import deepspeed, error_lines, metrics, start_deepspeed, steps_done, topology, write_config
 from tests.launching import run as command
 from tests.models.adapters import save_adapter
-from tests.models.helpers import random_ids
+from tests.models.helpers import assert_same_bits, random_ids
+from tests.training.starts import weights
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -158,7 +159,8 @@ def tokens_of(run: Path) -> list[Tensor]:
 
 def test_a_run_exports_its_adapter(run: Path, exported: Path) -> None:
     """As `pp_to_hg` does, with a card that says what it is."""
-    assert (run / "hf" / PEFT_WEIGHTS).read_bytes() == (exported / PEFT_WEIGHTS).read_bytes()
+    expected, found = (load_file(folder / PEFT_WEIGHTS) for folder in (exported, run / "hf"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     card = (run / "hf" / "README.md").read_text(encoding="utf-8")
     assert "library_name: peft" in card and "A LoRA adapter of the base model" in card
 
@@ -213,25 +215,37 @@ def test_demo_answers_with_an_adapter(run: Path, exported: Path, base: Path) -> 
         assert safe_line(expected) in answer.stdout
 
 
-@pytest.mark.parametrize("dims", [(2, 1), (1, 1)])
-def test_a_resumed_adapter_is_the_same(dims: tuple[int, int], run: Path, folder: Path, base: Path, start: Path) -> None:
-    resumed = folder / f"resumed{dims[0]}"
+def test_a_killed_run_goes_on_to_the_last_bit(
+    run: Path, folder: Path, base: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed in the middle of a step, and then in the middle of the save of another."""
+    keys = {"save_path": str(folder / "killed"), "save_async": False}
+    path = config(folder / "killed.yml", folder, base, start, **keys)
+    monkeypatch.setenv("SLOW_STEP", str(STEPS))
+    monkeypatch.setenv("SLOW_SECONDS", "60")
+    for accident in (lambda: steps_done(path) >= 4, lambda: list((folder / "killed").glob(f".step-{STEPS:06d}.part*"))):
+        launch = start_deepspeed(2, "tests/workers/slow_disk.py", "--config", path)
+        launch.until(accident)
+        launch.kill()
+        assert (folder / "killed" / "latest").read_text() == "step-000003"
+    assert_equals_straight(path, run)
+
+
+def test_an_adapter_resumed_on_other_stages_is_the_same(run: Path, folder: Path, base: Path, start: Path) -> None:
+    resumed = folder / "resumed"
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / f"step-{STEPS:06d}")
-    (resumed / "latest").write_text("step-000003")
-    by_name = {"resume": str(resumed / "step-000003")} if dims == (1, 1) else {}
-    keys = {"save_path": str(resumed), "model_topo": topology(dims, [5] if dims == (1, 1) else [2, 3])} | by_name
-    result = deepspeed(
-        dims[0], "train_ds.py", "--config", config(folder / f"{resumed.name}.yml", folder, base, start, **keys)
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    for path in sorted((run / f"step-{STEPS:06d}").glob("layer_*")):
-        expected, found = (
-            torch.load(each, weights_only=True) for each in (path, resumed / path.parent.name / path.name)
-        )
-        assert expected.keys() == found.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), name
+    keys = {"save_path": str(resumed), "model_topo": topology((1, 1), [5]), "resume": str(resumed / "step-000003")}
+    assert_equals_straight(config(folder / "resumed.yml", folder, base, start, **keys), run, processes=1)
+
+
+def assert_equals_straight(path: Path, run: Path, processes: int = 2) -> None:
+    """Run to the end, and compare losses and every weight with the run that nobody disturbed."""
+    result = deepspeed(processes, "train_ds.py", "--config", path)
+    assert result.returncode == 0 and "resumed: " in result.stdout, result.stdout + result.stderr
+    found, expected = (metrics(each) for each in (path.with_suffix(""), run))
+    assert [line["loss"] for line in found] == [line["loss"] for line in expected]
+    assert_same_bits(weights(path.with_suffix(""), STEPS), weights(run, STEPS))
 
 
 def test_another_base_is_refused(run: Path, folder: Path, base: Path, start: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run and a question by a model's name on the hub, from any launcher; without a network one line says what to do."""
+"""A run and a question by a name on the hub, from DeepSpeed's launcher; without a network one line says what to do."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from tests.conftest import FAQ, save_tokenizer
 from tests.hub import NAME, serving
 from tests.launching import DEEPSPEED, error_lines, metrics, run, topology, write_config
 
-DOORS: dict[str, tuple[str, ...]] = {"python": (sys.executable,), "deepspeed": (*DEEPSPEED, "--num_gpus", "2")}
-
 
 @pytest.mark.launched
-@pytest.mark.parametrize("door", [pytest.param("python", marks=pytest.mark.slow), "deepspeed"])
-def test_a_model_is_trained_by_its_name(door: str, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_model_is_trained_by_its_name(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_checkpoint("llama")
     save_tokenizer(folder)
     keys = {"data_path": str(FAQ), "model_topo": topology((2, 1)), "max_steps": 2, "trackers": []}
     config = write_config(tmp_path / "run.yml", model_path=NAME, **keys)
-    train: tuple[str | Path, ...] = (*DOORS[door], "train_ds.py", "--config", config)
+    train: tuple[str | Path, ...] = (*DEEPSPEED, "--num_gpus", "2", "train_ds.py", "--config", config)
     sent: list[str] = []
     with serving(folder, sent) as address:
         environment = {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache")}

@@ -100,7 +100,29 @@ def readers_alone() -> None:
     TensorShare._to_readers = lambda self, _, inputs, named: (inputs, named)  # type: ignore[method-assign]
 
 
-KINDS = (ends_apart, no_decay, moments_lost, padding_counts, documents_meet, parts_swapped, readers_alone)
+def other_scale() -> None:
+    """Adapters count alpha / sqrt(r) instead of alpha / r."""
+    from models.adapters import Lora
+
+    Lora.scale = property(lambda self: self.alpha / self.r**0.5)  # type: ignore[assignment]
+
+
+def neighbours_adapter() -> None:
+    """Each expert has another one's adapter."""
+    from models.adapters import LowRankSum
+
+    make = LowRankSum.__init__
+
+    def roll(self: LowRankSum, base: Any, left: Any, right: Any, scale: float) -> None:
+        make(self, base, left.roll(1, 0), right.roll(1, 0), scale)
+
+    LowRankSum.__init__ = roll  # type: ignore[method-assign]
+
+
+KINDS = (
+    *(ends_apart, no_decay, moments_lost, padding_counts, documents_meet),
+    *(parts_swapped, readers_alone, other_scale, neighbours_adapter),
+)
 FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 
 

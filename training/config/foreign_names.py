@@ -42,6 +42,7 @@ OTHERS = [  # our key, or none where there is no such thing; advice; names, each
     ("lora.dropout", "", "lora_dropout:ALS"),
     ("lora.rslora", "", "peft_use_rslora:A use_rslora:LS"),
     ("lora.targets", "", "lora_target_modules:A lora_target_linear:A lora_target:L target_modules:S"),
+    ("lora.lr_ratio", "", "loraplus_lr_ratio:AL lorap_lr_ratio:S"),
     ("lora.modules_to_save", "", "lora_modules_to_save:A additional_target:L modules_to_save:S"),
     ("lora.start_from", "", "lora_model_dir:A adapter_name_or_path:L adapters:S"),
     ("freeze", "what is not trained", "unfrozen_parameters:A freeze_trainable_layers:L freeze_parameters:S"),

@@ -177,6 +177,9 @@ class LoraSection(Section):
     rslora: bool = False
     """Scale by the square root of `r` (arXiv:2312.03732)."""
 
+    lr_ratio: float = Field(default=1.0, gt=0)
+    """Factor of the learning rate of B (LoRA+, arXiv:2402.12354, which takes 16)."""
+
     targets: Annotated[
         str | list[str], Field(min_length=1), expected("all-linear, a list of names, or a regular expression")
     ] = "all-linear"

@@ -29,12 +29,12 @@ class LearningRate:
         self._total_steps = total_steps
 
     def set(self, step: int) -> float:
-        """Set the learning rate of a step, counted from 1, before it is taken; return it."""
+        """Set the learning rate of a step, counted from 1, before it is taken; return it, without factors of groups."""
         lr: float = self._optimizer.defaults["lr"]
         if self._scheduler:
             lr *= lr_ratio(step - 1, self._total_steps, self._scheduler)
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
         return lr
 
 

@@ -41,7 +41,8 @@ def build_optimizer(
     compiled = config.zero_optimization.offloads and config.zero_force_ds_cpu_optimizer
     builders = _CPU_OFFLOAD_BUILDERS if compiled else _BUILDERS
     kind = config.optimizer.type
-    groups = parameter_groups(config.optimizer, parameters, tied_names)
+    ratio = config.lora.lr_ratio if config.lora else 1.0
+    groups = parameter_groups(config.optimizer, parameters, tied_names, ratio)
     try:
         return builders[kind](groups, **config.optimizer.params)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
@@ -49,21 +50,23 @@ def build_optimizer(
 
 
 def parameter_groups(
-    optimizer: Optimizer, parameters: NamedParameters, tied_names: tuple[str, str] | None = None
+    optimizer: Optimizer, parameters: NamedParameters, tied_names: tuple[str, str] | None = None, lr_ratio: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Split parameters into a group with weight decay and one without; leave out empty groups.
+    """Split parameters into a group with weight decay and one without, and B of adapters off from both.
 
     Args:
         tied_names: both names of a weight that may be on two stages; each copy matches by either name.
+        lr_ratio: factor of B's learning rate (LoRA+, arXiv:2402.12354), which `LearningRate` applies.
     """
-    decayed: list[nn.Parameter] = []
-    exempt: list[nn.Parameter] = []
+    found: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # by whether exempt from weight decay, and faster
     for name, parameter in parameters:
         names = tied_names if tied_names and name in tied_names else (name,)
         matches = any(pattern.search(each) for pattern in optimizer.no_wd_kws for each in names)
-        (exempt if matches else decayed).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+        found.setdefault((matches, lr_ratio != 1 and name.endswith("lora_B")), []).append(parameter)
+    return [
+        {"params": members} | ({"weight_decay": 0.0} if exempt else {}) | ({"lr_ratio": lr_ratio} if faster else {})
+        for (exempt, faster), members in sorted(found.items())
+    ]
 
 
 def _lion(groups: Any, **params: Any) -> torch.optim.Optimizer:

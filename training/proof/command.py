@@ -34,7 +34,6 @@ from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.config.sections import FP8
 from training.distributed.processes import set_threads
-from training.errors import ConfigError
 from training.metrics.run_info import CODE, git_state, machine, versions
 from training.metrics.step_metrics import to_json
 from training.proof.comparison import Comparison, Row
@@ -54,9 +53,6 @@ def prove_run(config: TrainConfig, script: str) -> None:
     Raises:
         ConfigError, CheckpointError, DataError, RunRefused: the config, the model or the records are unusable.
     """
-    for key in ("lora", "freeze"):
-        if getattr(config, key):
-            raise ConfigError(f"{key}: --prove trains all weights; expected none (docs/adapters.md#how-exact-it-is)")
     log = Log(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED))  # so that a run's processes are killed
     check_gpu(config.model_copy(update={"fp8": FP8()}))  # the small run has no fp8

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from models.attention.positions import LINEAR
+from models.checkpoint.adapter import LayerFiles
 from models.checkpoint.source import open_source
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.saved_slices import layer_of
@@ -111,11 +112,11 @@ class Comparison:
             compare(self.updates, place, noted.masters, expected.weights, tied, expected.before)
             rounded = {name: master.to(self._dtype) for name, master in noted.masters.items()}
             for rank, weights in enumerate(noted.weights):
-                compare_bits(self.replicas, place, weights, noted.slice_for_rank(rank, rounded))
+                compare_bits(self.replicas, place, weights, noted.slice_for_rank(rank, reference.fixed | rounded))
             if step % SAVED == 0:
                 loss = reference.evaluate(self._small.evaluated)
                 self.evaluation.note(relative_difference(numbers["eval_loss"].get(step), loss), place(""))
-                if tied:  # the files have both ends, even if a stage holds them as one tensor
+                if tied and tied[0] in rounded:  # the files have both ends, even if a stage holds them as one tensor
                     rounded[tied[1]] = rounded[tied[0]]
                 saved = self._saved(step)
                 fixed = {name: tensor for name, tensor in reference.fixed.items() if name in saved}
@@ -133,8 +134,13 @@ class Comparison:
     def _saved(self, step: int) -> dict[str, Tensor]:
         """Read the weights of a checkpoint's layer files."""
         spec = self._small.spec
-        source = open_source(step_folder(self._run.folder, step), spec)
-        layers = ((layer, source.read_layer(layer)) for layer in range(spec.n_layers))
+        folder = step_folder(self._run.folder, step)
+        if spec.trained.lora:
+            layers = [
+                (layer, LayerFiles(folder).read(layer, spec.trained_names(layer))) for layer in range(spec.n_layers)
+            ]
+        else:
+            layers = [(layer, open_source(folder, spec).read_layer(layer)) for layer in range(spec.n_layers)]
         return {f"{layer}.{name}": tensor for layer, state in layers for name, tensor in state.items()}
 
     def _place(self, step: int) -> Callable[[str], str]:

@@ -19,6 +19,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
+from models.adapters import IDLE
 from models.shard import Shard
 from training.checkpoint.resharding import slices_of
 from training.engine.pipeline import PipelineTrainer
@@ -46,11 +47,12 @@ class Recorder(PipelineTrainer):
         masters = {
             (piece.name, piece.offset): piece.master.view(-1)[piece.start : piece.start + piece.numel]
             for piece in slices_of(engine)
+            if not piece.name.endswith(f".{IDLE}")
         }
         noted = {
             "gradients": gradients if self.replica == 0 else {},
             "masters": _copied(masters),
-            "weights": _copied(dict(engine.module.named_parameters())),
+            "weights": _copied(self._weights()),
             "cuts": self._cuts(),
         }
         torch.save(noted, self.folder / f"step-{step}.rank-{engine.global_rank}.pt")
@@ -59,13 +61,18 @@ class Recorder(PipelineTrainer):
         """Copy the gradients of this stage in fp32, without the loss scale; all ranks call it together."""
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)
         scale = float(scaler.cur_scale) if scaler else 1.0
-        weights = self.engine.module.named_parameters()
-        return _copied({name: safe_get_full_grad(weight).detach().float() / scale for name, weight in weights})
+        weights = {name: weight for name, weight in self._weights().items() if weight.requires_grad}
+        return _copied({name: safe_get_full_grad(weight).detach().float() / scale for name, weight in weights.items()})
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Get the model's weights on this rank, apart from those of 4 bits."""
+        named = self.engine.module.named_parameters()
+        return {name: each for name, each in named if each.is_floating_point() and not name.endswith(f".{IDLE}")}
 
     def _cuts(self) -> dict[str, Any]:
         """Return the arguments of `Shard` for each weight of which this rank has a shard."""
         share = self.engine.module.share
-        cuts = {name: share.shard(name) for name, _ in self.engine.module.named_parameters()}
+        cuts = {name: share.shard(name) for name in self._weights()}
         return {
             name: (cut.shape, cut.side, [(each.start, each.stop) for each in cut.ranges])
             for name, cut in cuts.items()

@@ -1,34 +1,38 @@
 """Compute the same training in one process: one module, fp32, one sample at a time, torch's optimizer.
 
 There are no stages, replicas, micro-batches, packing, padding, recomputation and no DeepSpeed, and the loss is torch's
-cross-entropy over all logits. Each step is checked by itself. Loss and gradients are computed from the reference's own
-weights, rounded to the run's precision. The update uses the run's gradients, as Adam turns rounding errors of a tiny
-gradient into full steps. The first weights are those of the file, so if each step's gradients and update are right, the
-whole run is.
+cross-entropy over all logits. Adapters are added to the weights under them. Each step is checked by itself. Loss and
+gradients are computed from the reference's own weights, rounded to the run's precision. The update uses the run's
+gradients, as Adam turns rounding errors of a tiny gradient into full steps. The first weights are those of the file, so
+if each step's gradients and update are right, the whole run is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lion_pytorch import Lion
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.loader import GlobalBatch
 from data.sample_set import InMemory, Sample
+from models.adapters import base_of, is_transposed, merged
 from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
+from models.quantized_base import round_to_nf4
 from models.router import router_loss, top_k
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import training_loader
 from training.errors import ConfigError
+from training.trained import initial_states, with_trained
 
 
 @dataclass(frozen=True)
@@ -51,16 +55,30 @@ class Reference:
     """Trains like the run in `config`, in this process."""
 
     def __init__(self, config: TrainConfig, samples: Sequence[Sample]) -> None:
-        folder = Path(config.model_path)
-        spec = read_spec(folder)
+        folder, dtype, cpu = Path(config.model_path), training_dtype(config), torch.device("cpu")
+        spec = with_trained(read_spec(folder), config)
         spec.config._experts_implementation = "eager"
         self._config, self._samples = config, samples
         self._router_weight = router_loss_weight(config, spec)
         self._loader = training_loader(InMemory(samples), config, spec)
-        self._model = CausalLM(spec, open_source(folder, spec), training_dtype(config), torch.device("cpu")).float()
-        self._weights = {name.removeprefix("layers."): weight for name, weight in self._model.named_parameters()}
-        self.fixed = {name.removeprefix("layers."): buffer for name, buffer in self._model.named_buffers()}
-        self._masters = {name: weight.detach().clone().requires_grad_() for name, weight in self._weights.items()}
+        begin = CausalLM(spec, initial_states(config, spec, folder), dtype, cpu)
+        model = CausalLM(spec.base, open_source(folder, spec.base), dtype, cpu) if spec.trained.lora else begin
+        own, values = _named(model.named_parameters()), _named(begin.named_parameters())
+        trained = {name: value.detach().float() for name, value in values.items() if value.requires_grad}
+        self.fixed = _named(model.named_buffers())
+        for name in own.keys() - trained.keys():
+            self.fixed[name] = own[name].requires_grad_(False)
+        if spec.tied_names and spec.tied_names[0] in self.fixed:
+            self.fixed[spec.tied_names[1]] = self.fixed[spec.tied_names[0]]
+        self.fixed = {name: tensor.detach().clone() for name, tensor in self.fixed.items()}
+        if spec.trained.lora and spec.trained.lora.base:
+            for block in model.blocks:
+                round_to_nf4(block)
+        self._model, self._lora = model.float(), spec.trained.lora
+        own = _named(self._model.named_parameters())
+        self._weights = {name: own.get(name, value.clone()).requires_grad_() for name, value in trained.items()}
+        self._adapted = [self._take_out(name) for name in self._weights if name.endswith("lora_A")]
+        self._masters = {name: value.clone().requires_grad_() for name, value in trained.items()}
         self._optimizer = own_optimizer(config, self._masters, spec.tied_names)
 
     def step(self, number: int, gradients: dict[str, Tensor]) -> Step:
@@ -79,7 +97,7 @@ class Reference:
         if self._config.gradient_clipping:
             torch.nn.utils.clip_grad_norm_(self._masters.values(), self._config.gradient_clipping)
         for group in self._optimizer.param_groups:
-            group["lr"] = own_rate(self._config, number)
+            group["lr"] = own_rate(self._config, number) * group.get("lr_ratio", 1.0)
         self._optimizer.step()
         after = {name: weight.detach().clone() for name, weight in self._masters.items()}
         return Step(loss.item(), norm.item(), dict(zip(self._weights, own, strict=True)), before, after)
@@ -114,11 +132,25 @@ class Reference:
         largest = torch.log_softmax(logits[targets >= 0], dim=-1).amax(dim=-1)
         return F.cross_entropy(logits, targets, reduction="sum"), largest.square().sum(), sum(routed, torch.zeros(()))
 
-    @torch.no_grad()
+    def _take_out(self, factor: str) -> tuple[nn.Module, str, Tensor, str]:
+        """Make the weight under an adapter a plain tensor, in whose place sums can be set."""
+        owner, _, name = base_of(factor).rpartition(".")
+        module = self._model.layers.get_submodule(owner)
+        return module, name, module._parameters.pop(name), factor  # type: ignore[return-value]
+
     def _round(self) -> None:
-        """Set the weights to the masters, rounded to the run's precision."""
-        for name, weight in self._weights.items():
-            weight.copy_(self._masters[name].to(training_dtype(self._config)))
+        """Set the weights to the masters, rounded to the run's precision, and add the adapters."""
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                weight.copy_(self._masters[name].to(training_dtype(self._config)))
+        for module, name, weight, factor in self._adapted:
+            assert self._lora is not None
+            a, b = self._weights[factor], self._weights[f"{factor[:-1]}B"]
+            setattr(module, name, merged(weight, a, b, self._lora.scale, is_transposed(module)))
+
+
+def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name.removeprefix("layers."): tensor for name, tensor in tensors}
 
 
 def _supervised(samples: Sequence[Sample]) -> int:
@@ -141,7 +173,10 @@ def own_optimizer(
     for name, weight in weights.items():
         names = " ".join(tied) if tied and name in tied else name
         exempt = any(pattern.search(each) for pattern in config.optimizer.no_wd_kws for each in names.split())
-        groups.append({"params": [weight]} | ({"weight_decay": 0.0} if exempt else {}))
+        group: dict[str, Any] = {"params": [weight]} | ({"weight_decay": 0.0} if exempt else {})
+        if config.lora and name.endswith("lora_B"):
+            group["lr_ratio"] = config.lora.lr_ratio
+        groups.append(group)
     try:
         made: torch.optim.Optimizer = (Lion if kind == "Lion" else getattr(torch.optim, kind))(groups, **params)
         return made

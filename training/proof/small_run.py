@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from data.sample_set import IGNORED, Sample
 from data.tokenized.dataset import check_vocabulary
+from models.adapters import ALL_LINEAR, is_factor
 from models.api import read_spec
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import layer_file, side_files
@@ -35,8 +37,9 @@ from training.data_setup import RecordReader, training_loader
 from training.errors import ConfigError
 from training.proof.launches import Start
 from training.streamed import stream_of
+from training.trained import with_trained
 
-MODEL, DATA, EVALUATION = "model", "data.jsonl", "evaluation.jsonl"  # in the folder
+MODEL, ADAPTER, DATA, EVALUATION = "model", "adapter", "data.jsonl", "evaluation.jsonl"  # in the folder
 STEPS, SAVED = 4, 2  # steps; the step to resume from
 BATCHES = 2.5  # per epoch: its last batch is smaller, and the last step is in the second epoch
 EVALUATED = 6  # samples
@@ -46,6 +49,7 @@ PROCESSES = 4  # without GPUs, if there are no more cores
 PARTS = 2  # most tensor-parallel ranks: a small model may have no more key heads
 LR = 1e-3  # least: a smaller update drowns in the rounding of the weights
 WARM_UP = 2  # most steps
+B_SIZE = 0.1  # of an adapter's B, so that sums with the weights keep about their size
 LOSS_SCALE = 8  # initial power of two for fp16, small enough that no step is skipped
 # Keys that the prepared samples do not need, or that only take time.
 DROPPED_KEYS = (
@@ -79,18 +83,24 @@ class SmallRun:
             CheckpointError, ConfigError, DataError: they are unusable.
         """
         source = find_model(config.model_path, weights=False)
-        whole = read_spec(source)
+        whole = with_trained(read_spec(source), config)
         config.parts_for(whole.n_layers)
         topo = small_topology(config, available_processes())
         small, differs = small_config(config, whole, topo, folder)
         samples, evaluated = _read_samples(config, small, source, whole, log)
         model = folder / MODEL
         model.mkdir()
+        (folder / ADAPTER).mkdir()
         copy_files(source, model, side_files(source))
         fields = shrunk_fields(whole.config, whole.raw, small_depth(config, topo, whole.n_layers) - 2)
         (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         spec = read_spec(model)
         write_model(model, spec, config.seed)
+        small, lines = small_trained(small, spec)
+        spec = with_trained(spec, small)
+        if small.lora:
+            write_model(folder / ADAPTER, spec, config.seed)
+        differs += lines
         words = int(spec.config.vocab_size)
         samples, evaluated = ([shorten(sample, words) for sample in each] for each in (samples, evaluated))
         for name, each in ((DATA, samples), (EVALUATION, evaluated)):
@@ -209,6 +219,40 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     return TrainConfig.model_validate(values), [line for changed, line in changes if changed]
 
 
+def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, list[str]]:
+    """Fit what is trained to the small model, with a line for each difference."""
+    values, differs = config.dump(), []
+    if config.lora:
+        lora = values["lora"] | {"r": 1, "dropout": 0.0, "start_from": str(Path(config.model_path).with_name(ADAPTER))}
+        values["lora"] = lora
+        try:
+            adapted = with_trained(spec, TrainConfig.model_validate(values))
+        except ConfigError:
+            lora |= {"targets": ALL_LINEAR, "modules_to_save": []}
+            differs.append("lora.targets: all-linear, as the small model has none of the layers that are named")
+            adapted = with_trained(spec, TrainConfig.model_validate(values))
+        shapes = [shape for layer in range(spec.n_layers) for shape in adapted.shapes(layer).items()]
+        sizes = [shape[-1 if name.endswith("A") else -2] for name, shape in shapes if is_factor(name)]
+        lora["r"] = min(config.lora.r, *sizes)
+        differs += [f"lora.r: {config.lora.r} -> {lora['r']}, as layers are narrow"] * (lora["r"] < config.lora.r)
+        differs.append("lora: begins with random factors, as with a B of zeros nothing reaches A")
+        if config.lora.base and config.model_topo.tensor > 1:
+            lora["base"] = None
+            differs.append("lora.base: none, as parts of a weight are rounded to 4 bits otherwise than the whole one")
+        if config.lora.dropout:
+            differs.append("lora.dropout: 0, as each process draws other random numbers")
+    if config.freeze:
+        try:
+            with_trained(spec, config)
+        except ConfigError:
+            embedding = spec.path(0, EMBEDDING_WEIGHT)
+            values["freeze"] = [re.escape(embedding)]
+            differs.append(
+                f"freeze: {embedding}, as the small model has none of the layers that are named, or no others"
+            )
+    return TrainConfig.model_validate(values), differs
+
+
 def _read_samples(
     config: TrainConfig, small: TrainConfig, folder: Path, spec: ModelSpec, log: Console
 ) -> tuple[list[Sample], list[Sample]]:
@@ -246,6 +290,8 @@ def write_model(folder: Path, spec: ModelSpec, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + layer)
             state = {name: _random(tensor) for name, tensor in spec.build(layer).state_dict().items()}
+        for name in (each for each in state if each.endswith("lora_B")):
+            state[name] *= B_SIZE
         if spec.tied and layer == 0:
             embedding = state[EMBEDDING_WEIGHT]
         if spec.tied and layer == spec.n_layers - 1:

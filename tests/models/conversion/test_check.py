@@ -5,16 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import convert_model
+from models.adapters import Lora, Trained
+from models.api import read_spec
+from models.checkpoint.adapter import PEFT_WEIGHTS
 from models.conversion.check import check
+from models.conversion.check_adapter import MERGE
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
 from tests.conftest import ORIGINALS
+from tests.models.adapters import save_adapter
 from tests.models.cases import CASES
 from tests.models.helpers import read_config, read_weights, write_weights
 
@@ -76,3 +83,55 @@ def test_code_of_a_publisher_is_reported(name: str, remedy: str, make_case: Make
 def test_pipeline_layers_are_refused(both_layouts: dict[str, Path]) -> None:
     with pytest.raises(CheckpointError, match="export it with pp_to_hg"):
         check(both_layouts["pipeline"])
+
+
+ALL_READ_IT = [f"{name}: yes" for name in ("peft and transformers", "vLLM", "SGLang", "llama.cpp")]
+EACH_EXPERT = "looks for an adapter of each expert by itself"
+DENSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "lora", "lines"),
+    [
+        ("llama", {}, {}, ALL_READ_IT),
+        (
+            "llama",
+            {},
+            {"rslora": True},
+            ["vLLM: yes", "SGLang: scales by alpha / r", "llama.cpp: scales by", MERGE],
+        ),
+        (
+            "llama",
+            {},
+            {"modules_to_save": ("lm_head",)},
+            ["peft and transformers: yes", "vLLM: knows no mod", MERGE],
+        ),
+        ("mixtral", {}, {}, ["vLLM: reads experts only", f"SGLang: {EACH_EXPERT}", f"llama.cpp: {EACH_EXPERT}", MERGE]),
+        ("mixtral", {}, {"experts": False}, ALL_READ_IT),
+        ("qwen3_moe", DENSE, {}, ["peft and transformers: peft 0.21 takes a dense gate_proj", MERGE]),
+    ],
+)
+def test_an_adapter_is_whole_and_who_reads_it_is_said(
+    family: str,
+    changes: dict[str, Any],
+    lora: dict[str, Any],
+    lines: list[str],
+    make_checkpoint: Make,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = make_checkpoint(family, tie_word_embeddings=False, **changes)
+    adapter = save_adapter(read_spec(base).training(Trained(Lora(**{"r": 2, "alpha": 6} | lora))), base)
+    capsys.readouterr()
+    with mock.patch.object(sys, "argv", ["convert_model.py", "check", "--input-path", str(adapter)]):
+        convert_model.main()
+        whole, about, *found = [line.removeprefix(f"{adapter}: ") for line in capsys.readouterr().out.splitlines()]
+        assert whole == "complete" and about.startswith("adapts ") and about.endswith(f" of {base}")
+        assert [each for each in lines if not any(line.startswith(each) for line in found)] == []
+        assert (MERGE in found) == (MERGE in lines)
+        saved = load_file(adapter / PEFT_WEIGHTS)
+        saved.popitem()
+        save_file(saved, adapter / PEFT_WEIGHTS)
+        with pytest.raises(SystemExit, match=r"\A1\Z"):
+            convert_model.main()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "expected all weights that this adapter trains" in line

@@ -18,7 +18,7 @@ from training.proof.reference import own_optimizer, own_rate
 
 STEPS = 8
 TIED = ("0.embed_tokens.weight", "2.lm_head.weight")
-NAMES = (TIED[0], "1.up.weight", "1.norm.weight", "1.q.bias")
+NAMES = (TIED[0], "1.up.weight", "1.norm.weight", "1.q.bias", "1.up.lora_B", "1.norm.lora_B")
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}, "no_wd_kws": ["norm", "lm_head"]}
 COSINE = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 3}}
 
@@ -48,7 +48,7 @@ def updates(config: TrainConfig) -> Row:
         rate.set(step)
         optimizer.step()
         for group in expected.param_groups:
-            group["lr"] = own_rate(config, step)
+            group["lr"] = own_rate(config, step) * group.get("lr_ratio", 1.0)
         expected.step()
         found, wanted = ({name: weight.detach() for name, weight in each.items()} for each in (run, own))
         compare(row, f"step {step}, {{}}".format, found, wanted, None, before)
@@ -69,6 +69,19 @@ def updates(config: TrainConfig) -> Row:
 def test_a_sound_run_holds(optimizer: dict[str, Any]) -> None:
     row = updates(config_of(optimizer, COSINE, zero_optimization={"stage": 0}))  # Adafactor needs weights apart
     assert row.holds and row.count == STEPS * len(NAMES), row
+
+
+@pytest.mark.parametrize("params", [{"lr": 1e-3, "weight_decay": 0.1}, {"lr": 1e-2}])
+def test_b_of_adapters_has_a_rate_of_its_own(params: dict[str, Any]) -> None:
+    config = config_of(ADAM | {"params": params}, COSINE, lora={"lr_ratio": 16})
+    row = updates(config)
+    assert row.holds and row.count == STEPS * len(NAMES), row
+    parameters = [(name, torch.nn.Parameter(torch.ones(2))) for name in NAMES]
+    optimizer = optimizers.build_optimizer(config, parameters, TIED)
+    LearningRate(optimizer, None, STEPS).set(1)
+    rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+    for name, weight in parameters:
+        assert rates[id(weight)] == params["lr"] * (16 if name.endswith("lora_B") else 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,7 +152,7 @@ def plant_second_groups_rate(patch: pytest.MonkeyPatch) -> None:
 def plant_lonely_ends(patch: pytest.MonkeyPatch) -> None:
     """Forget that the embedding is the head too, whose name is in no_wd_kws."""
     real = optimizers.parameter_groups
-    patch.setattr(optimizers, "parameter_groups", lambda optimizer, parameters, tied: real(optimizer, parameters))
+    patch.setattr(optimizers, "parameter_groups", lambda optimizer, parameters, *_: real(optimizer, parameters))
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

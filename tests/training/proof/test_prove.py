@@ -19,6 +19,8 @@ from training.metrics.run_info import machine
 from training.proof.command import CERTIFICATE
 
 LAUNCHED = pytest.mark.launched
+LORA = {"r": 8, "alpha": 16, "start_from": "elsewhere"}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 OFFLOAD = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 
@@ -102,13 +104,20 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
         ("moments_lost", "weights after kill and resume", "stage"),
         ("padding_counts", "loss", "step"),
         ("documents_meet", "gradients", "layer"),
+        ("other_scale", "loss", "step"),
+        ("neighbours_adapter", "gradients", "experts.gate_up_proj_lora_A: layer"),
         ("parts_swapped", "gradients", "layer"),
         ("readers_alone", "gradients", "layer"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: Proofs) -> None:
-    topo = SHARED if fault in ("parts_swapped", "readers_alone") else topology((2, 1), [5, 3])
-    result = proofs.prove(proofs.config(model_topo=topo), "tests/workers/unproved.py", FAULT=fault)
+    keys: dict[str, Any] = {"model_topo": topology((2, 1), [5, 3])}
+    if fault in ("parts_swapped", "readers_alone"):
+        keys = {"model_topo": SHARED}
+    if adapted := fault in ("other_scale", "neighbours_adapter"):
+        keys |= {"lora": LORA}
+    config = proofs.config("mixtral", MIXTRAL, **keys) if adapted else proofs.config(**keys)
+    result = proofs.prove(config, "tests/workers/unproved.py", FAULT=fault)
     assert result.returncode == 1, result.stdout + result.stderr
     assert where in proofs.failed()[what]
     assert f"{what}: " in result.stdout and "NOT proved" in result.stdout
@@ -135,6 +144,19 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
         ),
         ("chatglm", {"num_layers": 6}, {"bf16": {"enabled": True}, "schedule": "dualpipev", "compile": True}),
         ("qwen3", {}, {"model_topo": topology((8, 2)), "stream_gb": 1, "max_steps": 50}),
+        # Adapters, and a part of the weights.
+        ("llama", {}, {"lora": LORA | {"rslora": True}, "model_topo": topology((2, 1), [1, 7])}),
+        (
+            "llama",
+            {},
+            {"lora": LORA, "bf16": {"enabled": True}, "schedule": "dualpipev", "model_topo": topology((2, 2))},
+        ),
+        ("llama", {}, {"lora": LORA | {"targets": ["layers.5.mlp.up_proj"], "dropout": 0.1}, "model_topo": SHARED}),
+        ("llama", {}, {"lora": LORA | {"base": "nf4", "modules_to_save": ["embed_tokens", "lm_head"]}}),
+        ("mixtral", MIXTRAL, {"lora": LORA | {"base": "nf4"}, "use_grad_ckpt": True, "model_topo": SHARED}),
+        ("gpt_oss", GPT_OSS, {"lora": LORA}),
+        ("llama", {}, {"freeze": ["embed_tokens", r"layers\.5\."]}),
+        ("llama", {}, {"freeze": ["embed_tokens", r"layers\.1\."]}),
         # Layers that processes share.
         ("llama", {}, {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "model_topo": grid(1, 2, 2)}),
         ("llama", {}, {"schedule": "dualpipev", "use_grad_ckpt": True, "model_topo": grid(2, 2, 4)}),

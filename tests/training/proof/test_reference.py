@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from data.sample_set import Sample
+from models.adapters import Lora, Trained
+from models.api import read_spec
+from models.checkpoint.adapter import peft_name, to_peft
+from tests.closeness import assert_near
+from tests.models.adapters import save_adapter
 from training.config.keys import TrainConfig
 from training.proof.reference import Reference
+from training.proof.small_run import small_trained
+from training.trained import with_trained
 
 
 @pytest.fixture
@@ -55,3 +63,53 @@ def test_a_step_is_that_of_transformers_and_torch(samples: list[Sample], make_ch
     torch.testing.assert_close(found.weights["0.embed_tokens.weight"], embedding.detach(), atol=1e-5, rtol=0)
     assert again.evaluate(samples) == pytest.approx(mean_loss().item(), rel=1e-4)
     assert again.evaluate(samples) < loss.item()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_adapters_are_those_of_peft(family: str, samples: list[Sample], make_checkpoint: Callable[..., Path]) -> None:
+    base = make_checkpoint(family, num_local_experts=4, num_experts_per_tok=2)
+    keys = {"model_path": str(base), "data_path": "d", "save_path": "s", "train_batch_size": 4, "max_steps": 10}
+    keys |= {"optimizer": {"params": {"lr": 0.01}}} | (
+        {"aux_router_loss": {"weight": 0}} if family == "mixtral" else {}
+    )
+    lora = {"r": 2, "alpha": 6, "rslora": True}
+    spec = read_spec(base).training(Trained(Lora(**lora)))  # type: ignore[arg-type]
+    adapter = save_adapter(spec, base)
+    step = Reference(TrainConfig.model_validate(keys | {"lora": lora | {"start_from": str(adapter)}}), samples).step(
+        1, {}
+    )
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    theirs = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    total = torch.zeros(())
+    for sample in samples:
+        logits = theirs(torch.tensor([sample["input_ids"]])).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(sample["labels"][1:]), reduction="sum")
+    loss = total / sum(label != -100 for sample in samples for label in sample["labels"][1:])
+    loss.backward()
+    assert step.loss == pytest.approx(loss.item(), rel=1e-6)
+    split = {name: name.split(".", 1) for name in step.gradients}
+    found = {
+        peft_name(spec, int(layer), name): to_peft(name, step.gradients[whole])
+        for whole, (layer, name) in split.items()
+    }
+    wanted = {
+        name.replace(".default", ""): each.grad for name, each in theirs.named_parameters() if each.grad is not None
+    }
+    assert_near(found, wanted)
+
+
+def test_what_is_trained_fits_the_small_model(make_checkpoint: Callable[..., Path]) -> None:
+    spec = read_spec(make_checkpoint("llama"))
+    keys = {
+        "model_path": "m",
+        "data_path": "d",
+        "save_path": "s",
+        "train_batch_size": 4,
+        "optimizer": {"params": {"lr": 1}},
+    }
+    lora = {"r": 64, "dropout": 0.1, "targets": ["layers.30.mlp.up_proj"], "start_from": "a"}
+    small, differs = small_trained(TrainConfig.model_validate(keys | {"lora": lora}), spec)
+    assert small.lora and (small.lora.r, small.lora.targets, small.lora.dropout) == (32, "all-linear", 0.0)
+    assert [line.partition(":")[0] for line in differs] == ["lora.targets", "lora.r", "lora", "lora.dropout"]
+    small, (line,) = small_trained(TrainConfig.model_validate(keys | {"freeze": [r"layers\.30\."]}), spec)
+    assert with_trained(spec, small) and line.startswith("freeze: model.embed_tokens.weight")
