@@ -41,6 +41,7 @@ def linear_cross_entropy(
     z_loss_weight: float = 0.0,
     ranks: RankGroup = ONE_RANK,
     words: int = 0,
+    coefficients: Tensor | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of the logits `hidden @ weight.T` over tokens, in fp32.
 
@@ -51,6 +52,7 @@ def linear_cross_entropy(
         cap: squeezes the logits between -cap and cap first, by a tanh.
         z_loss_weight: weight of (max log-softmax)^2, summed likewise.
         ranks, words: the ranks that share the vocabulary, and V where there are several.
+        coefficients: [T] fp32, as what each token's cross-entropy counts; 1 where absent.
 
     Returns:
         A scalar, the same for all ranks. Its backward pass can run once.
@@ -61,9 +63,26 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(kind, enabled=False):  # it would round the sums
         if torch.is_grad_enabled():
-            loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, cap, z_loss_weight, ranks, words)
+            options = cap, z_loss_weight, ranks, words, coefficients
+            loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, *options)
             return loss
-        return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words).loss
+        return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words, coefficients).loss
+
+
+@torch.no_grad()
+def token_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cap: float | None = None,
+    ranks: RankGroup = ONE_RANK,
+    words: int = 0,
+) -> Tensor:
+    """Compute the cross-entropy of each token, [T] fp32, without gradients; arguments as of `linear_cross_entropy`."""
+    each = torch.empty(len(hidden), device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        _Sums(hidden, weight, targets, cap, 0.0, ranks, words, each=each)
+    return each
 
 
 def chunk_tokens(words: int, on_cpu: bool) -> int:
@@ -84,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         assert sums is not None, "the gradients were scaled in place by an earlier backward pass"
         factor = gradients[0] / sums.scale
         found = (sums.hidden_gradient, sums.weight_gradient)
-        return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), *(5 * [None])
+        return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), *(6 * [None])
 
 
 class _Sums:
@@ -99,13 +118,16 @@ class _Sums:
         z_loss_weight: float,
         ranks: RankGroup,
         words: int,
+        coefficients: Tensor | None = None,
         hidden_wanted: bool = False,
         weight_wanted: bool = False,
+        each: Tensor | None = None,
     ) -> None:
         self._cap, self._z_loss_weight, self._ranks = cap, z_loss_weight, ranks
         self._own = ranks.part(words or len(weight))
         self._wanted = hidden_wanted or weight_wanted
         self.scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
+        self._coefficients, self._each = coefficients, each
         self.loss = torch.zeros((), device=hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if hidden_wanted else None
         self.weight_gradient = torch.empty_like(weight, dtype=torch.float32) if weight_wanted else None
@@ -123,7 +145,7 @@ class _Sums:
         in_cache = logits.is_cpu and self._ranks.size == 1  # as ranks would wait for each other each time
         rows = max(CPU_CACHE // (4 * len(weight)), 1) if in_cache else len(logits)
         for part in _slices(len(logits), rows):
-            self.loss += self._loss(logits[part], targets[part])
+            self.loss += self._loss(logits[part], targets[part], chunk.start + part.start)
             if self._wanted and slopes is not logits:
                 torch.mul(logits[part], self.scale, out=slopes[part])
         del logits
@@ -132,8 +154,8 @@ class _Sums:
         if self.weight_gradient is not None:
             add_product(self.weight_gradient, slopes.T, hidden, self.scale, beta=0.0 if chunk.start == 0 else 1.0)
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum the loss of logits [T, V]; they become their gradient where it is wanted."""
+    def _loss(self, logits: Tensor, targets: Tensor, first: int) -> Tensor:
+        """Sum the loss of logits [T, V] of the tokens from `first` on; they become their gradient where wanted."""
         uncapped = logits
         if self._cap is not None:
             logits = uncapped.div_(self._cap).tanh_() * self._cap
@@ -150,12 +172,19 @@ class _Sums:
         if self._ranks.size > 1:
             at_target, total, shared = add_up(torch.stack([at_target, total, shared.expand_as(total)]), self._ranks)
         log_total = total.log()  # the largest logit is 0 now, so the largest log-softmax is minus this
-        loss = (log_total - at_target).sum() + self._z_loss_weight * log_total.square().sum()
+        found, place = log_total - at_target, slice(first, first + len(logits))
+        if self._each is not None:
+            self._each[place] = found.squeeze(-1)
+        count: Tensor | float = 1.0
+        if self._coefficients is not None:
+            count = self._coefficients[place, None]
+            found = found * count
+        loss = found.sum() + self._z_loss_weight * log_total.square().sum()
         if not self._wanted:
             return loss
         pull = 2 * self._z_loss_weight * log_total
-        logits.mul_((1 + pull) / total)
-        logits.scatter_add_(-1, targets, -here.to(logits.dtype))
+        logits.mul_((count + pull) / total)
+        logits.scatter_add_(-1, targets, -count * here)
         if largest is not None:  # equal ones share, as torch's amax has it
             logits.sub_(largest * (pull / shared))
         if self._cap is not None:

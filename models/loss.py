@@ -70,16 +70,30 @@ def token_loss(
     Returns:
         A scalar fp32 tensor; 0 with a gradient of 0 where nothing is supervised.
     """
+    rows, targets = trained_rows(hidden, labels, supervised)
+    if own:
+        return _own_loss(own, rows, targets, head)
+    rows, projection = for_projection(rows, head)
+    return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight, head.ranks, head.words)
+
+
+def trained_rows(hidden: Tensor, labels: Tensor, supervised: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Pick the hidden states that predict a supervised token, [T, H], and what each has to predict, [T].
+
+    Arguments as of `token_loss`.
+    """
     if supervised is None:
         supervised = supervised_positions(labels, hidden.shape[1])
     rows = hidden.flatten(0, 1).index_select(0, supervised)
-    targets = _targets(labels, hidden.shape[1]).index_select(0, supervised)
-    if own:
-        return _own_loss(own, rows, targets, head)
+    return rows, _targets(labels, hidden.shape[1]).index_select(0, supervised)
+
+
+def for_projection(rows: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Get hidden states [T, H] and a projection [V, H] whose product are the logits, but for a cap."""
     rows, projection = head.scaled(rows), head.projection()
     if (bias := head.lm_head.bias) is not None:
         rows, projection = _with_bias(rows, projection, bias)
-    return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight, head.ranks, head.words)
+    return rows, projection
 
 
 def _own_loss(own: TokenLoss, hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -127,7 +141,14 @@ def micro_batch_loss(
     targets, scale, share, *known = labels
     z_loss_weight, own = (z_loss_weight, own) if head.training else (0.0, None)
     loss = token_loss(activations[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
-    if router_loss_weight and head.training:
-        sums = activations[2] if rows.size == 1 else summed_over_parts(activations[2], rows)
-        loss = loss + router_loss_weight * router_loss(sums, top_k(head.config)) * share
-    return loss
+    return loss + weighted_router_loss(head, activations, share, router_loss_weight, rows)
+
+
+def weighted_router_loss(
+    head: Head, activations: Activations, share: Tensor, weight: float, rows: RankGroup
+) -> Tensor | float:
+    """Compute the router loss of a micro-batch times its weight; 0 without one; arguments as of `micro_batch_loss`."""
+    if not (weight and head.training):
+        return 0.0
+    sums = activations[2] if rows.size == 1 else summed_over_parts(activations[2], rows)
+    return weight * router_loss(sums, top_k(head.config)) * share

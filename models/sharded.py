@@ -48,7 +48,7 @@ class ShardedModel(nn.ModuleList):
         read_together: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self._micro_batch_loss = micro_batch_loss
+        self.micro_batch_loss = micro_batch_loss
         positions, returns = spec.positions(groups), Returns()
         self.positions = [positions]
         device = torch.device(get_accelerator().current_device_name())
@@ -74,7 +74,7 @@ class ShardedModel(nn.ModuleList):
         for layer in layers:
             activations = layer(activations)
         # By name, as ZeRO's hooks warn of positional arguments that they do not know.
-        loss: Tensor = head(activations, loss=lambda activations: self._micro_batch_loss(head, activations, labels))
+        loss: Tensor = head(activations, loss=lambda activations: self.micro_batch_loss(head, activations, labels))
         return loss
 
     def _shard(self, layer: nn.Module, config: dict[str, Any]) -> None:

@@ -1,0 +1,156 @@
+"""Losses of preferences: functions of the log-probabilities of whole answers.
+
+A sample is a pair of documents in one row, the better answer first, each behind the same prompt. Every loss here is a
+function f of the documents' sums s_d, the log-probabilities of a document's trained tokens. Its gradient is the sum of
+df/ds_d x ds_d/dw over documents, which is that of a cross-entropy where each token of document d counts -df/ds_d times.
+So a micro-batch is projected once to learn the sums, f is differentiated, a function of a few numbers, and the lean
+cross-entropy (`models.lean_loss`) does the rest with a coefficient a token. As a pair never leaves its row, no
+coefficient depends on how a batch is cut into micro-batches and replicas.
+
+The reference is the model as it was before training. Its sums come with the samples, made once (`training.reference`).
+
+Cost: one more product with the vocabulary; memory as without preferences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.layers import Activations, Head
+from models.lean_loss import linear_cross_entropy, token_cross_entropy
+from models.loss import for_projection, supervised_positions, trained_rows, weighted_router_loss
+from models.process_groups import ONE_RANK, RankGroup, add_up
+
+# What is added up over pairs for the log, by trl's names.
+MEASURES = ("rewards/accuracies", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One loss of a pair.
+
+    Attributes:
+        loss: a name in `LOSSES`.
+        beta: what differences of log-probabilities are multiplied with.
+        label_smoothing: share of the pairs expected to be the wrong way round.
+        gamma: margin to be exceeded, in the unit of beta times a difference.
+        sft_weight: weight of the cross-entropy of the better answers, a mean over tokens.
+        length_normalised: whether log-probabilities are those of a token, on average.
+    """
+
+    loss: str = "dpo"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    gamma: float = 0.0
+    sft_weight: float = 0.0
+    length_normalised: bool = False
+
+    def scores(self, sums: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+        """Compare log-probabilities with the reference's, all [pairs, 2]: better and worse answers."""
+        found = sums - reference
+        return found / lengths.clamp(min=1) if self.length_normalised else found
+
+
+def _dpo(of: Objective, scores: Tensor) -> Tensor:
+    """-log sigmoid of the margin, smoothed: DPO (arXiv:2305.18290, equations 3 and 7), SimPO (arXiv:2405.14734)."""
+    margin = of.beta * (scores[:, 0] - scores[:, 1]) - of.gamma
+    return -(1 - of.label_smoothing) * F.logsigmoid(margin) - of.label_smoothing * F.logsigmoid(-margin)
+
+
+def _ipo(of: Objective, scores: Tensor) -> Tensor:
+    """The squared distance of a difference from 1 / (2 beta) (arXiv:2310.12036, equation 17)."""
+    return (scores[:, 0] - scores[:, 1] - 1 / (2 * of.beta)).square()
+
+
+def _orpo(of: Objective, scores: Tensor) -> Tensor:
+    """-log sigmoid of the log odds ratio, odds = p / (1 - p) (arXiv:2403.07691, equations 4 and 7), times beta."""
+    # Below -1e-6, as log(1 - p) has no gradient at p = 1, which a sure answer reaches in fp32.
+    odds = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
+    return -of.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
+
+
+LOSSES: dict[str, Callable[[Objective, Tensor], Tensor]] = {
+    "dpo": _dpo,
+    "cdpo": _dpo,
+    "simpo": _dpo,
+    "ipo": _ipo,
+    "orpo": _orpo,
+}
+
+
+class PreferenceLoss:
+    """The loss of a micro-batch of pairs, in the place of `models.loss.micro_batch_loss`.
+
+    Args:
+        objective: the loss of a pair.
+        router_loss_weight: as there.
+        rows: who have the other tokens of the same rows.
+
+    Attributes:
+        recorded: the documents' sums [D] of each micro-batch since it was set to a list; then nothing else is computed.
+    """
+
+    def __init__(self, objective: Objective, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK) -> None:
+        self._objective, self._rows = objective, rows
+        self._router_loss_weight = router_loss_weight
+        self._totals: Tensor | None = None
+        self.recorded: list[Tensor] | None = None
+
+    def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
+        """Compute a micro-batch's part of the global loss, in fp32.
+
+        Args:
+            activations: as for `models.loss.micro_batch_loss`.
+            labels: labels [B, S], scale [], share [] as there, but that scale is for sums over pairs; the number of
+                each token's document [B, S], -1 for padding; the documents' facts [D, 2], of which the first column
+                is the reference's sum; the scale [] for sums over tokens of better answers; where they are known, the
+                `supervised_positions` [T].
+        """
+        ids, scale, share, documents, facts, token_scale, *known = labels
+        positions = known[0] if known else supervised_positions(ids, activations[0].shape[1])
+        hidden, targets = trained_rows(activations[0], ids, positions)
+        hidden, projection = for_projection(hidden, head)
+        each = token_cross_entropy(hidden, projection, targets, head.cap, head.ranks, head.words)
+        member = documents.flatten().index_select(0, positions)
+        sums, lengths = self._by_document(each, member, len(facts))
+        if self.recorded is not None:
+            self.recorded.append(sums)
+            return hidden.sum() * 0.0
+        with torch.enable_grad():
+            leaf = sums.requires_grad_()
+            pairs = [numbers.view(-1, 2) for numbers in (leaf, facts[:, 0], lengths)]
+            scores = self._objective.scores(*pairs)
+            losses = LOSSES[self._objective.loss](self._objective, scores)
+            slopes = torch.autograd.grad(losses.sum(), leaf)[0]
+        self._count(scores.detach(), sums.detach().view(-1, 2))
+        better = (member % 2 == 0) * (self._objective.sft_weight * token_scale / scale)
+        loss = losses.sum().detach() / self._rows.size + (better * each).sum()
+        if torch.is_grad_enabled():
+            options = head.cap, 0.0, head.ranks, head.words
+            counted = linear_cross_entropy(hidden, projection, targets, *options, better - slopes[member])
+            loss = loss + counted - counted.detach()
+        return loss * scale + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
+
+    def take(self) -> Tensor:
+        """Return and reset the number of pairs and sums of `MEASURES` over them, fp64; 0 where no loss is computed."""
+        totals, self._totals = self._totals, None
+        return torch.zeros(1 + len(MEASURES), dtype=torch.float64) if totals is None else totals.cpu()
+
+    def _by_document(self, each: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Sum log-probabilities over the trained tokens of each document, and count these: [D] each."""
+        # A product, as a GPU adds into shared places in any order.
+        of_document = (member == torch.arange(count, device=member.device)[:, None]).float()
+        both = torch.stack([-(of_document @ each), of_document.sum(dim=1)])
+        sums, lengths = add_up(both, self._rows)
+        return sums.clone(), lengths
+
+    def _count(self, scores: Tensor, sums: Tensor) -> None:
+        rewards = self._objective.beta * scores
+        found = torch.cat([(rewards[:, :1] > rewards[:, 1:]), rewards, sums], dim=1).double().sum(dim=0)
+        found = torch.cat([found.new_tensor([len(scores)]), found])
+        self._totals = found if self._totals is None else self._totals + found
