@@ -6,6 +6,9 @@ ids restart at 0 with each, by which the model keeps them apart. The loss does n
 (`models.loss`), so a batch's samples are sorted and packed freely: `batch` packs each global batch, `dataset` the whole
 shuffled epoch, in which case a global batch is made of rows. A micro-batch is padded to its own longest row. The rows
 are dealt out by length, so that the replicas work on equal lengths at the same time.
+
+A sample of preferences may be two documents (`data.sample_set`), whose position ids restart, too. What its loss needs
+beside the labels goes along with each micro-batch (`Loader.tensors`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from data.sample_set import IGNORED, SampleSet
 
 PAD_MULTIPLE = 8  # to which lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
 
-MicroBatch = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+MicroBatch = tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]  # inputs, and what the loss gets
 Rows = list[list[int]]  # sample numbers by row
 
 
@@ -45,6 +48,11 @@ class GlobalBatch:
     def n_micro_batches(self) -> int:
         """Count the micro-batches per replica."""
         return len(self.micro_batches[0])
+
+    @property
+    def pairs(self) -> int:
+        """Count the samples."""
+        return len(self.lengths)
 
     @property
     def samples(self) -> list[int]:
@@ -69,6 +77,10 @@ class Loader:
         same_everywhere: which samples share a micro-batch does not depend on `replicas` and `least_micro_batches`, and
             where there are too few, empty ones are added. That costs time.
         pad_multiple: the lengths of rows are rounded up to a multiple of it.
+        preference: the samples are pairs, or answers with a value, for a loss over whole documents.
+
+    Attributes:
+        reference: [n, 2], log-probabilities of each sample's documents under the reference model, where they are known.
     """
 
     knows_lengths: ClassVar[bool] = True  # of all samples, before the first step
@@ -87,8 +99,11 @@ class Loader:
         least_micro_batches: int = 0,
         same_everywhere: bool = False,
         pad_multiple: int = PAD_MULTIPLE,
+        preference: bool = False,
     ) -> None:
         self.data = data
+        self.preference = preference
+        self.reference: NDArray[numpy.float32] | None = None
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.replicas = replicas
@@ -135,23 +150,33 @@ class Loader:
         DeepSpeed averages the micro-batches' losses over micro-batches and replicas, so each one's token sum is scaled
         by their number over the trained tokens of the global batch. `share` does the same for losses that are no sum
         over tokens: it is the micro-batch's part of the global batch's tokens, times the number of micro-batches.
+
+        With `preference` the second tuple is `(labels, scale, share, documents, facts, token_scale)`. `scale` is for a
+        sum over samples, and `token_scale` for one over the trained tokens of their first documents. `documents`
+        [B, S] int64 numbers the micro-batch's documents row by row, -1 for padding: of pair i, 2i is chosen and 2i + 1
+        rejected. `facts` [documents, 2] fp32 are a document's reference log-probability (0 if unknown) and its
+        sample's value.
         """
         n_losses = batch.n_micro_batches * self.replicas
-        scale = torch.tensor(n_losses / max(batch.supervised, 1), dtype=torch.float32)
+        count = batch.pairs if self.preference else batch.supervised
+        scale = torch.tensor(n_losses / max(count, 1), dtype=torch.float32)
+        if self.preference:
+            token_scale = torch.tensor(n_losses / max(self._chosen_tokens(batch), 1), dtype=torch.float32)
         for rows in batch.micro_batches[replica]:
             input_ids, position_ids, labels = self._collate(rows)
             tokens = sum(self._tokens(row) for row in rows)
             share = torch.tensor(n_losses * tokens / max(batch.tokens, 1), dtype=torch.float32)
-            yield (input_ids, position_ids), (labels, scale, share)
+            more = (*self._documents(rows), token_scale) if self.preference else ()
+            yield (input_ids, position_ids), (labels, scale, share, *more)
 
     def shapes(self, batch: GlobalBatch, replica: int) -> list[tuple[int, int]]:
         """Return rows and length of a replica's micro-batches without making them."""
         return [self._shape(rows) for rows in batch.micro_batches[replica]]
 
     def layouts(self, batch: GlobalBatch, replica: int) -> list[tuple[Rows, int]]:
-        """For each of a replica's micro-batches the lengths of the samples in its rows, and that of the padded rows."""
+        """For each of a replica's micro-batches its rows' documents' lengths, and the length of the padded rows."""
         return [
-            ([[int(self.data.lengths[number]) for number in row] for row in rows] or [[]], self._shape(rows)[1])
+            ([[part for number in row for part in self._parts(number)] for row in rows] or [[]], self._shape(rows)[1])
             for rows in batch.micro_batches[replica]
         ]
 
@@ -209,6 +234,12 @@ class Loader:
         longest = max((self._tokens(row) for row in rows), default=0)
         return max(len(rows), 1), max(-(-longest // self._pad_multiple), 1) * self._pad_multiple
 
+    def _parts(self, number: int) -> list[int]:
+        """Return the lengths of a sample's documents."""
+        length = int(self.data.lengths[number])
+        first = int(self.data.first[number]) if self.preference else 0
+        return [first, length - first] if first else [length]
+
     def _collate(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         shape = self._shape(rows)
         # Padding stands on the right, where no real token attends to it; any id will do. Its position p is -1 - p.
@@ -221,11 +252,35 @@ class Loader:
                 sample = self.data.samples[number]
                 end = begin + len(sample["input_ids"])
                 input_ids[index, begin:end] = torch.tensor(sample["input_ids"])
-                position_ids[index, begin:end] = torch.arange(end - begin)
-                # The first token has no predecessor of its own sample that could predict it.
-                labels[index, begin + 1 : end] = torch.tensor(sample["labels"][1:])
-                begin = end
+                labels[index, begin:end] = torch.tensor(sample["labels"])
+                for length in self._parts(number):
+                    position_ids[index, begin : begin + length] = torch.arange(length)
+                    labels[index, begin] = IGNORED  # it has no predecessor of its own document that could predict it
+                    begin += length
         return input_ids, position_ids, labels
+
+    def _documents(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Number the documents of a micro-batch by token, and list what is known of each."""
+        documents = torch.full(self._shape(rows), -1, dtype=torch.int64)
+        facts: list[tuple[float, float]] = []
+        for index, row in enumerate(rows):
+            begin = 0
+            for number in row:
+                known, value = self._reference_of(number), float(self.data.values[number])
+                for place, length in enumerate(self._parts(number)):
+                    documents[index, begin : begin + length] = len(facts)
+                    facts.append((known[place], value))
+                    begin += length
+        return documents, torch.tensor(facts, dtype=torch.float32).reshape(-1, 2)
+
+    def _reference_of(self, number: int) -> list[float]:
+        return [0.0, 0.0] if self.reference is None else self.reference[number].tolist()
+
+    def _chosen_tokens(self, batch: GlobalBatch) -> int:
+        """Count the trained tokens of the first documents, or of the only ones."""
+        numbers = numpy.asarray(batch.samples)
+        first, single = self.data.first_supervised[numbers], self.data.first[numbers] == 0
+        return int(numpy.where(single, self.data.supervised[numbers], first).sum())
 
     def _load(self, epoch: int) -> None:
         """Keep what the global batches of an epoch are cut from: rows or samples."""

@@ -13,8 +13,19 @@ from numpy.typing import NDArray
 IGNORED = -100  # the label of a token that is not trained, as in transformers and torch
 
 
-class Sample(TypedDict):
-    """Hold one tokenized record; both lists have the same length."""
+class Preference(TypedDict, total=False):
+    """Hold what a sample of preferences has besides; absent is 0."""
+
+    first: int  # tokens of the first of two documents; 0 where there is one
+    value: float  # a pair's margin; 1 for a desirable answer, 0 for another; a class or a score
+
+
+class Sample(Preference):
+    """Hold one tokenized record; both lists have the same length.
+
+    A pair is two documents, one after the other: the chosen one, then the rejected one, neither of which sees the
+    other. So a pair never leaves its row.
+    """
 
     input_ids: list[int]
     labels: list[int]
@@ -32,6 +43,15 @@ class SampleSet(Protocol):
     @property
     def supervised(self) -> NDArray[numpy.int32]: ...  # [n], trained tokens of each sample
 
+    @property
+    def first(self) -> NDArray[numpy.int32]: ...  # [n], tokens of the first of two documents, or 0
+
+    @property
+    def first_supervised(self) -> NDArray[numpy.int32]: ...  # [n], trained tokens of that document, or 0
+
+    @property
+    def values(self) -> NDArray[numpy.float32]: ...  # [n], see `Preference`
+
 
 @dataclass(frozen=True)
 class InMemory:
@@ -47,7 +67,26 @@ class InMemory:
     def supervised(self) -> NDArray[numpy.int32]:
         return numpy.array([supervised_count(sample) for sample in self.samples], dtype=numpy.int32)
 
+    @cached_property
+    def first(self) -> NDArray[numpy.int32]:
+        return numpy.array([sample.get("first", 0) for sample in self.samples], dtype=numpy.int32)
+
+    @cached_property
+    def first_supervised(self) -> NDArray[numpy.int32]:
+        counts = [trained_count(sample["labels"][: sample.get("first", 0)]) for sample in self.samples]
+        return numpy.array(counts, dtype=numpy.int32)
+
+    @cached_property
+    def values(self) -> NDArray[numpy.float32]:
+        return numpy.array([sample.get("value", 0.0) for sample in self.samples], dtype=numpy.float32)
+
 
 def supervised_count(sample: Sample) -> int:
     """Count the trained tokens of a sample."""
-    return int(numpy.count_nonzero(numpy.asarray(sample["labels"][1:]) != IGNORED))
+    first = sample.get("first", 0)
+    return trained_count(sample["labels"][:first]) + trained_count(sample["labels"][first:])
+
+
+def trained_count(labels: Sequence[int]) -> int:
+    """Count the trained tokens of a document, whose first token has no predecessor that could predict it."""
+    return int(numpy.count_nonzero(numpy.asarray(labels[1:]) != IGNORED))

@@ -50,10 +50,13 @@ class Stream:
         # The position where the run ends, in one process of each host: this one makes windows before they are needed,
         # and removes old ones. 0 in the others.
         self.until = 0
-        # What a `data.tokenized.dataset.SampleSet` has: the samples, their tokens, and how many of them are trained.
+        # What a `data.sample_set.SampleSet` has.
         self.samples: Any = _Column(self, "samples")
         self.lengths: Any = _Column(self, "lengths")
         self.supervised: Any = _Column(self, "supervised")
+        self.first: Any = _Column(self, "first")
+        self.first_supervised: Any = _Column(self, "first_supervised")
+        self.values: Any = _Column(self, "values")
         self._seed = seed
         self._ends: list[int] = []  # [windows that were made], samples up to the end of each
         self._held: dict[int, _Held] = {}

@@ -122,7 +122,7 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
     """Cut whole samples to `limit` tokens; return their numbers, the rows of their index, and what became of them."""
     tallies: Tallies = {}
     contents: list[bytes] = []
-    rows: list[tuple[int, ...]] = []
+    rows: list[tuple[float, ...]] = []
     place = 0
     for each in encoded:
         tally = tallies.get((each.file, each.kind)) or tallies.setdefault((each.file, each.kind), Tally())
@@ -131,10 +131,11 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
         tally.control += each.control
         tally.longest = max(tally.longest, len(each.tokens.ids))
         made = 0
+        first, value = each.tokens.first, each.tokens.value
         for ids, runs in _cut(each, limit, tally):
-            # The first token of a sample has no predecessor that could predict it.
-            supervised = sum(end - max(begin, 1) for begin, end in runs)
-            if supervised:
+            counts = [_trained(runs, begin, end) for begin, end in ((0, first), (first, len(ids)))]
+            supervised = sum(counts)
+            if all(counts) if first else supervised:
                 made += 1
                 tally.tokens += len(ids)
                 tally.supervised += supervised
@@ -142,13 +143,19 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
                 borders = list(chain.from_iterable(runs))
                 content = pack(f"<{len(ids) + len(borders)}i", *ids, *borders)  # in half the time of an array
                 origin = TYPES.index(each.kind), each.file, each.number
-                rows.append((place, len(ids), len(borders), supervised, *origin, sample_digest(content)))
+                about = first, counts[0], value, sample_digest(content, first, value)
+                rows.append((place, len(ids), len(borders), supervised, *origin, *about))
                 contents.append(content)
                 place += len(ids) + len(borders)
         tally.samples += made
         tally.split += made > 1
         tally.silent += not made
     return b"".join(contents), numpy.array(rows, dtype=INDEX), tallies
+
+
+def _trained(runs: Sequence[tuple[int, int]], start: int, stop: int) -> int:
+    """Count a document's trained tokens; its first has no predecessor that could predict it."""
+    return sum(max(min(end, stop) - max(begin, start + 1), 0) for begin, end in runs)
 
 
 def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:

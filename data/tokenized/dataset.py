@@ -71,6 +71,21 @@ class Dataset:
         return self.samples.column("supervised")
 
     @cached_property
+    def first(self) -> NDArray[numpy.int32]:
+        """Return [n], tokens of the first of a sample's two documents, 0 where there is one."""
+        return self.samples.column("first")
+
+    @cached_property
+    def first_supervised(self) -> NDArray[numpy.int32]:
+        """Return [n], trained tokens of that document."""
+        return self.samples.column("first_supervised")
+
+    @cached_property
+    def values(self) -> NDArray[numpy.float32]:
+        """Return [n], the number that belongs to each sample: a pair's margin, a mark, a class or a score."""
+        return self.samples.column("value")
+
+    @cached_property
     def types(self) -> list[str]:
         """List the types of records, sorted."""
         return sorted(TYPES[kind] for kind in numpy.unique(self._kinds))

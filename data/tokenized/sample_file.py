@@ -10,7 +10,7 @@ share.
 The index is checked as a whole when a set is opened (`data.tokenized.store`), and each sample by its digest whenever it
 is read. So no token is trained on that was not written.
 
-Cost: 4 bytes a token and 41 a sample on the disk; a second at opening for each 20 million samples.
+Cost: 4 bytes a token and 53 a sample on the disk; a second at opening for each 20 million samples.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from struct import pack
 from typing import Any, overload
 
 import numpy
@@ -41,14 +42,20 @@ INDEX = numpy.dtype(
         ("kind", "<i1"),  # of the record, as a place in TYPES
         ("file", "<i4"),  # that the record is from
         ("record", "<i8"),  # its number in that file, from 1
-        ("digest", "<u8"),  # of ids and runs: among a hundred million, two are alike by accident once in 4,000 sets
+        ("first", "<i4"),  # tokens of the first of two documents, 0 where there is one
+        ("first_supervised", "<i4"),  # trained tokens of it
+        ("value", "<f4"),  # see `data.sample_set.Preference`
+        ("digest", "<u8"),  # of the rest: among a hundred million, two are alike by accident once in 4,000 sets
     ]
 )
 
 
-def sample_digest(numbers: Any) -> int:
-    """Digest the bytes of a sample's ids and runs."""
-    return int.from_bytes(blake2b(numbers, digest_size=8).digest(), "little")
+def sample_digest(numbers: Any, first: int, value: float) -> int:
+    """Digest the bytes of a sample's ids and runs, and what else it is trained by."""
+    digest = blake2b(numbers, digest_size=8)
+    if first or value:
+        digest.update(pack("<if", first, value))
+    return int.from_bytes(digest.digest(), "little")
 
 
 class SampleWriter:
@@ -81,8 +88,8 @@ class SampleWriter:
 class SampleFile(Sequence[Sample]):
     """Read the samples of a folder, or some of them in any order.
 
-    Indexing gives `input_ids` and `labels` as int32 arrays of the same length; `input_ids` cannot be written to. A
-    process that gets this object by pickle maps the files anew.
+    Indexing gives `input_ids` and `labels` as int32 arrays of the same length; `input_ids` cannot be written to. There
+    are `first` and `value` where they are not 0. A process that gets this object by pickle maps the files anew.
 
     Args:
         folder: what a `SampleWriter` wrote to.
@@ -113,9 +120,9 @@ class SampleFile(Sequence[Sample]):
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         row = self._index[number if self._numbers is None else self._numbers[number]]
-        begin, length, borders, *_, digest = row.item()
+        begin, length, borders, *_, first, _, value, digest = row.item()
         numbers = self._data[begin : begin + length + borders]
-        if sample_digest(numbers) != digest:
+        if sample_digest(numbers, first, value) != digest:
             with suppress(OSError):
                 (self._folder / DAMAGED).touch()
             raise DataError(
@@ -127,7 +134,7 @@ class SampleFile(Sequence[Sample]):
         for first, end in zip(runs[::2], runs[1::2], strict=True):
             labels[first:end] = ids[first:end]
         sample: Any = {"input_ids": ids, "labels": labels}  # arrays where a Sample has lists
-        return sample
+        return sample | {name: known for name, known in (("first", first), ("value", value)) if known}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleFile, (self._folder, self._numbers)

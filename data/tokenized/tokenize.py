@@ -55,6 +55,8 @@ class Tokens(NamedTuple):
     ids: list[int]
     loss: list[tuple[int, int]]  # ranges [begin, end) of trained tokens, in order, none empty
     notes: dict[str, str] = {}  # see `RenderedText`; nobody changes it
+    first: int = 0  # see `data.sample_set.Preference`
+    value: float = 0.0
 
     def sample(self) -> Sample:
         """Make a sample with a label for each token."""

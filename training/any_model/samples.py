@@ -31,6 +31,8 @@ class _UnitSamples:
     def __init__(self, samples: Any) -> None:
         self.samples = samples
         self.lengths = self.supervised = numpy.ones(len(samples), dtype=numpy.int32)
+        self.first = self.first_supervised = numpy.zeros(len(samples), dtype=numpy.int32)
+        self.values = numpy.zeros(len(samples), dtype=numpy.float32)
 
 
 class SampleLoader(Loader):
