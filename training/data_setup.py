@@ -141,6 +141,7 @@ def build_loader(
         config.least_micro_batches,
         router_loss,
         (FP8_MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
+        config.preference is not None,
     )
 
 

@@ -40,7 +40,8 @@ class Evaluation:
         self._interval = config.eval_interval or steps_per_epoch
         self._at_start = config.eval_at_start
         self._active = active
-        self._loaders = loaders
+        self.loaders = loaders
+        self.best_by = "eval_error" if config.preference else "eval_loss"  # the smaller, the better
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to evaluate after `step`; 0 means before the first one."""
@@ -57,21 +58,24 @@ class Evaluation:
             mark: reports progress to the failure detector.
             stopping: called after each batch; if it returns True, on all ranks alike, the result is None.
         """
-        losses, tokens = dict.fromkeys(self._loaders, 0.0), dict.fromkeys(self._loaders, 0)
-        batches = sum(loader.steps_per_epoch for loader in self._loaders.values())
+        losses, weights = dict.fromkeys(self.loaders, 0.0), dict.fromkeys(self.loaders, 0)
+        batches = sum(loader.steps_per_epoch for loader in self.loaders.values())
         hidden = None if self._active else True  # None: only on a terminal
         with paused(), tqdm(total=batches, desc="evaluation", disable=hidden, leave=False) as bar:
-            for kind, loader in self._loaders.items():
+            for kind, loader in self.loaders.items():
                 for position in range(loader.steps_per_epoch):
                     batch = loader.batch(position)
-                    losses[kind] += trainer.eval_loss(loader, batch) * batch.supervised
-                    tokens[kind] += batch.supervised
+                    weight = batch.pairs if loader.preference else batch.supervised
+                    losses[kind] += trainer.eval_loss(loader, batch) * weight
+                    weights[kind] += weight
                     bar.update()
                     mark("a batch of an evaluation")
                     if stopping():
                         return None
-        mean = sum(losses.values()) / sum(tokens.values())
-        found = {"eval_loss": mean} | ({"eval_perplexity": math.exp(min(mean, 700.0))} if self.records else {})
+        mean = sum(losses.values()) / sum(weights.values())
+        found = {"eval_loss": mean}
+        if self.records and self.best_by == "eval_loss":
+            found["eval_perplexity"] = math.exp(min(mean, 700.0))
         if len(losses) > 1:
-            found |= {f"eval_loss/{kind}": losses[kind] / tokens[kind] for kind in losses}
+            found |= {f"eval_loss/{kind}": losses[kind] / weights[kind] for kind in losses}
         return found

@@ -114,7 +114,7 @@ def evaluate(run: Run, step: int) -> float | None:
     if losses is None:
         return None
     run.callbacks.on_evaluation(run, step, losses)
-    return losses["eval_loss"]
+    return losses[run.evaluation.best_by]
 
 
 def train_step(run: Run, step: int) -> None:

@@ -15,13 +15,13 @@ from training.distributed.freed_memory import BoundedMemory
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
 from training.engine.trainer import Trainer
-from training.errors import ConfigError
 from training.job import Job
 from training.language_model import LanguageModel
 from training.metrics.utilization import Mfu
 from training.model_card import ExportHF
 from training.plan.auto import Planning
 from training.plan.feedback import Feedback
+from training.preference import Preferences
 from training.profiler.session import ProfiledSteps
 from training.reporting import DataSummary, Reporting
 from training.streamed import StreamedLanguageModel
@@ -47,17 +47,16 @@ def train_language_model(
 
 def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
     """Return the task of a config."""
-    if config.preference:
-        raise ConfigError("preference: this version cannot train on preferences yet; expected none")
     return (StreamedLanguageModel if config.stream_gb else LanguageModel)(kind, read_spec)
 
 
 def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
     """List the callbacks of a language model's run."""
     planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
+    preferences: list[Callback] = [Preferences(task)] if config.preference else []
     measured: list[Callback] = [Feedback(task)] if task.in_stages else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
-    return [*planned, *run_options(config), *measured, *exported]
+    return [*planned, *preferences, *run_options(config), *measured, *exported]
 
 
 def run_options(config: TrainConfig) -> list[Callback]:

@@ -103,6 +103,8 @@ def _of_preference(config: Any) -> Iterator[str]:
         return
     if config.mask == "all":
         yield "mask: a preference is one of answers, so that prompts never count; expected another mask"
+    if config.aux_max_z_loss.weight:
+        yield "aux_max_z_loss.weight: has no effect on preferences; leave it out"
     if config.from_scratch:
         yield "from_scratch: preferences need a model that answers; expected false, or no preference"
     if config.stream_gb and config.preference.needs_reference:

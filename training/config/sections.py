@@ -231,6 +231,12 @@ class PreferenceSection(Section):
         """Whether the loss compares with the model as it was before training."""
         return self.loss in ("dpo", "cdpo", "ipo")
 
+    @property
+    def objective(self) -> dict[str, Any]:
+        """The arguments of `models.preference.Objective`: 0 for what the loss does not use."""
+        used = {"label_smoothing": self.loss == "cdpo", "gamma": self.loss == "simpo"}
+        return self.model_dump() | {key: getattr(self, key) if uses else 0.0 for key, uses in used.items()}
+
     @model_validator(mode="after")
     def _fill_in(self) -> PreferenceSection:
         """Set what depends on the loss; refuse what it does not use."""

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from models.block_options import BlockOptions
-from models.loss import micro_batch_loss
+from models.loss import MicroBatchLoss, micro_batch_loss
+from models.preference import Objective, PreferenceLoss
 from models.process_groups import ONE_RANK, RankGroup, RankGroups
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
@@ -66,16 +67,20 @@ def build_engine(
             blocks=BlockOptions(
                 division.recompute, config.offload_activations, config.compile is True, config.fp8.enabled
             ),
-            micro_batch_loss=partial(
-                micro_batch_loss,
-                z_loss_weight=config.aux_max_z_loss.weight,
-                router_loss_weight=router_weight,
-                rows=groups.sequence,
-            ),
+            micro_batch_loss=_loss_of(config, router_weight, groups.sequence),
             groups=groups,
             read_together=layers if together else (),
         )
     return wrap_in_engine(model, config, spec.tied_names)
+
+
+def _loss_of(config: TrainConfig, router_weight: float, rows: RankGroup) -> MicroBatchLoss:
+    """Make the loss that a config asks for."""
+    if config.preference:
+        return PreferenceLoss(Objective(**config.preference.objective), router_weight, rows)
+    return partial(
+        micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight, rows=rows
+    )
 
 
 def wrap_in_engine(model: nn.Module, config: TrainConfig, tied_names: tuple[str, str] | None = None) -> Any:

@@ -153,11 +153,14 @@ class Trainer(ABC):
 
         The loss is averaged over all ranks, so each rank's sum is scaled by the number of ranks that share sequences.
         """
-        (input_ids, position_ids), (labels, scale, share) = micro_batch
+        (input_ids, position_ids), (labels, scale, share, *pairs) = micro_batch
         ranks = self.groups.sequence
         own = ranks.part(input_ids.shape[1])
         known = labels[:, own.start : own.stop + 1]
-        return (input_ids[:, own], position_ids), (known, scale * ranks.size, share)
+        if pairs:
+            documents, facts, token_scale = pairs
+            pairs = [documents[:, own], facts, token_scale * ranks.size]
+        return (input_ids[:, own], position_ids), (known, scale * ranks.size, share, *pairs)
 
 
 def prefetch(micro_batches: Iterator[MicroBatch], device: torch.device) -> Iterator[Sent]:

@@ -63,7 +63,8 @@ class Reporter:
 
     def report(self, metrics: StepMetrics) -> None:
         """Record one step."""
-        self._record(asdict(metrics))
+        values = asdict(metrics)
+        self._record(values | values.pop("measures"))
         a_step = (time.monotonic() - self._begin) / (metrics.step - self.first_step + 1)
         left = tqdm.format_interval(a_step * (self.total_steps - metrics.step))
         if self._view:
@@ -73,6 +74,8 @@ class Reporter:
             speed = f"{metrics.tokens_per_s:,.0f} tokens/s"
             if metrics.mfu is not None:
                 speed += f"  MFU {metrics.mfu:.0%}"
+            if (right := metrics.measures.get("rewards/accuracies")) is not None:
+                numbers += f"  accuracy {right:.2f}"
             progress = f"step {metrics.step}/{self.total_steps}  epoch {metrics.epoch}"
             print(f"{progress}  {numbers}  {speed}  {left} left", flush=True)
 

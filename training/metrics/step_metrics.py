@@ -22,6 +22,7 @@ class StepMetrics:
         seconds: wall time of the step.
         mfu: share of the devices' peak FLOP/s that the model used; None if the peak is unknown.
         times: part of the step -> seconds of rank 0 since the line before (`training.engine.trainer`).
+        measures: what else a callback counted, each a number of its own in the line.
         peak_memory: peak bytes so far of each stage's largest process.
     """
 
@@ -38,6 +39,7 @@ class StepMetrics:
     mfu: float | None = None
     times: dict[str, float] = field(default_factory=dict)
     peak_memory: list[int] = field(default_factory=list)
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 def to_json(values: Mapping[str, Any], indent: int | None = None) -> bytes:
