@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,12 +71,12 @@ class Preferences(Callback):
         self._missing = [("data", task.dataset, [task.loader])]
         if task.held_out is not None and evaluation:
             self._missing += [("evaluation data", task.held_out, list(evaluation.loaders.values()))]
-        self._start = _from_first(lambda: _digest_start(job.config, task))
+        self._start = _from_first(partial(_digest_start, job.config, task))
         self._folder = job.save_path if job.disk.owns_folder else None
         for each in tuple(self._missing):
             what, dataset, loaders = each
             places = [folder / self._name(dataset) for folder in (job.save_path, dataset.folder)]
-            known = _from_first(lambda places=places, n=len(dataset): _read(places, n))
+            known = _from_first(partial(_read, places, len(dataset)))
             if known is not None:
                 self._missing.remove(each)
                 self._use(known, dataset, loaders)

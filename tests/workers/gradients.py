@@ -3,7 +3,8 @@
 Its cases are {"name", "config": {...}, "kind": "pipeline" | "zero"}, and
 "kernel", that of the attention, where it is not the usual one; writes
 <folder>/<name>.stage<k>.safetensors with the gradient of every parameter under `<layer>.<name>`, and
-<folder>/<name>.json with the step's loss and norm.
+<folder>/<name>.json with the step's loss and norm. Of preferences with a reference that file has the log-probabilities
+of this model too, and the step compares with others: `shifted` ones.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from deepspeed.utils import safe_get_full_grad
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch.nn.attention import flex_attention
 
@@ -22,8 +25,15 @@ from models.api import read_spec
 from tests.workers.cases import loader_of
 from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
+from training.data_setup import build_loader
 from training.plan.auto import divide
+from training.preference import log_probabilities
 from training.trained import with_trained
+
+
+def shifted(sums: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
+    """What another model could have found: else each difference would be 0 before the first step."""
+    return sums + numpy.sin(numpy.arange(sums.size, dtype=numpy.float32)).reshape(sums.shape)
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
@@ -50,11 +60,15 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         take_step(lr_kwargs)
 
     engine._take_model_step = keep_gradients
+    known: list[list[float]] = []
+    if config.preference and config.preference.needs_reference:
+        sums = log_probabilities(trainer, build_loader(loader.data, config))
+        known, loader.reference = sums.tolist(), shifted(sums)
     loss = trainer.train_step(loader, loader.batch(0))
     if engine.global_rank % config.model_topo.replicas == 0:
         save_file(gradients, folder / f"{name}.stage{trainer.stage}.safetensors")
     if engine.global_rank == 0:
-        outcome = {"loss": loss, "grad_norm": float(engine.get_global_grad_norm() or 0)}
+        outcome = {"loss": loss, "grad_norm": float(engine.get_global_grad_norm() or 0), "reference": known}
         (folder / f"{name}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()
     engine.destroy()

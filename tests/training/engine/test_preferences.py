@@ -1,0 +1,238 @@
+"""Preferences through the real launcher: loss, log-probabilities of a reference and every gradient, as one process has.
+
+The one process runs each document by itself and writes the papers' formulas out with torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from data.sample_set import Sample
+from models import load_model
+from models.adapters import Lora, Trained
+from models.api import read_spec
+from models.causal_lm import CausalLM
+from models.checkpoint.adapter import AdaptedStates, PeftFolder
+from models.checkpoint.source import open_source
+from tests.closeness import assert_near
+from tests.launching import topology
+from tests.models.adapters import save_adapter
+from tests.ranks import Ranks
+from tests.training.engine.test_gradients import MODELS, PARTS
+from tests.workers.gradients import shifted
+
+pytestmark = pytest.mark.launched
+
+ROW, BETA = 128, 0.4
+LORA: dict[str, Any] = {"r": 2, "alpha": 6}
+LOSSES: dict[str, dict[str, Any]] = {
+    "dpo": {"loss": "dpo", "beta": BETA},
+    "dpo_and_sft": {"loss": "dpo", "beta": BETA, "sft_weight": 0.5},
+    "cdpo": {"loss": "cdpo", "beta": BETA, "label_smoothing": 0.2},
+    "ipo": {"loss": "ipo", "beta": BETA},
+    "simpo": {"loss": "simpo", "beta": 2.0, "gamma": 0.3},
+    "orpo": {"loss": "orpo", "beta": BETA},
+}
+
+
+class Case(NamedTuple):
+    loss: str = "dpo"
+    dims: tuple[int, ...] = (2, 1)
+    model: str = "tied"
+    variant: str = ""
+    keys: dict[str, Any] = {}
+    long: bool = True
+
+    @property
+    def name(self) -> str:
+        return "-".join(word for word in (self.loss, self.model, "x".join(map(str, self.dims)), self.variant) if word)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if "bf16" in self.keys else torch.float32
+
+
+CASES = [
+    *(Case(loss, (1, 1), long=False) for loss in LOSSES),
+    Case(long=False),
+    Case("dpo_and_sft", (1, 2), variant="sequence", keys={"sequence": 2}, long=False),
+    Case("dpo_and_sft", (2, 2), long=False),
+    Case("dpo_and_sft", variant="dualpipev", keys={"schedule": "dualpipev"}, long=False),
+    Case("dpo_and_sft", (1, 1, 2), model="untied", variant="model"),
+    Case(dims=(1, 2), variant="zero3", keys={"zero_optimization": {"stage": 3}}),
+    Case(model="untied", variant="lora", keys={"lora": LORA}),
+    Case(model="mixtral", variant="lora", keys={"lora": LORA}),
+    Case(variant="bf16", keys={"bf16": {"enabled": True}}),
+    Case(variant="unpacked", keys={"packing": False}),
+    Case(dims=(2, 2), variant="dataset", keys={"packing": "dataset"}),
+    Case("orpo", (2, 2), variant="sequence", keys={"sequence": 2}),
+    Case("ipo", variant="dualpipev", keys={"schedule": "dualpipev"}),
+    Case("simpo", (2, 2), model="gemma2"),
+    Case("dpo", (4, 1), model="phi3"),
+]
+UNDER_TEST = [pytest.param(case, id=case.name, marks=pytest.mark.longest if case.long else ()) for case in CASES]
+
+
+class Outcome(NamedTuple):
+    loss: float
+    gradients: dict[str, Tensor]
+    reference: Tensor
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("preferences")
+
+
+@pytest.fixture(scope="module")
+def pairs(folder: Path) -> list[Sample]:
+    """Pairs with the same prompt, of which the first third is not trained."""
+    generator, made = random.Random(0), list[Sample]()
+    for first, second in [(9, 30), (41, 12), (22, 23), (5, 60), (33, 8), (17, 17), (50, 7), (12, 40)]:
+        prompt = [generator.randrange(3, 512) for _ in range(min(first, second) // 3)]
+        ids, labels = list[int](), list[int]()
+        for length in (first, second):
+            answer = [generator.randrange(3, 512) for _ in range(length - len(prompt))]
+            ids += prompt + answer
+            labels += [-100] * len(prompt) + answer
+        made.append({"input_ids": ids, "labels": labels, "first": first})
+    (folder / "samples.json").write_text(json.dumps(made))
+    return made
+
+
+@pytest.fixture(scope="module")
+def models(make_checkpoint: Callable[..., Path]) -> Callable[[Case], tuple[Path, Path, Callable[[], CausalLM]]]:
+    """A case's model and its adapter, and what loads both in one process."""
+
+    def get(case: Case) -> tuple[Path, Path, Callable[[], CausalLM]]:
+        family, changes = MODELS[case.model]
+        model = make_checkpoint(family, **changes)
+        if "lora" not in case.keys:
+            return model, model, lambda: load_model(model, torch.float32)
+        spec = read_spec(model).training(Trained(Lora(**LORA), ()))
+        adapter = save_adapter(spec, model)
+        states = AdaptedStates(open_source(model, spec.base), spec, PeftFolder(adapter, spec))
+        return model, adapter, lambda: CausalLM(spec, states, torch.float32, torch.device("cpu")).eval()
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    ranks: Ranks, folder: Path, models: Callable[[Case], Any], pairs: list[Sample], asked: set[str]
+) -> dict[str, Outcome]:
+    """All cases that this session asks for."""
+    del pairs  # already on disk
+    chosen = [case for case in CASES if case.name in asked]
+    for processes in sorted({math.prod(case.dims) for case in chosen}):
+        described = [
+            {
+                "name": case.name,
+                "kind": "zero" if case.variant == "zero3" else "pipeline",
+                "config": config(case, models(case)[0], models(case)[1], folder),
+            }
+            for case in chosen
+            if math.prod(case.dims) == processes
+        ]
+        ranks.run(processes, "gradients", described, folder)
+    return {case.name: read(folder, case) for case in chosen}
+
+
+def config(case: Case, model: Path, adapter: Path, folder: Path) -> dict[str, Any]:
+    keys = dict(case.keys)
+    sequence = keys.pop("sequence", 1)
+    chunks = case.dims[0] * (2 if keys.get("schedule") == "dualpipev" else 1)
+    places = topology(case.dims, PARTS[chunks]) | {"sequence": sequence}
+    if case.variant == "zero3":
+        places = {"process_topology": {"axes": ["pipe", "data"], "dims": list(case.dims)}}
+    if "lora" in keys:
+        keys["lora"] = keys["lora"] | {"start_from": str(adapter)}
+    return {
+        "model_path": str(model),
+        "data_path": str(folder / "samples.json"),
+        "save_path": str(folder),
+        "preference": LOSSES[case.loss],
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2 * sequence // case.dims[1],
+        "pack_len": ROW,
+        "gradient_clipping": 0.0,
+        "aux_router_loss": {"weight": 0.0 if case.model == "mixtral" else None},
+        "model_topo": places,
+        **keys,
+    }
+
+
+def read(folder: Path, case: Case) -> Outcome:
+    gradients: dict[str, Tensor] = {}
+    for stage in range(case.dims[0]):
+        gradients |= load_file(folder / f"{case.name}.stage{stage}.safetensors")
+    found = json.loads((folder / f"{case.name}.json").read_text())
+    return Outcome(found["loss"], gradients, torch.tensor(found["reference"]))
+
+
+def alone(model: CausalLM, pairs: list[Sample], case: Case) -> Outcome:
+    """One process's outcome, by the formulas."""
+    each: list[list[Tensor]] = []
+    for pair in pairs:
+        documents = slice(0, pair["first"]), slice(pair["first"], None)
+        each.append([log_probabilities(model, pair["input_ids"][its], pair["labels"][its]) for its in documents])
+    sums = torch.stack([torch.stack([found.sum() for found in documents]) for documents in each])
+    lengths = torch.tensor([[len(found) for found in documents] for documents in each])
+    reference = sums.detach()
+    ratios = sums - torch.from_numpy(shifted(reference.numpy()))
+    section = LOSSES[case.loss]
+    if case.loss in ("dpo", "dpo_and_sft", "cdpo"):
+        margins, smoothing = BETA * (ratios[:, 0] - ratios[:, 1]), section.get("label_smoothing", 0.0)
+        losses = -(1 - smoothing) * F.logsigmoid(margins) - smoothing * F.logsigmoid(-margins)
+    elif case.loss == "ipo":
+        ratios = ratios / lengths
+        losses = (ratios[:, 0] - ratios[:, 1] - 1 / (2 * BETA)) ** 2
+    elif case.loss == "simpo":
+        means = sums / lengths
+        losses = -F.logsigmoid(2.0 * (means[:, 0] - means[:, 1]) - 0.3)
+    else:
+        odds = torch.special.logit(torch.exp(sums / lengths))
+        losses = -BETA * F.logsigmoid(odds[:, 0] - odds[:, 1])
+    weight = section.get("sft_weight", 1.0 if case.loss == "orpo" else 0.0)
+    loss = losses.mean() - weight * sums[:, 0].sum() / lengths[:, 0].sum()
+    loss.backward()
+    gradients = {name.removeprefix("layers."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(loss.item(), gradients, reference)
+
+
+def log_probabilities(model: CausalLM, ids: list[int], labels: list[int]) -> Tensor:
+    hidden = model.activations(torch.tensor([ids]))[0]
+    logits = model.head.project(model.head.norm(hidden))[0, :-1]
+    targets = torch.tensor(labels[1:])
+    found = F.log_softmax(logits, dim=-1).gather(-1, targets.clamp(min=0)[:, None]).squeeze(-1)
+    return found[targets >= 0]
+
+
+@pytest.mark.parametrize("case", UNDER_TEST)
+def test_every_gradient_of_preferences_equals_one_process(
+    case: Case, outcomes: dict[str, Outcome], models: Callable[[Case], Any], pairs: list[Sample]
+) -> None:
+    expected, found = alone(models(case)[2](), pairs, case), outcomes[case.name]
+    assert_near(found.loss, expected.loss, case.dtype, "means")
+    assert found.reference.numel() == 0 or numpy.ptp(expected.reference.numpy()) > 1
+    if case.loss in ("simpo", "orpo"):
+        assert found.reference.numel() == 0
+    else:
+        assert_near(found.reference, expected.reference, case.dtype)
+    whole = case.dims[0] == 1 or "schedule" in case.keys  # both ends of a tied model on one stage
+    twins = {} if whole or case.model != "tied" else {"4.lm_head.weight": "0.embed_tokens.weight"}
+    assert found.gradients.keys() == expected.gradients.keys() | twins.keys()
+    for name, gradient in found.gradients.items():
+        assert_near(gradient, expected.gradients[twins.get(name, name)], case.dtype, name=name)
