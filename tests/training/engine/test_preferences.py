@@ -89,6 +89,7 @@ class Outcome(NamedTuple):
     loss: float
     gradients: dict[str, Tensor]
     reference: Tensor
+    norm: float
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,9 @@ def config(case: Case, model: Path, adapter: Path, folder: Path) -> dict[str, An
     chunks = case.dims[0] * (2 if keys.get("schedule") == "dualpipev" else 1)
     places = topology(case.dims, PARTS[chunks]) | {"sequence": sequence}
     if case.variant == "zero3":
-        places = {"process_topology": {"axes": ["pipe", "data"], "dims": list(case.dims)}}
+        places.pop("parts")
+    if len(case.dims) == 3:
+        places["process_topology"]["axes"].append("model")
     if "lora" in keys:
         keys["lora"] = keys["lora"] | {"start_from": str(adapter)}
     return {
@@ -179,7 +182,7 @@ def read(folder: Path, case: Case) -> Outcome:
     for stage in range(case.dims[0]):
         gradients |= load_file(folder / f"{case.name}.stage{stage}.safetensors")
     found = json.loads((folder / f"{case.name}.json").read_text())
-    return Outcome(found["loss"], gradients, torch.tensor(found["reference"]))
+    return Outcome(found["loss"], gradients, torch.tensor(found["reference"]), found["grad_norm"])
 
 
 def alone(model: CausalLM, pairs: list[Sample], case: Case) -> Outcome:
@@ -209,7 +212,7 @@ def alone(model: CausalLM, pairs: list[Sample], case: Case) -> Outcome:
     loss = losses.mean() - weight * sums[:, 0].sum() / lengths[:, 0].sum()
     loss.backward()
     gradients = {name.removeprefix("layers."): p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Outcome(loss.item(), gradients, reference)
+    return Outcome(loss.item(), gradients, reference, float(torch.nn.utils.get_total_norm(gradients.values())))
 
 
 def log_probabilities(model: CausalLM, ids: list[int], labels: list[int]) -> Tensor:
@@ -231,8 +234,12 @@ def test_every_gradient_of_preferences_equals_one_process(
         assert found.reference.numel() == 0
     else:
         assert_near(found.reference, expected.reference, case.dtype)
-    whole = case.dims[0] == 1 or "schedule" in case.keys  # both ends of a tied model on one stage
-    twins = {} if whole or case.model != "tied" else {"4.lm_head.weight": "0.embed_tokens.weight"}
+    assert_near(found.norm, expected.norm, case.dtype, "norms")
+    if case.variant == "model":  # whose processes have parts of the gradients
+        return
+    # The head's copy of a tied weight on a stage of its own.
+    copies = {"4.lm_head.weight"} & found.gradients.keys() - expected.gradients.keys()
+    twins = dict.fromkeys(copies, "0.embed_tokens.weight")
     assert found.gradients.keys() == expected.gradients.keys() | twins.keys()
     for name, gradient in found.gradients.items():
         assert_near(gradient, expected.gradients[twins.get(name, name)], case.dtype, name=name)
