@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # to a chat template, by Pipetune
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-ALONE = "Pipetune trains good answers only; expected the good ones alone, as prompt and completion"
+ALONE = "expected the key preference, or good answers alone, as prompt and completion"
 # A field grades an answer if it has one of the first words, and nothing but the second beside them.
 GRADES = frozenset(
     "chosen reject rejected preferred dispreferred preference desirable undesirable winner loser better worse bad "
@@ -88,12 +88,15 @@ def check_grades(fields: Mapping[str, Any]) -> None:
     Raises:
         ValueError: fields grade or pair answers.
     """
-    there = {name: value for name, value in fields.items() if value not in EMPTY}
-    found = [name for name, value in there.items() if _grades(name, value)]
-    pairs = [name for name in there if PAIRED.fullmatch(name.lower())]
-    if found or len(pairs) > 1:
-        names = found + [name for name in pairs if len(pairs) > 1]
+    if names := graded(fields):
         raise ValueError(f"preference data (fields {', '.join(names)}): {ALONE}")
+
+
+def graded(fields: Mapping[str, Any]) -> list[str]:
+    """Return the names of fields that grade or pair answers."""
+    there = {name: value for name, value in fields.items() if value not in EMPTY}
+    pairs = [name for name in there if PAIRED.fullmatch(name.lower())]
+    return [name for name, value in there.items() if _grades(name, value)] + (pairs if len(pairs) > 1 else [])
 
 
 def _grades(name: str, value: Any) -> bool:

@@ -7,8 +7,8 @@ declared in `data.records.layouts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ValidationError
@@ -18,6 +18,7 @@ from data.records import layouts
 from data.records.chat import SPELLINGS, Chat
 from data.records.fields import check_columns, check_grades, unused_fields
 from data.records.layouts import Layout
+from data.records.pairs import FIELDS, Judged, Wanted, answers_alone, split
 from data.records.record import KINDS, Record, explain, json_type
 
 Names = Mapping[str, str]  # what a file calls our fields
@@ -34,9 +35,10 @@ REWORDED = frozenset("answer answers completion output reference response respon
 class Converted(NamedTuple):
     """Hold the records of one object."""
 
-    records: list[Record]  # at least one
+    records: list[Record]  # at least one, or none where there are preferences
     unused: list[str]  # its fields that were not used, and that somebody might ask about
     columns: list[str]  # which of the names that columns gives it has
+    judged: list[Judged] = []  # preferences: at least one where they are expected; nobody changes it
 
 
 class Format:
@@ -80,15 +82,18 @@ FORMATS: dict[str, Format] = {
 FORMAT_NAMES = ("pipetune", *FORMATS)
 # What `columns` may name: the fields of all formats, and the parts of messages.
 COLUMNS = {name for each in [*FORMATS.values(), *OWN.values()] for names in each.fields.values() for name in names}
-COLUMNS |= {*PARTS}
+COLUMNS |= {*PARTS, *FIELDS}
 
 
-def convert(raw: Any, format_name: str | None = None, columns: Names | None = None) -> Converted:
+def convert(
+    raw: Any, format_name: str | None = None, columns: Names | None = None, preference: Wanted | None = None
+) -> Converted:
     """Convert one object of any known layout into records.
 
     Args:
         format_name: of `FORMAT_NAMES`; recognised by the fields where absent.
         columns: what the object calls the fields; then it is up to the user which of the others are not used.
+        preference: which kind is expected; none where absent.
 
     Raises:
         DataError: no layout fits, a field is missing or has the wrong type, or one that matters, or that columns names,
@@ -98,32 +103,73 @@ def convert(raw: Any, format_name: str | None = None, columns: Names | None = No
         raise DataError(f"expected an object, found {json_type(raw)}")
     named, mapped, parts = _renamed(raw, columns or {})
     there = {name: value for name, value in named.items() if value is not None}
+    read = partial(_read, raw=raw, format_name=format_name, columns=columns or {}, mapped=mapped)
+    with_columns = [*mapped.values(), *parts.values()]
     try:
+        if preference is not None:
+            judged, unused = _judged(there, preference, read)
+            return Converted([], unused, with_columns, judged)
         if not columns:
             check_grades(raw)
+        return Converted(*read(there, named), with_columns)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{'' if str(error).startswith('preference') else 'field '}{error}") from None
+
+
+def _judged(
+    there: dict[str, Any], preference: Wanted, read: Callable[..., tuple[list[Record], list[str]]]
+) -> tuple[list[Judged], list[str]]:
+    """Convert an object of preferences; also return its unused fields."""
+    found, unused = split(there, preference)
+    made = []
+    for each in found:
+        documents: list[Record] = []
+        for name, fields in zip(
+            ("chosen", "rejected") if len(each.documents) > 1 else ("",), each.documents, strict=True
+        ):
+            try:
+                records, more = read(fields, fields)
+            except (DataError, ValueError) as error:
+                raise DataError(f"{name}: {error}" if name else str(error)) from None
+            if len(records) > 1:
+                raise DataError(f"expected an object that makes one record, found one that makes {len(records)}")
+            documents += records
+            unused += [field for field in more if field not in unused]
+        made.append(answers_alone(each._replace(documents=tuple(documents))))
+    return made, unused
+
+
+def _read(
+    there: dict[str, Any],
+    named: dict[str, Any],
+    raw: dict[str, Any],
+    format_name: str | None,
+    columns: Names,
+    mapped: Names,
+) -> tuple[list[Record], list[str]]:
+    """Convert an object without preferences, whose fields have our names; also return its unused fields."""
+    try:
         found = _find(there, named, format_name)
         extra = found.unknown(there)
         inside: set[str] = set()  # fields of messages that are not used
         made = found.layout.model_validate(there, context=inside)
         records: list[Record] = made.records() if isinstance(made, Layout) else [made]  # type: ignore[list-item]
-        if columns:
-            check_columns(extra, mapped)
-            unused = [name for name in raw if (name in extra or name in mapped) and name not in mapped.values()]
-        else:
-            unused = _unused(there, extra, records)
-        return Converted(records, unused + sorted(inside), [*mapped.values(), *parts.values()])
     except ValidationError as error:
         if len(raw) > 1 and all(map(_is_column, raw.values())):
             raise DataError("a table written column by column; expected one object for each record") from None
         first = error.errors()[0]
         if first["type"] == "missing" and len(first["loc"]) == 1 and first["loc"][0] in named:
             raise DataError(f"field {first['loc'][0]}: expected a value, found null") from None
-        theirs = {name: [other] for name, other in (columns or {}).items()}
+        theirs = {name: [other] for name, other in columns.items()}
         raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"{'' if str(error).startswith('preference') else 'field '}{error}") from None
+    if columns:
+        check_columns(extra, mapped)
+        unused = [name for name in raw if (name in extra or name in mapped) and name not in mapped.values()]
+    else:
+        unused = _unused(there, extra, records)
+    return records, unused + sorted(inside)
 
 
 def _unused(there: Mapping[str, Any], extra: Mapping[str, Any], records: list[Record]) -> list[str]:

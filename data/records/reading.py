@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from common.terminal import safe_line
 from data.errors import DataError
 from data.records.formats import Converted, convert
+from data.records.pairs import Wanted
 from data.records.raw_records import RawRecord
 from data.records.sources import TEXT_FILE
 
@@ -31,11 +32,17 @@ def origin(file: str, number: int) -> str:
     return f"{file}: record {number}" if number else file
 
 
-def parse(raw: RawRecord, format_name: str | None = None, columns: Mapping[str, str] | None = None) -> Converted:
+def parse(
+    raw: RawRecord,
+    format_name: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    preference: Wanted | None = None,
+) -> Converted:
     """Parse one raw record: mostly one record, several if its layout holds several samples.
 
     Args:
         format_name, columns: as in `Source`.
+        preference: which kind is expected; none where absent.
 
     Raises:
         DataError: it is broken or no known record; the text says what was expected, without file and number.
@@ -43,9 +50,9 @@ def parse(raw: RawRecord, format_name: str | None = None, columns: Mapping[str, 
     if raw.kind == "damage":
         raise DataError(raw.value)
     if raw.kind == "text":
-        return convert({"text": _text(raw.value)}, "text")
+        return convert({"text": _text(raw.value)}, "text", preference=preference)
     value = _json(raw.value) if raw.kind == "json" else raw.value
-    return convert(value, None if format_name == TEXT_FILE else format_name, columns)
+    return convert(value, None if format_name == TEXT_FILE else format_name, columns, preference)
 
 
 def _text(line: bytes) -> str:

@@ -35,6 +35,10 @@ class Pretrain(BaseModel):
     text: str = Field(min_length=1)
 
 
+class Passage(Pretrain):
+    """Hold a text whose class is learnt: it is tokenized as it will be when it is asked for, without an end."""
+
+
 class Instruct(BaseModel):
     """Hold one instruction and its answer; the answer is trained."""
 
@@ -161,7 +165,17 @@ KINDS: dict[str, type[Pretrain | Instruct | Conversation | ConverHasApi | RefQA]
     "conver_has_api": ConverHasApi,
     "ref_qa": RefQA,
 }
-TYPES = (*KINDS, "chat", "reasoning_chat", "tool_chat", "segments", "tokenized")  # as which records are counted
+TYPES = (
+    *KINDS,
+    "chat",
+    "reasoning_chat",
+    "tool_chat",
+    "segments",
+    "tokenized",
+    "pair",
+    "marked",
+    "class",
+)  # as which records are counted
 
 
 def type_of(record: Record) -> str:

@@ -23,6 +23,7 @@ from rich.console import Console
 from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.errors import DataError
 from data.loader import GlobalBatch, Loader
+from data.records.pairs import Wanted
 from data.records.reading import OnBadRecord
 from data.records.sources import Source, as_sources, files_of
 from data.streaming.windows import MadeWindow, Windows, WindowStart
@@ -208,6 +209,7 @@ def open_stream(
     folder: Path,
     on_bad_record: OnBadRecord = "stop",
     truncate: Truncate = "turns",
+    preference: Wanted | None = None,
     seed: int = 0,
     log: Console | None = None,
 ) -> Stream:
@@ -230,7 +232,9 @@ def open_stream(
             )
         found = files_of(source, log.print)
         files += [DataFile(str(file), source.format, source.columns) for file in found] * int(source.repeat)
-    recipe = Recipe(tuple(files), str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate)
+    recipe = Recipe(
+        tuple(files), str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate, preference
+    )
     windows = Windows(recipe, int(gigabytes * 1e9 * SHARE), seed, folder, log)
     sizes = windows.sizes.values()
     log.print(

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.errors import DataError
 from data.paths import expanded
+from data.records.pairs import Wanted
 from data.records.reading import OnBadRecord, origin
 from data.records.record import TYPES
 from data.records.sources import Source, as_sources, files_of, mixture
@@ -157,6 +158,7 @@ def load_dataset(
     *,
     on_bad_record: OnBadRecord = "stop",
     truncate: Truncate = "turns",
+    preference: Wanted | None = None,
     seed: int = 0,
     cache_dir: str | Path | None = None,
     log: Console | None = None,
@@ -166,6 +168,7 @@ def load_dataset(
     Args:
         data_path: files, globs and folders, or a mixture of sources.
         tokenizer: folder of the tokenizer.
+        preference: which kind of preference records they are; none where absent.
         seed: by which a mixture draws.
         cache_dir: where tokenized data lie; see `data.tokenized.store.default_folder`.
         log: gets a line that says whom this process waits for.
@@ -179,7 +182,7 @@ def load_dataset(
         for source in sources
     ]
     every = tuple(chain.from_iterable(files))
-    recipe = Recipe(every, str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate)
+    recipe = Recipe(every, str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate, preference)
     folder = expanded(cache_dir) if cache_dir else default_folder()
     found = open_cache(recipe, folder, log)
     dataset = Dataset(found, [file.path for file in recipe.files])

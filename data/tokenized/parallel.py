@@ -17,7 +17,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,7 @@ from common.whole_files import replace_text
 from data.chat.control_tokens import ControlWords, words_of
 from data.errors import DataError
 from data.records.chat import Chat
+from data.records.pairs import Judged
 from data.records.raw_records import RawRecord, read_file
 from data.records.reading import BadRecords, origin, parse
 from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized, type_of
@@ -90,46 +91,58 @@ class Encoder:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+        self._recipe, self._prompts = recipe, recipe.prompts
+        if recipe.preference is not None:
+            if recipe.preference.kind == "classes":
+                self._prompts = replace(recipe.prompts, mask="all")
+            elif recipe.prompts.mask == "all":
+                raise DataError("mask: a preference is one of answers, so prompts never count; expected another mask")
         self._tokenizer = load_tokenizer(recipe.tokenizer)
         self._control_words = ControlWords(self._tokenizer)
 
     def encode(self, chunk: Chunk, only_check: bool) -> Answer:
         """Parse the records and, unless they are only to be checked, tokenize and cut them."""
         recipe, answer = self._recipe, Answer(chunk.end)
-        parsed: list[tuple[int, RawRecord, Record]] = []
+        parsed: list[tuple[int, RawRecord, Judged]] = []
         unused: list[str] = []
         for file, *fields in chunk.records:
             raw = RawRecord(*fields)
             try:
-                converted = parse(raw, *recipe.files[file][1:])
+                _, format_name, columns = recipe.files[file]
+                converted = parse(raw, format_name, columns, recipe.preference)
             except DataError as error:
                 answer.bad.append(self._complaint(file, raw, error))
             else:
-                parsed += [(file, raw, record) for record in converted.records]
+                alone = (Judged(type_of(record), (record,)) for record in converted.records)
+                parsed += [(file, raw, judged) for judged in converted.judged or alone]
                 unused += converted.unused
                 answer.columns.update(converted.columns)
         answer.unused.update(unused)
         if only_check:
             return answer
         encoded = []
-        many = encode_many([record for *_, record in parsed], self._tokenizer, recipe.prompts)
-        for (file, raw, record), whole in zip(parsed, many, strict=True):
+        documents = [record for *_, judged in parsed for record in judged.documents]
+        many = iter(encode_many(documents, self._tokenizer, self._prompts))
+        for file, raw, (kind, records, value) in parsed:
+            whole = [next(many) for _ in records]
             try:
-                if isinstance(whole, DataError):
-                    raise whole
-                tokens = fit(record, whole, recipe.max_seq_len, recipe.truncate, self._tokens)
+                tokens = fit(records, list(map(_good, whole)), recipe.max_seq_len, recipe.truncate, self._tokens)
             except DataError as error:
                 answer.bad.append(self._complaint(file, raw, error))
                 continue
-            control = self._control_words.possible(raw.value) and bool(self._control_words.found(record))
-            possible = not isinstance(raw.value, bytes) or PLACEHOLDER_HINT.search(raw.value)
-            if possible and (found := next(filter(None, map(PLACEHOLDER.search, words_of(record))), None)):
+            possible = self._control_words.possible(raw.value)
+            control = possible and any(map(self._control_words.found, records))
+            possible = not isinstance(raw.value, bytes) or bool(PLACEHOLDER_HINT.search(raw.value))
+            words = (word for record in records for word in words_of(record))
+            if possible and (found := next(filter(None, map(PLACEHOLDER.search, words)), None)):
                 place = f"{found.group()} in {origin(recipe.files[file].path, raw.number)}"
-                tokens = tokens._replace(notes=tokens.notes | {IN_WORDS: place})
-            empty = has_empty_answer(record)
-            encoded.append(Encoded(file, raw.number, type_of(record), empty, control, tokens))
-        notes = [note for each in encoded for note in each.tokens.notes.items()]
+                tokens[0] = tokens[0]._replace(notes=tokens[0].notes | {IN_WORDS: place})
+            empty = any(map(has_empty_answer, records))
+            encoded.append(Encoded(file, raw.number, kind, empty, control, tokens, value))
+        noted = (
+            {note: text for tokens in each.documents[::-1] for note, text in tokens.notes.items()} for each in encoded
+        )
+        notes = [note for each in noted for note in each.items()]
         answer.notes.update(note for note, _ in notes)
         answer.examples = dict(reversed(notes))
         numbers, index, answer.tallies = pack_samples(encoded, recipe.max_seq_len)
@@ -140,7 +153,13 @@ class Encoder:
         return f"{origin(self._recipe.files[file].path, raw.number)}: {error}"
 
     def _tokens(self, record: Record) -> Tokens:
-        return encode_tokens(record, self._tokenizer, self._recipe.prompts)
+        return encode_tokens(record, self._tokenizer, self._prompts)
+
+
+def _good(encoded: Tokens | DataError) -> Tokens:
+    if isinstance(encoded, DataError):
+        raise encoded
+    return encoded
 
 
 def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
@@ -180,6 +199,10 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
             if theirs not in total.columns:
                 raise DataError(f"{file.path}: columns: no record has {theirs!r}; expected what some call their {name}")
     samples = SampleFile(folder)
+    marks = samples.column("value")
+    if recipe.preference and recipe.preference.kind == "marked" and window is None and marks.min() == marks.max():
+        found = "undesirable" if marks[0] == 0 else "desirable"
+        raise DataError(f"{recipe.names}: all {len(marks):,} answers are {found}; expected some of either kind")
     digests = samples.column("digest")
     meta = {
         "fingerprint": sha256(digests.tobytes()).hexdigest(),

@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 from common.whole_files import kept, replace_checked
 from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_in_file
 from data.errors import DataError
+from data.records.pairs import Wanted
 from data.records.reading import OnBadRecord
 
-LAYOUT = 3  # of the cache's files
+LAYOUT = 4  # of the cache's files
 TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken tekken.json *.jinja config.json".split()
 TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json"]
 TOKENIZER_FILES += ["chat_template.json"]
@@ -72,6 +73,7 @@ class Recipe:
     max_seq_len: int  # longest sample in tokens
     on_bad_record: OnBadRecord = "stop"  # stop before training, or leave the record out
     truncate: Truncate = "turns"  # what becomes of a dialogue of more tokens
+    preference: Wanted | None = None  # which kind of preference records they are; none where absent
     window: Window | None = None  # which of the records; all where absent
 
     @property
@@ -134,7 +136,8 @@ class Recipe:
         prompts = asdict(self.prompts)
         if (named := prompts["prompt_format"]) not in (CHAT_TEMPLATE, PLAIN):
             prompts["prompt_format"] = ["template", template_in_file(named)]
-        limits = [self.max_seq_len, self.truncate, self.on_bad_record]
+        limits: list[Any] = [self.max_seq_len, self.truncate, self.on_bad_record]
+        limits += [self.preference] if self.preference else []
         return [prompts, *limits, tokenizer_digest(Path(self.tokenizer))]
 
     @cached_property

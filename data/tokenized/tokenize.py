@@ -37,7 +37,7 @@ from data.errors import DataError
 from data.records.chat import Chat
 from data.records.files import SURROGATE
 from data.records.formats import convert
-from data.records.record import Pretrain, Record, Segments, Tokenized
+from data.records.record import Passage, Pretrain, Record, Segments, Tokenized
 from data.sample_set import IGNORED, Sample
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
@@ -55,8 +55,6 @@ class Tokens(NamedTuple):
     ids: list[int]
     loss: list[tuple[int, int]]  # ranges [begin, end) of trained tokens, in order, none empty
     notes: dict[str, str] = {}  # see `RenderedText`; nobody changes it
-    first: int = 0  # see `data.sample_set.Preference`
-    value: float = 0.0
 
     def sample(self) -> Sample:
         """Make a sample with a label for each token."""
@@ -196,7 +194,7 @@ class Writer:
             DataError: the format cannot hold the record.
         """
         if isinstance(record, Pretrain):
-            end = end_of_sequence(self._tokenizer.eos_token)
+            end = "" if isinstance(record, Passage) else end_of_sequence(self._tokenizer.eos_token)
             return RenderedText(record.text + end, [(0, len(record.text + end))]), self.beginning
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []

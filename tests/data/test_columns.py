@@ -16,7 +16,7 @@ from tests.data.helpers import as_lists
 
 
 def make(length: int, runs: list[tuple[int, int]], kind: str = "conversation", first: int = 1) -> Encoded:
-    return Encoded(0, 1, kind, False, False, Tokens(list(range(first, first + length)), runs))
+    return Encoded(0, 1, kind, False, False, [Tokens(list(range(first, first + length)), runs)])
 
 
 def packed(
@@ -77,7 +77,7 @@ def test_a_file_holds_what_a_plain_loop_would_make(cases: list[tuple[str, list[b
         first += len(bears)
         labels = [token if loud else -100 for token, loud in zip(ids, bears, strict=True)]
         loss = [(place, place + 1) for place, loud in enumerate(bears) if loud]
-        encoded.append(Encoded(0, 1, kind, False, False, Tokens(ids, loss)))
+        encoded.append(Encoded(0, 1, kind, False, False, [Tokens(ids, loss)]))
         if kind == "pretrain":
             cuts = [(start, start + limit) for start in range(0, len(ids), limit)]
         else:

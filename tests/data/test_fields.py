@@ -75,7 +75,7 @@ GOOD = {"prompt": "q", "completion": "a"}
 )
 def test_graded_answers_are_refused_under_any_name(raw: dict[str, Any], names: str) -> None:
     assert refusal(raw).startswith(f"preference data (fields {names}")
-    assert "Pipetune trains good answers only" in refusal(raw)
+    assert "expected the key preference, or good answers alone" in refusal(raw)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_an_empty_field_is_no_field(name: str, value: Any) -> None:
 
 def test_what_the_record_holds_already_may_stand_there_again() -> None:
     """As `prompt` does beside the messages of UltraChat."""
-    records, unused, _ = convert({"messages": [USER | {"content": "What is it?"}, ANSWER], "prompt": "What is it?"})
+    records, unused, *_ = convert({"messages": [USER | {"content": "What is it?"}, ANSWER], "prompt": "What is it?"})
     assert len(records) == 1
     assert unused == ["prompt"]
 

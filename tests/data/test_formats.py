@@ -70,7 +70,7 @@ def test_a_layout_is_recognised_converted_and_encoded(
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_pipetunes_own_types_are_recognised_and_unknown_fields_are_left_alone(name: str) -> None:
-    (record,), unused, _ = convert(RECORDS[name] | {"id": 7, "source": None})
+    (record,), unused, *_ = convert(RECORDS[name] | {"id": 7, "source": None})
     assert not unused
     assert record.type == RECORDS[name]["type"]
     assert record == parse_record(RECORDS[name])

@@ -104,7 +104,7 @@ def check_usable(record: Record) -> None:
 
 def check_record(raw: RawRecord, format_name: str | None) -> None:
     try:
-        records, unused, _ = parse(raw, format_name)
+        records, unused, *_ = parse(raw, format_name)
     except DataError as error:
         assert str(error)
         return
