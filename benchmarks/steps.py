@@ -56,11 +56,11 @@ def topology(*dims: int, **more: Any) -> dict[str, Any]:
     return {"model_topo": {"process_topology": {"dims": list(dims)}} | more}
 
 
-def random_rows(words: int, rows: int, length: int) -> InMemory:
-    """Make full rows of random words, the same on every rank."""
+def random_rows(words: int, rows: int, length: int, pairs: bool = False) -> InMemory:
+    """Make full rows of random words, the same on every rank; as `pairs` each row is two documents."""
     torch.manual_seed(0)
     ids = torch.randint(0, words, (rows, length)).tolist()
-    return InMemory([{"input_ids": row, "labels": row} for row in ids])
+    return InMemory([{"input_ids": row, "labels": row, "first": length // 2 if pairs else 0} for row in ids])
 
 
 @contextmanager

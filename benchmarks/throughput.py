@@ -11,6 +11,8 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `replicas`: gradients summed during the last backward pass against DeepSpeed's sums after it; the least bytes
   of the loopback interface, which others may use.
 - `lora`: a step that trains adapters, over a base in 32 and in 4 bits, against one that trains all weights.
+- `preference`: a step of DPO, and the forward-only pass of its reference, against one of SFT on the same documents, two
+  in a row.
 - `wide`: two processes that share each row (`sequence: 2`) or each layer (a `model` axis) of 8,192 tokens.
 - `zero3`, `packed`, `full`: two stages of one thread against ZeRO-3 in two processes, and against transformers' Trainer
   in one process with both cores. `packed` trains on maths problems and tool dialogues (`benchmarks.tokenizing`), which
@@ -82,7 +84,7 @@ class Way:
     topology: dict[str, Any] | None = None
     threads: int = 1
     beside: bool = False
-    engine: Literal["pipeline", "zero", "trainer"] = "pipeline"
+    engine: Literal["pipeline", "zero", "trainer", "reference"] = "pipeline"
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,12 @@ TRAINED = {
     "LoRA": Way(LORA, (2, 1)),
     "QLoRA": Way(NF4, (2, 1)),
 }
+DPO: dict[str, Any] = {"preference": {"loss": "dpo"}, "from_scratch": False}
+PREFERRED = {
+    "SFT": Way({"train_batch_size": 8, "pack_len": 512}, (2, 1)),  # each document for itself
+    "DPO": Way(DPO, (2, 1)),
+    "reference": Way(DPO, (2, 1), engine="reference"),
+}
 SHARED = {
     ONE: Way(PLAIN),
     "two share each row": Way(PLAIN, (1, 2), {"sequence": 2}),
@@ -155,6 +163,7 @@ CASES = {
     "schedules": Case(WIDER, 4, 256, 9, SCHEDULES),
     "replicas": Case(SMALL, 4, 128, 7, SUMS),
     "lora": Case(MODEL, 4, 512, 5, TRAINED),
+    "preference": Case(MODEL, 4, 512, 5, PREFERRED),
     "wide": Case(SMALL | {"num_hidden_layers": 4}, 1, 8192, 5, SHARED, ideal=2),
     "zero3": against_peer(32, 256, "ZeRO-3", Way({"zero_optimization": ZERO}, (1, 2), engine="zero")),
     "packed": against_peer(64, 1024, "Trainer", TRAINER, BF16, records=True),
@@ -168,7 +177,7 @@ def measure(name: str, folder: Path) -> Report:
     if any(way.engine == "trainer" for way in case.ways.values()):
         make_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(case.model), encoding="utf-8")
-    if any("lora" in way.keys for way in case.ways.values()):
+    if any({"lora", "preference"} & way.keys.keys() for way in case.ways.values()):
         from benchmarks.steps import save_random_model
 
         save_random_model(folder)
@@ -230,6 +239,7 @@ def figures_of(turns: Turns, way: str, case: Case) -> dict[str, float]:
 
 def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     """Train in one process of a way."""
+    import numpy
     import psutil
     import torch
 
@@ -241,6 +251,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     from training.engine.zero import ZeroTrainer
     from training.metrics.peak_memory import peak_memory
     from training.plan.auto import divide
+    from training.preference import loss_of
     from training.trained import with_trained
 
     asked, model, way = CASES[case], folder.parent, Way(**chosen)
@@ -262,8 +273,12 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     engine = ZeroTrainer if way.engine == "zero" else PipelineTrainer
     with joined(config):
         loader, spec = build_loader(samples_of(asked, config), config), with_trained(read_spec(model), config)
+        loader.reference = numpy.zeros((len(loader.data.lengths), 2), numpy.float32)
         before = peak_memory()
         trainer = engine.build(config, spec, model, divide(config, spec, engine.in_stages))
+        if way.engine == "reference":
+            loss_of(trainer).recorded = []
+            trainer.train_step = trainer.eval_loss  # type: ignore[method-assign]
         train(trainer, loader, Turn(folder), figures)
 
 
@@ -276,7 +291,10 @@ def samples_of(case: Case, config: TrainConfig) -> SampleSet:
 
     if case.records:
         return RecordReader(config, Path(config.model_path), Console(quiet=True)).read("data", config.data_path)
-    return random_rows(case.model["vocab_size"], config.train_batch_size, config.max_seq_len)
+    documents = config.train_batch_size // case.rows  # in each row, as samples of their own
+    return random_rows(
+        case.model["vocab_size"], config.train_batch_size, config.max_seq_len // documents, bool(config.preference)
+    )
 
 
 if __name__ == "__main__":
