@@ -18,7 +18,8 @@ in fp32.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -32,6 +33,8 @@ HALF_ROOM = 2.0**3  # what their products, free of that again, are divided by: f
 CPU_CACHE = 2**22  # bytes of logits that a CPU takes through softmax and gradient at a time
 WORDS = 2**13  # words at a time where products of 16-bit matrices have to be widened
 
+Weigh = Callable[[Tensor], Tensor]  # [T] fp32 -> [T] fp32
+
 
 def linear_cross_entropy(
     hidden: Tensor,
@@ -41,7 +44,7 @@ def linear_cross_entropy(
     z_loss_weight: float = 0.0,
     ranks: RankGroup = ONE_RANK,
     words: int = 0,
-    coefficients: Tensor | None = None,
+    weigh: Weigh | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of the logits `hidden @ weight.T` over tokens, in fp32.
 
@@ -52,7 +55,7 @@ def linear_cross_entropy(
         cap: squeezes the logits between -cap and cap first, by a tanh.
         z_loss_weight: weight of (max log-softmax)^2, summed likewise.
         ranks, words: the ranks that share the vocabulary, and V where there are several.
-        coefficients: [T] fp32, as what each token's cross-entropy counts; 1 where absent.
+        weigh: gets the cross-entropy of each token and returns how often it counts; each once where absent.
 
     Returns:
         A scalar, the same for all ranks. Its backward pass can run once.
@@ -63,26 +66,10 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(kind, enabled=False):  # it would round the sums
         if torch.is_grad_enabled():
-            options = cap, z_loss_weight, ranks, words, coefficients
+            options = cap, z_loss_weight, ranks, words, weigh
             loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, *options)
             return loss
-        return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words, coefficients).loss
-
-
-@torch.no_grad()
-def token_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    cap: float | None = None,
-    ranks: RankGroup = ONE_RANK,
-    words: int = 0,
-) -> Tensor:
-    """Compute the cross-entropy of each token, [T] fp32, without gradients; arguments as of `linear_cross_entropy`."""
-    each = torch.empty(len(hidden), device=hidden.device)
-    with torch.autocast(hidden.device.type, enabled=False):
-        _Sums(hidden, weight, targets, cap, 0.0, ranks, words, each=each)
-    return each
+        return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words, weigh).loss
 
 
 def chunk_tokens(words: int, on_cpu: bool) -> int:
@@ -106,6 +93,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), *(6 * [None])
 
 
+class _Softmax(NamedTuple):
+    """Logits of some tokens, now exp(logit - largest), and what their gradient needs.
+
+    Attributes:
+        place: of the tokens in their chunk.
+        logits: [T, V], a part of the chunk's; with a cap a copy.
+        chunk_logits: [T, V], the chunk's, which become the gradient.
+        targets: [T, 1], from this rank's first word; where `here` is false, of another rank.
+        loss, log_total, total: [T, 1]; the cross-entropy and the sum of the exponentials.
+        largest, shared: which words have the largest logit, and how many; only for a z-loss.
+    """
+
+    place: slice
+    logits: Tensor
+    chunk_logits: Tensor
+    targets: Tensor
+    here: Tensor
+    loss: Tensor
+    log_total: Tensor
+    total: Tensor
+    largest: Tensor | None
+    shared: Tensor
+
+
 class _Sums:
     """Sums over chunks in fp32: loss and wanted gradients, `scale` times too large."""
 
@@ -118,44 +129,82 @@ class _Sums:
         z_loss_weight: float,
         ranks: RankGroup,
         words: int,
-        coefficients: Tensor | None = None,
+        weigh: Weigh | None = None,
         hidden_wanted: bool = False,
         weight_wanted: bool = False,
-        each: Tensor | None = None,
     ) -> None:
+        self._hidden, self._weight, self._targets = hidden, weight, targets
         self._cap, self._z_loss_weight, self._ranks = cap, z_loss_weight, ranks
         self._own = ranks.part(words or len(weight))
         self._wanted = hidden_wanted or weight_wanted
         self.scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
-        self._coefficients, self._each = coefficients, each
         self.loss = torch.zeros((), device=hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if hidden_wanted else None
         self.weight_gradient = torch.empty_like(weight, dtype=torch.float32) if weight_wanted else None
+        self._empty = True  # both gradients
         tokens = max(len(hidden), 1)  # without any, one empty chunk makes gradients of 0
         widest = math.ceil((words or len(weight)) / ranks.size)  # so that all ranks have the same chunks
-        chunks = math.ceil(tokens / chunk_tokens(widest, hidden.is_cpu))
-        for chunk in _slices(tokens, math.ceil(tokens / chunks)):
-            self._add(chunk, hidden[chunk], weight, targets[chunk, None])
+        chunks = _slices(tokens, math.ceil(tokens / math.ceil(tokens / chunk_tokens(widest, hidden.is_cpu))))
+        if weigh is None:
+            for chunk in chunks:
+                self._add(chunk, *self._open(chunk))
+        else:
+            self._add_weighed(chunks, weigh)
         if self.hidden_gradient is not None and ranks.size > 1:
             add_up(self.hidden_gradient, ranks)
+        del self._hidden, self._weight, self._targets
 
-    def _add(self, chunk: slice, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-        logits = _logits(hidden, weight)
-        slopes = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
+    def _add_weighed(self, chunks: list[slice], weigh: Weigh) -> None:
+        """Add all chunks once the cross-entropy of each token is known.
+
+        Their logits are computed twice, but for the last chunk, which is still there. With a cap it is not kept, as it
+        is held twice then.
+        """
+        each = torch.empty(len(self._hidden), device=self._hidden.device)
+        kept: tuple[Tensor, list[_Softmax]] | None = None
+        for chunk in chunks:
+            kept = None  # before the next one takes its place
+            logits, parts = self._open(chunk)
+            kept = logits, list(parts)
+            for part in kept[1]:
+                each[chunk][part.place] = part.loss.squeeze(-1)
+        counts = weigh(each)
+        self.loss += (each * counts).sum()
+        if self._cap is not None:
+            kept = None
+        for chunk in reversed(chunks) if self._wanted else ():
+            opened: tuple[Tensor, Iterable[_Softmax]] = kept or self._open(chunk)
+            kept = None
+            self._add(chunk, *opened, counts[chunk, None])
+
+    def _open(self, chunk: slice) -> tuple[Tensor, Iterator[_Softmax]]:
+        """Compute the logits of a chunk, [T, V], and their softmax part by part."""
+        logits, targets = _logits(self._hidden[chunk], self._weight), self._targets[chunk, None]
         in_cache = logits.is_cpu and self._ranks.size == 1  # as ranks would wait for each other each time
-        rows = max(CPU_CACHE // (4 * len(weight)), 1) if in_cache else len(logits)
-        for part in _slices(len(logits), rows):
-            self.loss += self._loss(logits[part], targets[part], chunk.start + part.start)
-            if self._wanted and slopes is not logits:
-                torch.mul(logits[part], self.scale, out=slopes[part])
+        rows = max(CPU_CACHE // (4 * len(self._weight)), 1) if in_cache else len(logits)
+        return logits, (self._softmax(part, logits[part], targets[part]) for part in _slices(len(logits), rows))
+
+    def _add(self, chunk: slice, logits: Tensor, parts: Iterable[_Softmax], counts: Tensor | None = None) -> None:
+        """Add the gradients of a chunk and, without `counts` [T, 1], its loss."""
+        weight = self._weight
+        slopes = logits if weight.dtype == torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
+        for part in parts:
+            if counts is None:
+                self.loss += part.loss.sum() + self._z_loss_weight * part.log_total.square().sum()
+            if self._wanted:
+                self._differentiate(part, 1.0 if counts is None else counts[part.place])
+                if slopes is not logits:
+                    torch.mul(part.chunk_logits, self.scale, out=slopes[part.place])
         del logits
         if self.hidden_gradient is not None:
             self.hidden_gradient[chunk] = _product(slopes, weight, self.scale)
         if self.weight_gradient is not None:
-            add_product(self.weight_gradient, slopes.T, hidden, self.scale, beta=0.0 if chunk.start == 0 else 1.0)
+            beta = 0.0 if self._empty else 1.0
+            add_product(self.weight_gradient, slopes.T, self._hidden[chunk], self.scale, beta)
+        self._empty = False
 
-    def _loss(self, logits: Tensor, targets: Tensor, first: int) -> Tensor:
-        """Sum the loss of logits [T, V] of the tokens from `first` on; they become their gradient where wanted."""
+    def _softmax(self, place: slice, logits: Tensor, targets: Tensor) -> _Softmax:
+        """Take logits [T, V] to their exponentials, in place."""
         uncapped = logits
         if self._cap is not None:
             logits = uncapped.div_(self._cap).tanh_() * self._cap
@@ -172,24 +221,18 @@ class _Sums:
         if self._ranks.size > 1:
             at_target, total, shared = add_up(torch.stack([at_target, total, shared.expand_as(total)]), self._ranks)
         log_total = total.log()  # the largest logit is 0 now, so the largest log-softmax is minus this
-        found, place = log_total - at_target, slice(first, first + len(logits))
-        if self._each is not None:
-            self._each[place] = found.squeeze(-1)
-        count: Tensor | float = 1.0
-        if self._coefficients is not None:
-            count = self._coefficients[place, None]
-            found = found * count
-        loss = found.sum() + self._z_loss_weight * log_total.square().sum()
-        if not self._wanted:
-            return loss
-        pull = 2 * self._z_loss_weight * log_total
-        logits.mul_((count + pull) / total)
-        logits.scatter_add_(-1, targets, -count * here)
-        if largest is not None:  # equal ones share, as torch's amax has it
-            logits.sub_(largest * (pull / shared))
+        loss = log_total - at_target
+        return _Softmax(place, logits, uncapped, targets, here, loss, log_total, total, largest, shared)
+
+    def _differentiate(self, part: _Softmax, count: Tensor | float) -> None:
+        """Make the chunk's logits the gradient of the loss, of which each token counts `count` times."""
+        logits, pull = part.logits, 2 * self._z_loss_weight * part.log_total
+        logits.mul_((count + pull) / part.total)
+        logits.scatter_add_(-1, part.targets, -count * part.here)
+        if part.largest is not None:  # equal ones share, as torch's amax has it
+            logits.sub_(part.largest * (pull / part.shared))
         if self._cap is not None:
-            uncapped.square_().neg_().add_(1).mul_(logits)
-        return loss
+            part.chunk_logits.square_().neg_().add_(1).mul_(logits)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:

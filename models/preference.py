@@ -3,13 +3,13 @@
 A sample is a pair of documents in one row, the better answer first, each behind the same prompt. Every loss here is a
 function f of the documents' sums s_d, the log-probabilities of a document's trained tokens. Its gradient is the sum of
 df/ds_d x ds_d/dw over documents, which is that of a cross-entropy where each token of document d counts -df/ds_d times.
-So a micro-batch is projected once to learn the sums, f is differentiated, a function of a few numbers, and the lean
-cross-entropy (`models.lean_loss`) does the rest with a coefficient a token. As a pair never leaves its row, no
-coefficient depends on how a batch is cut into micro-batches and replicas.
+So the lean cross-entropy (`models.lean_loss`) asks for a coefficient a token once it knows the loss of each: there f is
+differentiated, a function of a few numbers. As a pair never leaves its row, no coefficient depends on how a batch is
+cut into micro-batches and replicas.
 
-The reference is the model as it was before training. Its sums come with the samples, made once (`training.reference`).
+The reference is the model as it was before training. Its sums come with the samples, made once (`training.preference`).
 
-Cost: one more product with the vocabulary; memory as without preferences.
+Cost: logits are computed again where a micro-batch has more than one chunk of them; memory as without preferences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers import Activations, Head
-from models.lean_loss import linear_cross_entropy, token_cross_entropy
+from models.lean_loss import linear_cross_entropy
 from models.loss import for_projection, supervised_positions, trained_rows, weighted_router_loss
 from models.process_groups import ONE_RANK, RankGroup, add_up
 
@@ -114,27 +114,31 @@ class PreferenceLoss:
         ids, scale, share, documents, facts, token_scale, *known = labels
         positions = known[0] if known else supervised_positions(ids, activations[0].shape[1])
         hidden, targets = trained_rows(activations[0], ids, positions)
-        hidden, projection = for_projection(hidden, head)
-        each = token_cross_entropy(hidden, projection, targets, head.cap, head.ranks, head.words)
         member = documents.flatten().index_select(0, positions)
-        sums, lengths = self._by_document(each, member, len(facts))
-        if self.recorded is not None:
-            self.recorded.append(sums)
-            return hidden.sum() * 0.0
-        with torch.enable_grad():
-            leaf = sums.requires_grad_()
-            pairs = [numbers.view(-1, 2) for numbers in (leaf, facts[:, 0], lengths)]
-            scores = self._objective.scores(*pairs)
-            losses = LOSSES[self._objective.loss](self._objective, scores)
-            slopes = torch.autograd.grad(losses.sum(), leaf)[0]
-        self._count(scores.detach(), sums.detach().view(-1, 2))
-        better = (member % 2 == 0) * (self._objective.sft_weight * token_scale / scale)
-        loss = losses.sum().detach() / self._rows.size + (better * each).sum()
-        if torch.is_grad_enabled():
-            options = head.cap, 0.0, head.ranks, head.words
-            counted = linear_cross_entropy(hidden, projection, targets, *options, better - slopes[member])
-            loss = loss + counted - counted.detach()
-        return loss * scale + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
+        objective, value = self._objective, activations[0].new_zeros((), dtype=torch.float32)
+
+        def weigh(each: Tensor) -> Tensor:
+            """Compute the loss from the cross-entropy of each token, and its derivatives."""
+            nonlocal value
+            sums, lengths = self._by_document(each, member, len(facts))
+            if self.recorded is not None:
+                self.recorded.append(sums)
+                return torch.zeros_like(each)
+            with torch.enable_grad():
+                leaf = sums.requires_grad_()
+                pairs = [numbers.view(-1, 2) for numbers in (leaf, facts[:, 0], lengths)]
+                scores = objective.scores(*pairs)
+                losses = LOSSES[objective.loss](objective, scores)
+                slopes = torch.autograd.grad(losses.sum(), leaf)[0]
+            self._count(scores.detach(), sums.detach().view(-1, 2))
+            better = (member % 2 == 0) * (objective.sft_weight * token_scale / scale)
+            value = losses.sum().detach() / self._rows.size + (better * each).sum()
+            return better - slopes[member]
+
+        hidden, projection = for_projection(hidden, head)
+        counted = linear_cross_entropy(hidden, projection, targets, head.cap, 0.0, head.ranks, head.words, weigh)
+        loss = (value + counted - counted.detach()) * scale
+        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
 
     def take(self) -> Tensor:
         """Return and reset the number of pairs and sums of `MEASURES` over them, fp64; 0 where no loss is computed."""
