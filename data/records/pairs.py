@@ -1,0 +1,260 @@
+"""Read preferences: a better and a worse answer to a prompt, an answer that is marked as good or bad, or a class.
+
+An object of preferences becomes objects as they are without them: its prompt with one answer, and with the other. So a
+prompt may have any layout that `data.records.layouts` has, and what is trained of it is the answer: what follows the
+beginning that both share. A ranked list becomes pairs of its best answer and each worse one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from data.records.chat import ROLES, Chat
+from data.records.fields import EMPTY, graded
+from data.records.record import Instruct, Passage, Pretrain, Record, RefQA
+
+Fields = dict[str, Any]
+
+CHOSEN = ("chosen", "chosen_response", "preferred_output")
+REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
+MARKS = ("label", "kto_tag")
+SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))  # of a pair
+RANKED = ("responses", "completions", "answers", "outputs", "generations")
+BY_SCORE, BY_RANK = ("scores", "ratings"), ("ranks", "rank")  # of each of them; rank 1 is the best
+OF_ENTRY = {"score": 1, "overall_score": 1, "rating": 1, "rank": -1}  # in an entry; the sign of what is better
+FIELDS = {*CHOSEN, *REJECTED, *MARKS, "margin", *RANKED, *BY_SCORE, *BY_RANK, *(name for two in SCORES for name in two)}
+DIALOGUES = ("messages", "conversations", "conversation")
+ASKED = ("prompt", "instruction", "question", "query", "input")
+ONE_ANSWER = frozenset("answer completion output response target".split())  # where a plain record has it
+TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # of HH-RLHF, whose dialogues are one text
+TRUTHS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "desirable": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0, "undesirable": 0.0}
+
+
+class Wanted(NamedTuple):
+    """Hold which kind of preference records are expected to have."""
+
+    kind: Literal["pairs", "marked", "classes"]
+    labels: tuple[str, ...] = ()  # names of classes, in the order of their numbers
+
+
+class Judged(NamedTuple):
+    """Hold documents that are judged, the better one of two first: as objects first, then as records."""
+
+    kind: str  # as which it is counted
+    documents: tuple[Any, ...]
+    value: float = 0.0  # see `data.sample_set.Preference`
+
+
+def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
+    """Split an object into objects without preferences; also return the fields that grade answers and are not used.
+
+    Raises:
+        ValueError: it has no preference of this kind.
+    """
+    if wanted.kind == "pairs":
+        judged, used = _ranked(fields) or _pair(fields)
+    else:
+        judged, used = _marked(fields, wanted)
+    unused = [name for name in graded(fields) if name not in used]
+    for name in unused:
+        for document in (document for each in judged for document in each.documents):
+            document.pop(name, None)
+    return judged, unused
+
+
+def _marked(fields: Fields, wanted: Wanted) -> tuple[list[Judged], set[str]]:
+    names = MARKS if wanted.kind == "marked" else MARKS[:1]
+    if (name := _first(names, fields)) is None:
+        raise ValueError(f"{' or '.join(names)}: missing; expected one, as the key preference is for such records")
+    value = fields[name]
+    rest = {other: each for other, each in fields.items() if other != name}
+    if wanted.kind == "marked":
+        if (mark := TRUTHS.get(str(value).lower())) is None:
+            raise ValueError(f"{name}: expected true or false, found {value!r:.40}")
+        return [Judged("marked", (rest,), mark)], {name}
+    if isinstance(value, str) and value in wanted.labels:
+        return [Judged("class", (rest,), wanted.labels.index(value))], {name}
+    if type(value) not in (int, bool) or not 0 <= value < (len(wanted.labels) or 2**24):  # which fp32 holds
+        known = ", ".join(wanted.labels[:12]) or "names in the key labels"
+        raise ValueError(f"{name}: expected a number from 0 or one of {known}; found {value!r:.40}")
+    return [Judged("class", (rest,), value)], {name}
+
+
+def _pair(fields: Fields) -> tuple[list[Judged], set[str]]:
+    good, bad = _first(CHOSEN, fields), _first(REJECTED, fields)
+    if bad is None:
+        found = ", ".join(f"{name!r:.60}" for name in list(fields)[:12]) or "(none)"
+        missing = f"expected chosen and rejected answers, or columns that name them, found the fields {found}"
+        raise ValueError(f"rejected: {missing} (the key preference is for pairs)")
+    margin, of_margin = _margin(fields)
+    used = {*filter(None, (good, bad)), *of_margin}
+    rest = {name: value for name, value in fields.items() if name not in used}
+    if good is not None:
+        known = (fields[good], fields[bad])
+        documents = _with_answer(rest, good, known[0], known), _with_answer(rest, bad, known[1], known)
+    else:  # ms-swift: a plain record, and what else might have been answered
+        documents = rest, _answered_else(rest, bad, fields[bad])
+    return [Judged("pair", documents, margin)], used
+
+
+def _margin(fields: Fields) -> tuple[float, tuple[str, ...]]:
+    """Return by how much an answer is better, where that is said, and the names of the fields that say it."""
+    if _is_number(fields.get("margin")):
+        return float(fields["margin"]), ("margin",)
+    for names in SCORES:
+        if all(_is_number(fields.get(name)) for name in names):
+            return float(fields[names[0]] - fields[names[1]]), names
+    return 0.0, ()
+
+
+def _ranked(fields: Fields) -> tuple[list[Judged], set[str]] | None:
+    """Pair the best of several answers with each worse one; None where there is no such list."""
+    name = next((name for name in RANKED if isinstance(fields.get(name), list)), None)
+    if name is None or _first(REJECTED, fields):
+        return None
+    answers = fields[name]
+    scored, ranked = _first(BY_SCORE, fields), _first(BY_RANK, fields)
+    if by := scored or ranked:
+        sign, grades = (1 if scored else -1), fields[by]
+    else:
+        entries = [each if isinstance(each, dict) else {} for each in answers]
+        by = next((each for each in OF_ENTRY if all(each in entry for entry in entries)), None)
+        if by is None:
+            return None
+        sign, grades = OF_ENTRY[by], [entry[by] for entry in entries]
+        answers = [
+            next((each[key] for key in ("response", "text", "content") if key in each), None) for each in entries
+        ]
+    if not isinstance(grades, list) or len(grades) != len(answers) or not all(map(_is_number, grades)):
+        raise ValueError(f"{by}: expected a number for each of {name}")
+    better = [sign * grade for grade in grades]
+    best = better.index(max(better, default=0)) if better else 0
+    rest = {other: value for other, value in fields.items() if other not in (name, by)}
+    pairs = [
+        Judged(
+            "pair",
+            tuple(_with_answer(rest, f"{name}[{place}]", answers[place], ()) for place in (best, worse)),
+            better[best] - grade if sign > 0 else 0.0,
+        )
+        for worse, grade in enumerate(better)
+        if grade < better[best]
+    ]
+    if not pairs:
+        raise ValueError(f"{by}: expected answers of different grades, found all equal")
+    return pairs, {name, by}
+
+
+def _with_answer(rest: Fields, name: str, answer: Any, known: Sequence[Any]) -> Fields:
+    """Return a prompt's fields with an answer to it, or a whole dialogue.
+
+    Args:
+        known: both answers; one of them may stand beside them once more.
+    """
+    messages = _messages(name, answer)
+    if _role(messages[0]) != "assistant":  # the whole dialogue, beside which its parts may stand once more
+        rest = {key: value for key, value in rest.items() if key not in DIALOGUES or value not in known}
+        if isinstance(rest.get("prompt"), str) and any(rest["prompt"] in map(str, each.values()) for each in messages):
+            del (rest := dict(rest))["prompt"]
+        return rest | {"messages": messages}
+    if isinstance(rest.get("input"), dict):  # OpenAI's
+        rest = {key: value for key, value in rest.items() if key != "input"} | rest["input"]
+    if dialogue := _first(DIALOGUES, rest):
+        asked = rest[dialogue]
+        if not isinstance(asked, list) or not asked or _role(asked[-1]) == "assistant":
+            raise ValueError(f"{dialogue}: expected a list of messages up to the one that is answered")
+        return rest | {dialogue: [*asked, *messages]}
+    if not _first(ASKED, rest):
+        if not isinstance(answer, str) or len(turns := _turns(answer)) < 2:
+            raise ValueError(f"{name}: expected a prompt beside it, or the whole dialogue as messages")
+        return rest | {"messages": turns}
+    for other in ONE_ANSWER & rest.keys():
+        if rest[other] not in (*EMPTY, *known):
+            raise ValueError(f"{other}: expected no third answer beside chosen and rejected")
+    words = [each for each in messages if each.keys() <= {"role", "content", "from", "value"}]
+    text = words[0].get("content", words[0].get("value")) if len(words) == len(messages) == 1 else None
+    plain = {key: value for key, value in rest.items() if key not in ONE_ANSWER}
+    return plain | {"response": text if isinstance(text, str) else messages}
+
+
+def _answered_else(fields: Fields, name: str, answer: Any) -> Fields:
+    """Return a plain record with another answer."""
+    messages = _messages(name, answer)
+    dialogue = _first(DIALOGUES, fields)
+    if dialogue and isinstance(fields[dialogue], list):
+        whole = _role(messages[0]) != "assistant"
+        return fields | {dialogue: messages if whole else [*fields[dialogue][:-1], *messages]}
+    if not isinstance(answer, str) or (place := _first(tuple(ONE_ANSWER), fields)) is None:
+        raise ValueError(f"{name}: expected a good answer beside it, as chosen")
+    return fields | {place: answer}
+
+
+def _messages(name: str, answer: Any) -> list[dict[str, Any]]:
+    made = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    made = [made] if isinstance(made, dict) else made
+    if not isinstance(made, list) or not made or not all(isinstance(each, dict) for each in made):
+        raise ValueError(f"{name}: expected a text, a message or a list of messages")
+    return made
+
+
+def _turns(text: str) -> list[dict[str, Any]]:
+    """Read the turns of a dialogue in one text; none where it is no such text."""
+    before, *rest = TURN.split(text)
+    roles, words = rest[::2], rest[1::2]
+    return (
+        []
+        if before.strip()
+        else [
+            {"role": "user" if role == "Human" else "assistant", "content": said.strip()}
+            for role, said in zip(roles, words, strict=True)
+        ]
+    )
+
+
+def _role(message: Any) -> str | None:
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    return ROLES.get(role.lower()) if isinstance(role, str) else None
+
+
+def _first(names: Sequence[str], fields: Mapping[str, Any]) -> str | None:
+    return next((name for name in names if name in fields), None)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def answers_alone(judged: Judged) -> Judged:
+    """Return records of which the answers are trained and nothing of their prompts; of a class the whole document.
+
+    Raises:
+        ValueError: the records have no answers.
+    """
+    made = judged.documents
+    if judged.kind == "class":
+        return judged._replace(documents=tuple(map(_passage, made)))
+    if not all(
+        isinstance(each, (Chat, Instruct)) or (isinstance(each, RefQA) and len(each.rounds) == 2) for each in made
+    ):
+        raise ValueError("preference: expected a prompt and its answer, or messages")
+    chats = [each.messages for each in made if isinstance(each, Chat)]
+    if len(chats) == 2:
+        common = [one == other for one, other in zip(*chats, strict=False)]
+        shared = min([*(place for place, equal in enumerate(common) if not equal), *(len(each) - 1 for each in chats)])
+    elif chats:
+        shared = max((place for place, each in enumerate(chats[0]) if each.role == "user"), default=0)
+    return judged._replace(
+        documents=tuple(_untrained(each, shared) if isinstance(each, Chat) else each for each in made)
+    )
+
+
+def _untrained(chat: Chat, count: int) -> Chat:
+    """Return a chat whose first messages are not trained."""
+    before = [each.model_copy(update={"weight": 0}) for each in chat.messages[:count]]
+    return chat.model_copy(update={"messages": before + chat.messages[count:]})
+
+
+def _passage(record: Record) -> Record:
+    return Passage(type="pretrain", text=record.text) if isinstance(record, Pretrain) else record
