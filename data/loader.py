@@ -40,7 +40,7 @@ class GlobalBatch:
 
     # For each replica, its micro-batches, each a list of rows; as many for every replica.
     micro_batches: list[list[Rows]]
-    lengths: list[int]  # of the samples, over all replicas
+    lengths: list[int]  # of the documents, over all replicas
     tokens: int  # tokens without padding, over all replicas
     supervised: int  # how many of them are trained: the denominator of the loss
 
@@ -52,7 +52,7 @@ class GlobalBatch:
     @property
     def pairs(self) -> int:
         """Count the samples."""
-        return len(self.lengths)
+        return len(self.samples)
 
     @property
     def samples(self) -> list[int]:
@@ -210,11 +210,12 @@ class Loader:
         groups = self._cut(rows)
         groups += [[] for _ in range(self._least - len(groups))]
         groups += [[] for _ in range(-len(groups) % self.replicas)]  # a replica without samples still takes part
-        lengths = self.data.lengths[chosen]
         return GlobalBatch(
             micro_batches=[groups[replica :: self.replicas] for replica in range(self.replicas)],
-            lengths=lengths.tolist(),
-            tokens=int(lengths.sum()),
+            lengths=[length for number in chosen.tolist() for length in self._parts(number)]
+            if self.preference
+            else self.data.lengths[chosen].tolist(),
+            tokens=int(self.data.lengths[chosen].sum()),
             supervised=int(self.data.supervised[chosen].sum()),
         )
 

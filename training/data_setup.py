@@ -16,6 +16,7 @@ from data.chat.prompts import Prompts, format_of
 from data.errors import DataError
 from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
+from data.records.pairs import Wanted
 from data.records.sources import Source
 from data.sample_set import SampleSet
 from data.tokenized.answer_end import answer_end
@@ -37,7 +38,7 @@ class RecordReader:
         log: quiet on all ranks but 0.
 
     Attributes:
-        how: keyword arguments of record readers: `on_bad_record`, `truncate`, seed and log.
+        how: keyword arguments of record readers: `on_bad_record`, `truncate`, `preference`, seed and log.
         ends: token ids at which servers must stop; empty if the model's own list has them all.
     """
 
@@ -47,6 +48,7 @@ class RecordReader:
         self.prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
         self.how: dict[str, Any] = {"on_bad_record": config.on_bad_record, "truncate": config.truncate}
         self.how |= {"seed": config.seed, "log": log}
+        self.how["preference"] = Wanted("pairs") if config.preference else None
         self._config = config
         self.folder = folder
         self._log = log
@@ -149,10 +151,10 @@ def row_length(lengths: NDArray[Any] | None, config: TrainConfig, router_loss: b
     """Return the length of packed sequences: `pack_len`, or one that suits the data and the pipeline.
 
     Args:
-        lengths: tokens of each sample; None for a stream, which uses `max_seq_len`, so resuming is exact.
+        lengths: tokens of each sample; None for a stream, which uses the most it may have, so resuming is exact.
     """
     if lengths is None:
-        lengths = numpy.array([config.max_seq_len])
+        lengths = numpy.array([config.sample_limit])
     longest = int(lengths.max())
     if config.pack_len is not None:
         if config.packing and config.pack_len < longest:
@@ -161,13 +163,13 @@ def row_length(lengths: NDArray[Any] | None, config: TrainConfig, router_loss: b
             )
         return config.pack_len
     if config.packing == "dataset":  # decides which samples a step sees, so it must not depend on the topology
-        return max(config.max_seq_len, longest)
+        return max(config.sample_limit, longest)
     if router_loss:  # the shortest sequences give the most micro-batches, which keep any pipeline busy
         return longest
     return choose_row_length(
         mean=float(lengths.mean()),
         longest=longest,
-        limit=config.max_seq_len,
+        limit=config.sample_limit,
         batch_size=config.train_batch_size,
         micro_batch_size=config.train_micro_batch_size_per_gpu,
         replicas=config.model_topo.row_replicas,

@@ -37,7 +37,7 @@ PAGE = """<!DOCTYPE html>
 :root {{ color-scheme: light dark; }}
 body {{ font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
   color: light-dark(#222, #ddd); background: light-dark(#fff, #16181c); }}
-h2 {{ font-size: 1rem; margin: 2rem 0 .5rem; }}
+h2, h3 {{ font-size: 1rem; margin: 2rem 0 .5rem; }}
 pre {{ font: 13px/1.7 ui-monospace, Menlo, Consolas, "Noto Sans Mono CJK SC", monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; margin: 0; padding: .8rem;
   border: 1px solid light-dark(#ddd, #3a3d44); border-radius: 6px; }}
@@ -55,7 +55,8 @@ Point at a token for its number.</p>
 </body>
 </html>
 """
-SAMPLE = '<section>\n<h2>{summary}</h2>\n<pre lang="und" dir="auto">{tokens}</pre>\n</section>'
+SAMPLE = "<section>\n<h2>{summary}</h2>\n{documents}\n</section>"
+DOCUMENT = '{name}<pre lang="und" dir="auto">{tokens}</pre>'
 SUPERVISED_STYLE = "bold green"
 MAX_TOKENS = 400  # tokens at either end of a sample on a terminal; a page holds all of them
 CUT = "\ufffd"  # what a tokenizer writes for part of a character
@@ -78,10 +79,25 @@ def choose_samples(dataset: Dataset, count: int) -> list[int]:
 
 
 def summary(number: int, sample: Sample) -> str:
-    """Count a sample's tokens in one line."""
-    supervised = sum(int(label != IGNORED) for label in sample["labels"])
-    length = len(sample["input_ids"])
-    return f"sample {number}: {length} tokens, {supervised} supervised ({supervised / length:.0%})"
+    """Count the tokens of a sample's documents in one line."""
+    counts = []
+    for name, document in documents(sample):
+        supervised = sum(int(label != IGNORED) for label in document["labels"])
+        length = len(document["input_ids"])
+        counts.append(f"{name}{' ' * bool(name)}{length} tokens, {supervised} supervised ({supervised / length:.0%})")
+    value = sample.get("value", 0.0)  # of preferences, where it is not 0
+    return f"sample {number}: {'; '.join(counts)}{f'; value {value:g}' if value else ''}"
+
+
+def documents(sample: Sample) -> list[tuple[str, Sample]]:
+    """Return a pair's two documents with their names, any other sample as it is, without a name."""
+    if not (first := sample.get("first", 0)):
+        return [("", sample)]
+    ids, labels = sample["input_ids"], sample["labels"]
+    return [
+        ("chosen", {"input_ids": ids[:first], "labels": labels[:first]}),
+        ("rejected", {"input_ids": ids[first:], "labels": labels[first:]}),
+    ]
 
 
 def show_samples(
@@ -92,7 +108,10 @@ def show_samples(
         console.rule(summary(number, sample))
         if origin:
             console.print(origin, highlight=False, soft_wrap=True)
-        console.print(coloured(sample, tokenizer, _without_colour(console)), soft_wrap=True)
+        for name, document in documents(sample):
+            if name:
+                console.rule(name, align="left", characters="-")
+            console.print(coloured(document, tokenizer, _without_colour(console)), soft_wrap=True)
     begin, end = MARKS if _without_colour(console) else ("", "")
     legend = f": trained; the rest is context; {TURN_ENDS} a turn ends"
     console.rule(Text.assemble((f"{begin}supervised{end}", SUPERVISED_STYLE), legend))
@@ -163,7 +182,15 @@ def write_page(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, pa
         DataError: the file cannot be written.
     """
     sections = [
-        SAMPLE.format(summary=summary(number, sample), tokens="".join(map(_token, pieces(sample, tokenizer))))
+        SAMPLE.format(
+            summary=summary(number, sample),
+            documents="\n".join(
+                DOCUMENT.format(
+                    name=f"<h3>{name}</h3>\n" if name else "", tokens="".join(map(_token, pieces(document, tokenizer)))
+                )
+                for name, document in documents(sample)
+            ),
+        )
         for number, sample in enumerate(samples, start=1)
     ]
     page = PAGE.format(title=escape(title), samples="\n".join(sections))

@@ -94,6 +94,8 @@ def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
             f"{total.control:,} records have the name of a control token in their words, such as an end of turn: it is "
             "read as that token, in training as on a server"
         )
+    if total.equal:
+        found.append(f"{counted(total.equal, 'pair')} left out, as both answers are equal within max_seq_len")
     if total.silent > SILENT * total.records:
         found.append(
             f"{total.silent / total.records:.0%} of the records are left out, as no token within max_seq_len "
@@ -120,7 +122,11 @@ def overlap(dataset: Dataset, evaluation_set: Dataset) -> list[str]:
 def _numbers(tally: Tally) -> tuple[str, ...]:
     share = f"{tally.supervised / tally.tokens:.0%}" if tally.tokens else "-"
     counts = [f"{count:,}" for count in (tally.records, tally.samples, tally.tokens)]
-    return (*counts, share, *(f"{count:,}" for count in (tally.cut, tally.split, tally.silent, tally.empty)))
+    return (
+        *counts,
+        share,
+        *(f"{count:,}" for count in (tally.cut, tally.split, tally.silent + tally.equal, tally.empty)),
+    )
 
 
 def report(

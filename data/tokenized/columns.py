@@ -196,7 +196,7 @@ def _cut_alike(pair: list[Tokens], limit: int, tally: Tally) -> Iterator[tuple[l
     ids = [tokens.ids[:limit] for tokens in pair]
     chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in pair)
     tally.cut += max(len(tokens.ids) for tokens in pair) > limit
-    if ids[0] == ids[1]:
+    if chosen and ids[0] == ids[1]:
         tally.equal += 1
         return
     first = len(ids[0])

@@ -131,8 +131,8 @@ class SampleFile(Sequence[Sample]):
         ids = numbers[:length]
         labels = numpy.full(length, IGNORED, dtype=numpy.int32)
         runs = numbers[length:].tolist()
-        for first, end in zip(runs[::2], runs[1::2], strict=True):
-            labels[first:end] = ids[first:end]
+        for start, end in zip(runs[::2], runs[1::2], strict=True):
+            labels[start:end] = ids[start:end]
         sample: Any = {"input_ids": ids, "labels": labels}  # arrays where a Sample has lists
         return sample | {name: known for name, known in (("first", first), ("value", value)) if known}
 

@@ -153,7 +153,7 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     samples = counted = len(data)
     config, what = choices.config(train_batch_size=unit), "samples"
     if config.packing == "dataset":
-        counted, what = math.ceil(data.lengths.sum() / (config.pack_len or config.max_seq_len)), "packed rows"
+        counted, what = math.ceil(data.lengths.sum() / (config.pack_len or config.sample_limit)), "packed rows"
     batch = 2 ** round(math.log2(min(max(counted / STEPS, SMALLEST), LARGEST)))
     why = f"some {STEPS} steps an epoch, {SMALLEST} to {LARGEST} {what}, a multiple of {unit} for the processes"
     choices.add("train_batch_size", unit * math.ceil(batch / unit), why)

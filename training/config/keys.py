@@ -338,6 +338,11 @@ class TrainConfig(Section):
         return self.model_topo.stages * (2 if self.v_schedule else 1)
 
     @property
+    def sample_limit(self) -> int:
+        """Most tokens of a sample: a pair is two documents."""
+        return self.max_seq_len * (2 if self.preference else 1)
+
+    @property
     def least_micro_batches(self) -> int:
         """Count the micro-batches that the schedule needs; 0 where any will do."""
         return self.chunks if self.v_schedule else 0

@@ -68,18 +68,19 @@ class Workload:
 
     @classmethod
     def assumed(cls, config: TrainConfig) -> Workload:
-        """Assume that every sample has `max_seq_len` tokens, all supervised."""
-        length, (rows, micro_batches) = config.max_seq_len, divide_rows(config.train_batch_size, config)
+        """Assume that every document has `max_seq_len` tokens, all supervised."""
+        length, (rows, micro_batches) = config.sample_limit, divide_rows(config.train_batch_size, config)
+        what = "answer" if config.preference else "sample"
         return cls(
             rows=rows,
             length=length,
             longest=length,
-            attended=length,
+            attended=config.max_seq_len,
             supervised=1.0,
             micro_batches=micro_batches,
             tokens=config.train_batch_size * length,
             steps=config.max_steps,
-            source=f"assumed: every sample has max_seq_len, {length}, tokens, all supervised",
+            source=f"assumed: every {what} has max_seq_len, {config.max_seq_len}, tokens, all supervised",
         )
 
     @classmethod
@@ -323,11 +324,11 @@ class Basis:
         """Change keys of the config; a step keeps its tokens, and the number of micro-batches follows."""
         config, work = self.config.model_copy(update=keys), self.workload
         if "max_seq_len" in keys:
-            ratio = min(1.0, config.max_seq_len / work.longest)
+            ratio = min(1.0, config.sample_limit / work.longest)
             shorter = replace(
                 work,
                 length=work.length * ratio,
-                longest=min(work.longest, config.max_seq_len),
+                longest=min(work.longest, config.sample_limit),
                 attended=min(work.attended, config.max_seq_len),
                 micro_batches=max(1, round(work.micro_batches / ratio)),
             )
