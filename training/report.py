@@ -74,6 +74,7 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
     for name in sorted({name for line in evaluations for name in line if name.startswith("eval_loss/")}):
         label = f"evaluation: {name.partition('/')[2]}"
         _line(loss, evaluations, name, label=label, marker=".", linestyle="--", linewidth=0.8)
+    _draw_accuracy(loss, steps, evaluations)
     lr.set_title("learning rate")
     _line(lr, steps, "lr", color="tab:green")
     lr.ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
@@ -109,6 +110,17 @@ def draw(run_folder: Path, output: Path | None = None, last_step: float = math.i
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(path, format="png")
     return path
+
+
+def _draw_accuracy(loss: Axes, steps: Lines, evaluations: Lines) -> None:
+    """Draw, over the losses of preferences, which share of the pairs is the right way round."""
+    name = "rewards/accuracies"
+    if any(name in line for line in steps):
+        right = loss.twinx()
+        _line(right, steps, name, color="tab:gray", linestyle=":", label="accuracy")
+        _line(right, evaluations, f"eval_{name}", color="tab:gray", marker="o")
+        right.set_ylim(0, 1)
+        loss.set_title("loss, and accuracy in gray")
 
 
 def _line(panel: Axes, lines: Lines, name: Any, marker: str | None = None, scale: float = 1, **style: Any) -> None:

@@ -80,9 +80,15 @@ class Reporter:
             print(f"{progress}  {numbers}  {speed}  {left} left", flush=True)
 
     def report_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Record an evaluation after `step`: `eval_loss`, `eval_perplexity`, `eval_loss/<type of record>`."""
+        """Record an evaluation after `step`: `eval_loss`, `eval_perplexity`, `eval_loss/<type of record>`.
+
+        Of preferences also `eval_error`; their rewards and log-probabilities are not printed.
+        """
         self._record({"step": step, **numbers})
-        text = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+        shown = (
+            (name, value) for name, value in numbers.items() if not name.startswith(("eval_rewards", "eval_logps"))
+        )
+        text = "  ".join(f"{name} {value:.4f}" for name, value in shown)
         print(f"step {step}/{self.total_steps}  {text}", flush=True)
 
     def _record(self, values: dict[str, Any]) -> None:

@@ -1,0 +1,156 @@
+"""Six steps of each loss of preferences equal trl's: losses and every weight, by the real launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.conversion.to_huggingface import pp_to_hg
+from models.preference import LOSSES, Objective
+from tests.closeness import assert_near
+from tests.environments import environment
+from tests.launching import deepspeed, metrics, topology, write_config
+
+pytestmark = [pytest.mark.launched, pytest.mark.longest]
+
+# What trl needs that the project does not; with all of its own it would bring another torch.
+PACKAGES = ("--no-deps", "trl==1.16.0", "datasets", "multiprocess", "dill", "xxhash", "pandas", "python-dateutil")
+STEPS, LR = 6, 1e-3
+# Nothing stands behind an answer but its end, as trl trains all that follows the prompt.
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }} {{ message.content }}"
+    "{% if message.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # ours, and theirs
+    "dpo": ({"loss": "dpo"}, {"trainer": "DPO", "loss_type": ["sigmoid"]}),
+    "dpo, normalised": (
+        {"loss": "dpo", "length_normalised": True},
+        {"trainer": "DPO", "loss_type": ["sigmoid_norm"]},
+    ),
+    "dpo and sft": (
+        {"loss": "dpo", "sft_weight": 0.5},
+        {"trainer": "DPO", "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    ),
+    "ipo": ({"loss": "ipo"}, {"trainer": "DPO", "loss_type": ["ipo"]}),
+    "simpo": (
+        {"loss": "simpo", "gamma": 0.6},
+        {"trainer": "CPO", "loss_type": "simpo", "simpo_gamma": 0.6, "cpo_alpha": 0.0},
+    ),
+}
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "1x1": {"model_topo": topology((1, 1))},
+    "2x1": {"model_topo": topology((2, 1))},
+    "2x2": {"model_topo": topology((2, 2))},
+    "sequence": {"model_topo": topology((1, 2)) | {"sequence": 2}},
+    "dualpipev": {"model_topo": topology((2, 1)), "schedule": "dualpipev"},
+    "unpacked": {"model_topo": topology((2, 1)), "packing": False},
+}
+WAYS = [(name, "2x1") for name in CASES] + [("dpo and sft", topology) for topology in TOPOLOGIES if topology != "2x1"]
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(tmp_path_factory.mktemp("trl"), *PACKAGES)
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint: Callable[..., Path]) -> Path:
+    folder = make_checkpoint("llama", tie_word_embeddings=False)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("records") / "pairs.json"
+    made = [
+        {
+            "prompt": [{"role": "user", "content": f"How many stages has run {number}?"}],
+            "chosen": [{"role": "assistant", "content": f"It has {number}." + " Each has layers." * (number % 3)}],
+            "rejected": [{"role": "assistant", "content": "No idea" + ", sorry" * (number % 4)}],
+        }
+        for number in range(8)
+    ]
+    path.write_text(json.dumps(made))
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs(python: Path, model: Path, records: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """What trl makes of a case, once for all topologies."""
+    made: dict[str, tuple[list[float], dict[str, torch.Tensor]]] = {}
+
+    def get(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("theirs")
+            beta = {"beta": 2.0 if name == "simpo" else 0.3}
+            run_trl(python, model, records, folder, CASES[name][1] | beta | {"learning_rate": LR, "max_steps": STEPS})
+            losses = json.loads((folder / "losses.json").read_text())
+            made[name] = losses, load_file(folder / "weights.safetensors")
+        return made[name]
+
+    return get
+
+
+def run_trl(python: Path, model: Path, records: Path, folder: Path, settings: dict[str, Any]) -> None:
+    script = Path(__file__).with_name("by_trl.py")
+    words = [str(each) for each in (python, script, model, records, folder, json.dumps(settings))]
+    found = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(("name", "where"), WAYS)
+def test_losses_and_weights_equal_trl(
+    name: str, where: str, theirs: Callable[..., Any], model: Path, records: Path, tmp_path: Path
+) -> None:
+    keys = TOPOLOGIES[where]
+    section = CASES[name][0] | {"beta": 2.0 if name == "simpo" else 0.3}
+    path = write_config(
+        tmp_path / "run.yml",
+        model_path=str(model),
+        data_path=str(records),
+        save_path=str(tmp_path / "run"),
+        preference=section,
+        train_batch_size=8,
+        n_epoches=STEPS,
+        gradient_clipping=0,
+        scheduler=None,
+        optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-8}},
+        **keys,
+    )
+    processes = keys["model_topo"]["process_topology"]["dims"]
+    result = deepspeed(processes[0] * processes[1], "train_ds.py", "--config", path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    losses, weights = theirs(name)
+    assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(losses, rel=2e-5, abs=2e-6)
+    pp_to_hg(tmp_path / "run", tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for key, weight in weights.items():
+        assert_near(found[key], weight, name=key)
+
+
+def test_the_odds_ratio_equals_trl(python: Path, model: Path, records: Path, tmp_path: Path) -> None:
+    """trl's ORPO adds the cross-entropy of prompts, too, so only its own part is compared."""
+    scores = [[-0.5, -2.0], [-3.0, -0.1], [-1.0, -1.0]]
+    run_trl(python, model, records, tmp_path, {"trainer": "odds_ratio", "beta": 0.3, "scores": scores})
+    found = LOSSES["orpo"](Objective("orpo", 0.3), torch.tensor(scores))
+    assert found.tolist() == pytest.approx(json.loads((tmp_path / "losses.json").read_text()), rel=1e-5)
