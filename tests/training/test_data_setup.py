@@ -110,7 +110,9 @@ def test_pairs_are_packed_into_rows_that_hold_them(packing: str | bool, model: P
     assumed = Workload.assumed(config)
     assert (assumed.length, assumed.attended, assumed.tokens) == (128, 64, 8 * 128)
     with pytest.raises(DataError, match="record 1: preference data"):
-        sets(model, tmp_path, **{name: value for name, value in keys.items() if name not in ("model_path", "preference")})
+        sets(
+            model, tmp_path, **{name: value for name, value in keys.items() if name not in ("model_path", "preference")}
+        )
 
 
 def test_pairs_are_streamed(model: Path, tmp_path: Path) -> None:
