@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +20,7 @@ from data.errors import DataError
 from data.inspection.inspect import documents, show_samples, write_page
 from data.inspection.summary import table, warnings
 from data.records.formats import convert
-from data.records.pairs import Wanted
+from data.records.pairs import FIELDS, Wanted
 from data.records.record import type_of
 from data.sample_set import Sample
 from data.tokenized.columns import OLDEST
@@ -432,3 +434,35 @@ def test_inspect_shows_both_documents_of_a_pair(load: Any, tokenizer: PreTrained
 def test_a_plain_record_is_of_its_own_type() -> None:
     (record,) = convert({"prompt": Q, "completion": GOOD}).records
     assert type_of(record) == "instruct"
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from("role from content value text score messages".split()), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    record=st.sampled_from([*ONE_TURN.values(), *SEVERAL_TURNS.values(), *MARKED_GOOD.values()]),
+    changes=st.dictionaries(
+        st.sampled_from(sorted(FIELDS | {"messages", "prompt", "input", "output", "type"})), JSON_VALUES, max_size=2
+    ),
+    wanted=st.sampled_from([PAIRS, MARKED, CLASSES]),
+)
+def test_any_object_is_taken_or_refused_in_one_line(record: JSON, changes: JSON, wanted: Wanted) -> None:
+    before = json.dumps(record | changes)
+    raw = json.loads(before)
+    try:
+        converted = convert(raw, preference=wanted)
+    except DataError as error:
+        assert len(str(error).splitlines()) == 1
+    else:
+        assert converted.judged and not converted.records
+        assert {len(each.documents) for each in converted.judged} == {2 if wanted == PAIRS else 1}
+        assert all(numpy.isfinite(numpy.float32(each.value)) for each in converted.judged)
+    assert json.dumps(raw) == before, "what was read stays as it is"

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from data.records.formats import FORMAT_NAMES, convert
+from data.records.pairs import Wanted
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, Block, blocks, text_of
 from training.config.keys import TrainConfig
@@ -58,8 +59,8 @@ def test_a_config_is_taken(block: Block, tmp_path: Path) -> None:
 )
 def test_a_record_is_taken(block: Block) -> None:
     for record in records_of(block.text):
-        converted = convert(record)
-        assert converted.records and not converted.unused
+        converted = convert(record, preference=Wanted("pairs") if '"rejected' in block.text else None)
+        assert (converted.records or converted.judged) and not converted.unused
 
 
 def test_every_format_of_records_is_told() -> None:
