@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -28,6 +29,7 @@ from torch import distributed
 from tqdm import tqdm
 
 from common import phases
+from common.quantities import duration
 from common.terminal import paused
 from common.whole_files import block_checksum, replacing
 from data.loader import Loader
@@ -91,7 +93,10 @@ class Preferences(Callback):
         for what, dataset, loaders in self._missing:
             phases.enter(f"reference: log-probabilities of the {what}")
             loader, quiet = build_loader(dataset, run.config), run.progress.log.quiet
+            begin = time.monotonic()
             self._use(log_probabilities(run.trainer, loader, run.mark, quiet), dataset, loaders)
+            took = duration(time.monotonic() - begin)
+            run.progress.log.print(f"reference: log-probabilities of the {what} computed in {took}")
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
         metrics.measures |= _measures(run.trainer)

@@ -1,0 +1,141 @@
+"""Whole runs on pairs of answers: the reference is made once, of the start weights; a kill and a resume change nothing.
+
+The jobs run one after the other in the same two processes (tests/workers/jobs.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.closeness import assert_near
+from tests.launching import metrics, topology
+from tests.ranks import Ranks
+from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
+from training.checkpoint.folder import BEST, step_folder
+
+pytestmark = pytest.mark.launched
+
+PIPE, DATA = ({"model_topo": topology(dims)} for dims in ((2, 1), (1, 2)))
+MADE, KNOWN = (
+    "reference: log-probabilities of the data computed in",
+    "reference: log-probabilities of the data are known",
+)
+LORA = {"lora": {"r": 2, "alpha": 8}}
+JOBS: dict[str, dict[str, Any]] = {
+    "run": PIPE,
+    "again": PIPE | {"resume": "run"},  # the cache has the reference
+    "elsewhere": DATA | {"resume": "run"},
+    "sweep": PIPE | {"preference": {"loss": "ipo"}},  # the same reference, another loss
+    "bf16": PIPE | {"bf16": {"enabled": True}},  # another one
+    "lora": PIPE | LORA,
+    "late": PIPE | {"resume": "run", "cache_dir": "other-cache"},  # no reference, and the weights of step 3
+    "other-loss": PIPE | {"resume": "run", "preference": {"loss": "dpo", "beta": 0.5}},
+    "simpo": PIPE | {"preference": {"loss": "simpo", "beta": 2.0}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("preference-runs")
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -> dict[str, dict[str, Any]]:
+    model = make_checkpoint("llama", tie_word_embeddings=False)
+    pairs = [
+        {
+            "prompt": f"How many stages has run {n}?",
+            "chosen": f"It has {n}." + " All." * (n % 3),
+            "rejected": "No" * (n % 5 + 1),
+        }
+        for n in range(30)
+    ]
+    (folder / "pairs.json").write_text(json.dumps(pairs))
+    cases = []
+    for name, keys in JOBS.items():
+        config = {
+            "model_path": str(model),
+            "data_path": str(folder / "pairs.json"),
+            "save_path": str(folder / name),
+            "preference": {"loss": "dpo", "beta": 0.2},
+            "max_seq_len": 200,
+            "max_steps": STEPS,
+            "save_interval": TAKEN_UP_AT,
+            "keep_last": 9,
+            "train_batch_size": 8,
+            "eval_share": 0.2,
+            "eval_interval": TAKEN_UP_AT,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
+            "tensorboard": {"enabled": False},
+        } | keys
+        config["cache_dir"] = str(folder / keys.get("cache_dir", "cache"))
+        if "resume" in keys:
+            config["resume"] = str(step_folder(folder / keys["resume"], TAKEN_UP_AT))
+        cases.append({"name": name, "kind": "pipeline", "config": config, "events": {}})
+    ranks.run(2, "jobs", cases, folder)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in JOBS}
+
+
+def test_a_run_learns_and_says_what_it_counts(outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes["run"]["error"] is None and MADE in outcomes["run"]["printed"]
+    done = steps(folder / "run")
+    first, last = done[1], done[STEPS]
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-4)  # the model is its own reference
+    assert last["loss"] < first["loss"] and last["rewards/accuracies"] == 1.0 and last["samples"] == 8
+    margin = last["rewards/chosen"] - last["rewards/rejected"]
+    assert last["rewards/margins"] == pytest.approx(margin) and margin > 0
+    evaluated = [line for line in metrics(folder / "run") if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == [TAKEN_UP_AT, STEPS]
+    assert all(line["eval_error"] == 1 - line["eval_rewards/accuracies"] for line in evaluated)
+    assert "eval_perplexity" not in evaluated[0]
+    best = json.loads((folder / "run" / BEST).read_text())
+    assert best["eval_loss"] == min(line["eval_error"] for line in evaluated)
+
+
+@pytest.mark.parametrize("name", ["again", "elsewhere"])
+def test_a_resumed_run_goes_on_with_the_reference_of_the_start(
+    name: str, outcomes: dict[str, Any], folder: Path
+) -> None:
+    assert outcomes[name]["error"] is None and KNOWN in outcomes[name]["printed"]
+    expected = weights(folder / "run")
+    if name == "again":
+        assert losses(folder / name) == losses(folder / "run")
+        torch.testing.assert_close(weights(folder / name), expected, rtol=0, atol=0)
+        assert evaluations(folder / name)[STEPS] == evaluations(folder / "run")[STEPS]
+    else:
+        assert losses(folder / name) == pytest.approx(losses(folder / "run"), rel=1e-4)
+        assert_near(weights(folder / name), expected)
+
+
+def test_a_reference_belongs_to_weights_and_dtype(outcomes: dict[str, Any], folder: Path) -> None:
+    assert KNOWN in outcomes["sweep"]["printed"]
+    assert MADE in outcomes["bf16"]["printed"]
+    assert MADE not in outcomes["simpo"]["printed"] and KNOWN not in outcomes["simpo"]["printed"]
+    files = {
+        name: {path.name for path in (folder / name).glob("reference-*")} for name in ("run", "sweep", "bf16", "simpo")
+    }
+    assert files["run"] == files["sweep"] and len(files["run"]) == 2 and not files["run"] & files["bf16"]
+    assert not files["simpo"]
+    # Adapters begin as nothing, so the reference of their run is that of the base.
+    assert KNOWN in outcomes["lora"]["printed"] or MADE in outcomes["lora"]["printed"]
+    own = sorted((folder / "lora").glob("reference-*")), sorted((folder / "run").glob("reference-*"))
+    found, expected = ([load_file(path)["sums"] for path in paths] for paths in own)
+    for each, other in zip(sorted(found, key=len), sorted(expected, key=len), strict=True):
+        assert_near(each, other)
+
+
+def test_a_run_that_lost_its_reference_is_refused(outcomes: dict[str, Any]) -> None:
+    """The weights to compare with are not those of step 3."""
+    error = outcomes["late"]["error"]
+    assert "have to be compared with the weights that this run began with" in error and "reference-" in error
+
+
+def test_another_loss_is_refused_in_the_same_run(outcomes: dict[str, Any]) -> None:
+    assert outcomes["other-loss"]["error"].startswith("preference.beta: 0.5, but ")
