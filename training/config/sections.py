@@ -212,11 +212,11 @@ class PreferenceSection(Section):
     """How much a difference of log-probabilities counts; for `orpo` the weight of its odds ratio. SimPO's authors take
     2 to 2.5."""
 
-    label_smoothing: float = Field(default=0.1, ge=0, lt=0.5)
-    """`cdpo`: the share of pairs that are expected to be the wrong way round."""
+    label_smoothing: float | None = Field(default=None, ge=0, lt=0.5)
+    """`cdpo`: the share of pairs that are expected to be the wrong way round; 0.1 where left out."""
 
-    gamma: float = Field(default=0.5, ge=0)
-    """`simpo`: the margin by which `beta` times the difference should exceed 0."""
+    gamma: float | None = Field(default=None, ge=0)
+    """`simpo`: the margin by which `beta` times the difference should exceed 0; 0.5 where left out."""
 
     sft_weight: float | None = Field(default=None, ge=0)
     """Weight of the cross-entropy of the better answers, a mean over their tokens; 1 for `orpo`, 0 for the others where
@@ -231,18 +231,14 @@ class PreferenceSection(Section):
         """Whether the loss compares with the model as it was before training."""
         return self.loss in ("dpo", "cdpo", "ipo")
 
-    @property
-    def objective(self) -> dict[str, Any]:
-        """The arguments of `models.preference.Objective`: 0 for what the loss does not use."""
-        used = {"label_smoothing": self.loss == "cdpo", "gamma": self.loss == "simpo"}
-        return self.model_dump() | {key: getattr(self, key) if uses else 0.0 for key, uses in used.items()}
-
     @model_validator(mode="after")
     def _fill_in(self) -> PreferenceSection:
         """Set what depends on the loss; refuse what it does not use."""
-        for key, loss in (("label_smoothing", "cdpo"), ("gamma", "simpo")):
-            if key in self.model_fields_set and self.loss != loss:
+        for key, loss, usual in (("label_smoothing", "cdpo", 0.1), ("gamma", "simpo", 0.5)):
+            if self.loss != loss and getattr(self, key):
                 raise ValueError(f"{key}: expected only with loss: {loss}, as {self.loss} does not use it")
+            if getattr(self, key) is None:
+                setattr(self, key, usual if self.loss == loss else 0.0)
         if self.sft_weight is None:
             self.sft_weight = float(self.loss == "orpo")
         if self.length_normalised is None:

@@ -77,7 +77,7 @@ def build_engine(
 def _loss_of(config: TrainConfig, router_weight: float, rows: RankGroup) -> MicroBatchLoss:
     """Make the loss that a config asks for."""
     if config.preference:
-        return PreferenceLoss(Objective(**config.preference.objective), router_weight, rows)
+        return PreferenceLoss(Objective(**config.preference.model_dump()), router_weight, rows)
     return partial(
         micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight, rows=rows
     )

@@ -1,0 +1,59 @@
+"""The section `preference`: defaults of each loss, what a loss does not use, and what contradicts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from models.preference import LOSSES, Objective
+from training.config.keys import TrainConfig
+from training.config.sections import PreferenceSection
+
+PATHS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
+
+
+def config(**keys: Any) -> TrainConfig:
+    return TrainConfig.model_validate(PATHS | {"optimizer": {"params": {"lr": 1e-5}}} | {"preference": {}} | keys)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_is_an_objective_and_is_read_again_as_written(loss: str) -> None:
+    section = PreferenceSection.model_validate({"loss": loss})
+    objective = Objective(**section.model_dump())
+    assert objective.length_normalised == (loss not in ("dpo", "cdpo"))
+    assert (objective.label_smoothing, objective.gamma) == (0.1 * (loss == "cdpo"), 0.5 * (loss == "simpo"))
+    assert objective.sft_weight == (loss == "orpo")
+    assert PreferenceSection.model_validate(section.model_dump()) == section
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"loss": "ppo"}, "preference.loss"),
+        ({"loss": "dpo", "gamma": 0.3}, "gamma: expected only with loss: simpo"),
+        ({"loss": "simpo", "label_smoothing": 0.3}, "label_smoothing: expected only with loss: cdpo"),
+        ({"loss": "dpo", "beta": 0}, "preference.beta"),
+    ],
+)
+def test_what_a_loss_does_not_use_is_refused(section: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        config(preference=section)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"mask": "all"}, "mask: "),
+        ({"from_scratch": True}, "from_scratch: "),
+        ({"aux_max_z_loss": {"weight": 1e-4}}, "aux_max_z_loss.weight: "),
+        ({"stream_gb": 1, "max_steps": 9}, "stream_gb: dpo compares"),
+    ],
+)
+def test_what_contradicts_preferences_is_refused(keys: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        config(**keys)
+
+
+def test_a_stream_goes_with_losses_without_a_reference() -> None:
+    assert config(preference={"loss": "simpo"}, stream_gb=1, max_steps=9).stream_gb == 1
