@@ -24,6 +24,7 @@ from models.derived.outline import Underivable
 from models.errors import CheckpointError
 from models.process_groups import RankGroup
 from models.router import experts_implementation
+from models.scores import OWN_FIELDS, labels_of, scoring_family
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare, obstacle
 
@@ -36,6 +37,8 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
     """
     path = folder / "config.json"
     raw, part = model_fields(path, content)
+    if labels := labels_of(raw):
+        part = {name: value for name, value in part.items() if name not in OWN_FIELDS}
     whole = raw["model_type"] if part["model_type"] != raw["model_type"] else None
     try:
         family = declared_family(part)
@@ -49,6 +52,9 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # transformers raises many kinds for a config that makes no sense
         raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
+    if labels:
+        config.num_labels, config.tie_word_embeddings = len(labels), False
+        family = scoring_family(family)
     config._experts_implementation = experts_implementation()
     spec = ModelSpec(family, config, raw, fields, is_part=whole is not None)
     spec.set_attention(family.attention[0])

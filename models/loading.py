@@ -66,6 +66,31 @@ class SeededStates:
         return state
 
 
+class NewScores:
+    """The weights of a language model with a fresh head that scores texts (`models.scores`).
+
+    Args:
+        base: of the language model.
+        spec: of the model that scores.
+    """
+
+    def __init__(self, base: LayerStates, spec: ModelSpec, seed: int) -> None:
+        self._base, self._fresh, self._head = base, SeededStates(spec, seed), spec.n_layers - 1
+
+    def check_layer(self, layer: int) -> None:
+        self._base.check_layer(layer)
+
+    def describe(self, layer: int, name: str) -> str:
+        return self._base.describe(layer, name)
+
+    def read_layer(self, layer: int) -> dict[str, Tensor]:
+        read = self._base.read_layer(layer)
+        if layer < self._head:
+            return read
+        fresh = self._fresh.read_layer(layer)
+        return {name: fresh[name] if name == HEAD_WEIGHT else read[name] for name in fresh}
+
+
 def build_layer(
     spec: ModelSpec,
     layer: int,

@@ -19,15 +19,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, distributed
 
 from models.layers import Activations, Head
 from models.lean_loss import linear_cross_entropy
 from models.loss import for_projection, supervised_positions, trained_rows, weighted_router_loss
-from models.process_groups import ONE_RANK, RankGroup, add_up
+from models.process_groups import ONE_RANK, RankGroup, add_up, summed
 
 # What is added up over pairs for the log, by trl's names.
-MEASURES = ("rewards/accuracies", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+REWARD_MEASURES = ("rewards/accuracies", "rewards/chosen", "rewards/rejected")
+MEASURES = (*REWARD_MEASURES, "logps/chosen", "logps/rejected")
+CLASS_MEASURES = ("accuracy",)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class PreferenceLoss:
         rows: who have the other tokens of the same rows.
 
     Attributes:
+        measures: what `take` has the sums of.
         recorded: the documents' sums [D] of each micro-batch since it was set to a list; then nothing else is computed.
     """
 
@@ -100,6 +103,7 @@ class PreferenceLoss:
         self._router_loss_weight = router_loss_weight
         self._totals: Tensor | None = None
         self.recorded: list[Tensor] | None = None
+        self.measures = MEASURES
 
     def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
         """Compute a micro-batch's part of the global loss, in fp32.
@@ -155,6 +159,72 @@ class PreferenceLoss:
 
     def _count(self, scores: Tensor, sums: Tensor) -> None:
         rewards = self._objective.beta * scores
-        found = torch.cat([(rewards[:, :1] > rewards[:, 1:]), rewards, sums], dim=1).double().sum(dim=0)
-        found = torch.cat([found.new_tensor([len(scores)]), found])
-        self._totals = found if self._totals is None else self._totals + found
+        self._totals = added(self._totals, torch.cat([rewards[:, :1] > rewards[:, 1:], rewards, sums], dim=1))
+
+
+class ScoreLoss:
+    """The loss of a micro-batch for a model that scores (`models.scores`): of rewards for pairs, or of classes.
+
+    A reward model learns that the better answer scores higher (Bradley-Terry, arXiv:2203.02155, equation 1), by the
+    pair's margin. Both have the definitions of trl and transformers.
+
+    Args:
+        pairs: whether documents come in pairs; else each has a class.
+        center_weight: weight of the squared sum of a pair's rewards, which keeps them around 0 (arXiv:2312.09244).
+        router_loss_weight, rows: as for `PreferenceLoss`.
+    """
+
+    def __init__(
+        self, pairs: bool, center_weight: float = 0.0, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK
+    ) -> None:
+        self._pairs, self._center_weight = pairs, center_weight
+        self._router_loss_weight, self._rows = router_loss_weight, rows
+        self.measures = REWARD_MEASURES if pairs else CLASS_MEASURES
+        self._totals: Tensor | None = None
+
+    def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
+        """Compute a micro-batch's part of the global loss; arguments as for `PreferenceLoss`.
+
+        Of the facts the second column counts: the margin of a pair, or the number of a document's class.
+        """
+        _, scale, share, documents, facts, *_ = labels
+        scores = self._scores(head, activations[0].flatten(0, 1), documents.flatten(), len(facts))
+        if self._pairs:
+            rewards, margins = scores.view(-1, 2), facts[::2, 1]
+            losses = -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margins)
+            losses = losses + self._center_weight * rewards.sum(dim=1).square()
+            counted = torch.cat([rewards[:, :1] > rewards[:, 1:], rewards], dim=1)
+        else:
+            classes = facts[:, 1].long()
+            losses = F.cross_entropy(scores, classes, reduction="none")
+            counted = (scores.argmax(dim=1) == classes)[:, None]
+        self._totals = added(self._totals, counted)
+        loss = losses.sum() * scale
+        if self._rows.size > 1:  # each of them has the whole loss, and gradients of its own tokens
+            loss = loss - loss.detach() * (1 - 1 / self._rows.size)
+        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
+
+    def take(self) -> Tensor:
+        """As `PreferenceLoss.take`."""
+        totals, self._totals = self._totals, None
+        return torch.zeros(1 + len(self.measures), dtype=torch.float64) if totals is None else totals.cpu()
+
+    def _scores(self, head: Head, hidden: Tensor, documents: Tensor, count: int) -> Tensor:
+        """Project the last token of each document: [tokens, H] -> [documents, numbers], in fp32."""
+        tokens = torch.arange(len(documents), device=hidden.device)
+        of_document = documents == torch.arange(count, device=hidden.device)[:, None]
+        last = torch.where(of_document, tokens, -1).amax(dim=1) if count else tokens[:0]
+        if self._rows.size == 1:
+            return head.project(hidden[last]).float()
+        owner = torch.where(last >= 0, self._rows.rank, -1)
+        if count:
+            distributed.all_reduce(owner, distributed.ReduceOp.MAX, self._rows.group)
+        own = (owner == self._rows.rank)[:, None]
+        return summed(head.project(hidden[last.clamp(min=0)]).float() * own, self._rows)
+
+
+def added(totals: Tensor | None, counted: Tensor) -> Tensor:
+    """Add what was counted of each pair or document, [n, measures], and their number, to totals [1 + measures]."""
+    counted = counted.detach().double()
+    found = torch.cat([counted.new_tensor([len(counted)]), counted.sum(dim=0)])
+    return found if totals is None else totals + found

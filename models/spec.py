@@ -5,7 +5,9 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,11 +20,13 @@ from models.adapters import ALL, Trained
 from models.attention.kernels import WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
+from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT, Family
 from models.layers import Block, Embedding, Head
 from models.process_groups import NO_GROUPS, RankGroups
 from models.quantized_base import quantizable
 from models.router import n_experts
+from models.scores import labels_of, scoring_family, scoring_fields
 from models.weight_map import WeightMap
 
 
@@ -34,6 +38,7 @@ class ModelSpec:
         raw: the content of config.json.
         fields: what it says of the decoder, in field names that transformers knows.
         is_part: whether the checkpoint holds more than the decoder, as those of images and text do.
+        language: of a model that scores texts, the language model whose weights it begins with.
         trained: which weights are trained, and the adapters that layers are built with.
     """
 
@@ -43,6 +48,7 @@ class ModelSpec:
     fields: dict[str, Any] = field(default_factory=dict, repr=False)
     is_part: bool = False
     trained: Trained = ALL
+    language: ModelSpec | None = None
     _shapes: dict[int, dict[str, torch.Size]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -65,6 +71,11 @@ class ModelSpec:
             str(rope.get("rope_type"))
         )
         return int(max(longest, (stretched or 0) * (rope.get("factor") or 1)))
+
+    @property
+    def labels(self) -> list[str]:
+        """What the numbers stand for that the model gives a text; empty for a language model."""
+        return labels_of(self.raw)
 
     @property
     def has_experts(self) -> bool:
@@ -132,6 +143,21 @@ class ModelSpec:
     def training(self, trained: Trained) -> ModelSpec:
         """Get the same model with other weights trained."""
         return replace(self, trained=trained, _shapes={})
+
+    def scoring(self, labels: Sequence[str]) -> ModelSpec:
+        """Get the model that gives a text a number for each label; itself where it does so already.
+
+        Raises:
+            CheckpointError: it has other labels, or transformers has no such class for the family.
+        """
+        if self.labels:
+            if len(self.labels) != len(labels):
+                raise CheckpointError(f"a model of {len(self.labels)} labels, {self.labels}; expected {len(labels)}")
+            return self
+        config = deepcopy(self.config)
+        config.num_labels, config.tie_word_embeddings = len(labels), False
+        family, raw = scoring_family(self.family), scoring_fields(self.raw, labels)
+        return replace(self, family=family, config=config, raw=raw, language=self, _shapes={})
 
     @property
     def base(self) -> ModelSpec:

@@ -16,7 +16,6 @@ from data.chat.prompts import Prompts, format_of
 from data.errors import DataError
 from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
-from data.records.pairs import Wanted
 from data.records.sources import Source
 from data.sample_set import SampleSet
 from data.tokenized.answer_end import answer_end
@@ -48,7 +47,7 @@ class RecordReader:
         self.prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
         self.how: dict[str, Any] = {"on_bad_record": config.on_bad_record, "truncate": config.truncate}
         self.how |= {"seed": config.seed, "log": log}
-        self.how["preference"] = Wanted("pairs") if config.preference else None
+        self.how["preference"] = config.wanted
         self._config = config
         self.folder = folder
         self._log = log
@@ -143,7 +142,7 @@ def build_loader(
         config.least_micro_batches,
         router_loss,
         (FP8_MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
-        config.preference is not None,
+        config.wanted is not None,
     )
 
 

@@ -41,7 +41,7 @@ class Evaluation:
         self._at_start = config.eval_at_start
         self._active = active
         self.loaders = loaders
-        self.best_by = "eval_error" if config.preference else "eval_loss"  # the smaller, the better
+        self.best_by = "eval_error" if config.wanted else "eval_loss"  # the smaller, the better
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to evaluate after `step`; 0 means before the first one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +13,7 @@ from rich.console import Console
 from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.checkpoint.hub import find_model
+from models.checkpoint.layout import MANIFEST
 from models.spec import ModelSpec
 from training.checkpoint.folder import DataOrder
 from training.checkpoint.resume import check_same_model
@@ -22,6 +24,7 @@ from training.data_setup import RecordReader, build_loader, training_loader
 from training.distributed.disk import Disk
 from training.distributed.processes import set_threads
 from training.engine.trainer import Trainer
+from training.errors import ConfigError
 from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.preflight import check_model
@@ -62,7 +65,13 @@ class LanguageModel(Task):
 
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
         folder = find_model(config.model_path, weights=not config.from_scratch)
-        spec = with_trained(self._read_spec(folder), config)
+        language = self._read_spec(folder)
+        if language.labels and not config.scores:
+            raise ConfigError(
+                f"model_path: {folder} scores texts ({', '.join(language.labels)}) and writes none; expected a "
+                "language model, or labels or preference.loss: reward"
+            )
+        spec = with_trained(language.scoring(config.scores) if config.scores else language, config)
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)
@@ -82,9 +91,13 @@ class LanguageModel(Task):
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         self.side_files = {}
         if disk.owns_folder:
-            self.side_files = read_side_files(folder, spec.base, reader.ends)
+            self.side_files = read_side_files(folder, language, reader.ends)
             if config.lora:
                 self.side_files |= adapter_file(spec, folder)
+            if spec.labels:
+                self.side_files["config.json"] = (json.dumps(spec.raw, indent=2) + "\n").encode()
+                if spec.language:
+                    self.side_files.pop(MANIFEST, None)  # it lists the weights of the language model
         self.model_folder, self.spec, self.n_layers = folder, spec, spec.n_layers
         self.order = DataOrder(
             samples=len(self.dataset),

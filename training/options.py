@@ -53,7 +53,7 @@ def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
 def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
     """List the callbacks of a language model's run."""
     planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
-    preferences: list[Callback] = [Preferences(task)] if config.preference else []
+    preferences: list[Callback] = [Preferences(task)] if config.wanted else []
     measured: list[Callback] = [Feedback(task)] if task.in_stages else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
     return [*planned, *preferences, *run_options(config), *measured, *exported]

@@ -38,7 +38,6 @@ from models.checkpoint.adapter import base_checksum
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.checkpoint.source import open_source
-from models.preference import MEASURES, PreferenceLoss
 from training.callbacks import Callback
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
@@ -66,8 +65,7 @@ class Preferences(Callback):
         self._missing: list[tuple[str, Dataset, Sequence[Loader]]] = []
 
     def on_build(self, job: Job) -> None:
-        assert job.config.preference
-        if not job.config.preference.needs_reference:
+        if not (job.config.preference and job.config.preference.needs_reference):
             return
         task, evaluation = self._model, job.task.evaluation
         self._missing = [("data", task.dataset, [task.loader])]
@@ -103,7 +101,8 @@ class Preferences(Callback):
 
     def on_evaluation(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         found = _measures(run.trainer)
-        metrics |= {"eval_error": 1 - found[MEASURES[0]]} | {f"eval_{name}": value for name, value in found.items()}
+        right = found[loss_of(run.trainer).measures[0]]
+        metrics |= {"eval_error": 1 - right} | {f"eval_{name}": value for name, value in found.items()}
 
     def _name(self, dataset: Dataset) -> str:
         key = hashlib.sha256(json.dumps([dataset.fingerprint(), self._start]).encode()).hexdigest()[:16]
@@ -152,19 +151,21 @@ def log_probabilities(
     return result
 
 
-def loss_of(trainer: Trainer) -> PreferenceLoss:
-    """Return the loss of a trainer's model."""
-    loss: PreferenceLoss = trainer.engine.module.micro_batch_loss
-    return loss
+def loss_of(trainer: Trainer) -> Any:
+    """Return the loss of a trainer's model: a `PreferenceLoss` or a `ScoreLoss`."""
+    return trainer.engine.module.micro_batch_loss
 
 
 def _measures(trainer: Trainer) -> dict[str, float]:
-    """Average over the pairs since the last call what their losses counted; all ranks call it together."""
-    totals = loss_of(trainer).take().to(trainer.engine.device)
+    """Average over the pairs or documents since the last call what their losses counted; all ranks call it together."""
+    loss = loss_of(trainer)
+    totals = loss.take().to(trainer.engine.device)
     distributed.all_reduce(totals)  # ranks that share a row count it alike
-    pairs, *sums = totals.tolist()
-    found = {name: value / pairs for name, value in zip(MEASURES, sums, strict=True)}
-    return found | {"rewards/margins": found["rewards/chosen"] - found["rewards/rejected"]}
+    count, *sums = totals.tolist()
+    found = {name: value / count for name, value in zip(loss.measures, sums, strict=True)}
+    if "rewards/chosen" in found:
+        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return found
 
 
 def _digest_start(config: TrainConfig, model: LanguageModel) -> str:

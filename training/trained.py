@@ -23,10 +23,12 @@ from models.checkpoint.adapter import (
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import first_few, open_source
+from models.config_json import read_json
 from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
-from models.loading import LayerStates, SeededStates
+from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import PACKAGE
+from models.scores import labels_of
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -73,6 +75,8 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
     if config.from_scratch:
         return SeededStates(spec, config.seed)
     if config.lora is None:
+        if spec.language and not labels_of(read_json(folder / "config.json")):
+            return NewScores(open_source(folder, spec.language), spec, config.seed)
         return open_source(folder, spec)
     base = open_source(find_model(config.model_path), spec.base)
     if (folder / ADAPTER).is_file():

@@ -33,6 +33,7 @@ def contradictions(config: Any) -> Iterator[str]:
     yield from _of_precision(config)
     yield from _of_adapters(config)
     yield from _of_preference(config)
+    yield from _of_scores(config)
     yield from of_optimizer(config)
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
@@ -112,6 +113,18 @@ def _of_preference(config: Any) -> Iterator[str]:
             f"stream_gb: {config.preference.loss} compares each answer with the model before training, which needs all "
             "records at once; expected no stream_gb, or loss: simpo or orpo"
         )
+
+
+def _of_scores(config: Any) -> Iterator[str]:
+    if config.labels and config.preference:
+        yield "labels: a classifier learns from classes, not from preferences; expected labels or preference"
+    if not config.scores:
+        return
+    key = "labels" if config.labels else "preference.loss"
+    if config.lora:
+        yield f"{key}: adapters are trained of language models only; expected no lora, or freeze"
+    if config.model_topo.tensor > 1:
+        yield f"{key}: a row of scores cannot be divided; expected no model axis"
 
 
 def of_optimizer(config: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt, model_validator
 from data.chat.prompts import Fallback, Mask, PromptFormat, Truncate
 from data.packing import Packing
 from data.records.fields import TemplateArguments
+from data.records.pairs import Wanted
 from data.records.reading import OnBadRecord
 from training.config.contradictions import contradictions
 from training.config.model_topo import ModelTopo
@@ -79,6 +80,10 @@ class TrainConfig(Section):
 
     lora: LoraSection | None = None
     preference: PreferenceSection | None = None
+    labels: list[str] = Field(default=[], min_length=2)
+    """Train a classifier with these classes instead of a language model; each record has a `label`, one of these names
+    or its number, from 0 (docs/preferences.md#reward-models-and-classes)."""
+
     freeze: list[re.Pattern[str]] = []
     """Regular expressions; weights whose names in transformers' model match one are not trained, such as
     `[embed_tokens, 'layers\\.[0-7]\\.']`."""
@@ -336,6 +341,18 @@ class TrainConfig(Section):
     def chunks(self) -> int:
         """Count the chunks that the layers are divided into."""
         return self.model_topo.stages * (2 if self.v_schedule else 1)
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """Which judged records are trained on; None for plain ones."""
+        if self.labels:
+            return Wanted("classes", tuple(self.labels))
+        return Wanted("pairs") if self.preference else None
+
+    @property
+    def scores(self) -> list[str]:
+        """Name the numbers that the model gives a text; empty for a language model."""
+        return self.labels or (["reward"] if self.preference and self.preference.loss == "reward" else [])
 
     @property
     def sample_limit(self) -> int:

@@ -201,14 +201,18 @@ class LoraSection(Section):
     """Start from this adapter instead of a fresh one: a folder of peft's, or the folder of a run."""
 
 
+BETA = 0.1
+
+
 class PreferenceSection(Section):
     """`preference`: learn from pairs of answers, a better and a worse one (docs/preferences.md)."""
 
-    loss: Literal["dpo", "cdpo", "ipo", "simpo", "orpo"] = "dpo"
+    loss: Literal["dpo", "cdpo", "ipo", "simpo", "orpo", "reward"] = "dpo"
     """`dpo` (arXiv:2305.18290), `cdpo` (dpo with `label_smoothing`), `ipo` (arXiv:2310.12036), `simpo`
-    (arXiv:2405.14734) or `orpo` (arXiv:2403.07691). The last two need no reference model."""
+    (arXiv:2405.14734) or `orpo` (arXiv:2403.07691); the last two need no reference model. `reward` trains a reward
+    model, which gives an answer a number (docs/preferences.md#reward-models-and-classes)."""
 
-    beta: float = Field(default=0.1, gt=0)
+    beta: float = Field(default=BETA, gt=0)
     """How much a difference of log-probabilities counts; for `orpo` the weight of its odds ratio. SimPO's authors take
     2 to 2.5."""
 
@@ -217,6 +221,9 @@ class PreferenceSection(Section):
 
     gamma: float | None = Field(default=None, ge=0)
     """`simpo`: the margin by which `beta` times the difference should exceed 0; 0.5 where left out."""
+
+    center_weight: float = Field(default=0.0, ge=0)
+    """`reward`: weight of the squared sum of a pair's rewards, which keeps them around 0."""
 
     sft_weight: float | None = Field(default=None, ge=0)
     """Weight of the cross-entropy of the better answers, a mean over their tokens; 1 for `orpo`, 0 for the others where
@@ -239,10 +246,16 @@ class PreferenceSection(Section):
                 raise ValueError(f"{key}: expected only with loss: {loss}, as {self.loss} does not use it")
             if getattr(self, key) is None:
                 setattr(self, key, usual if self.loss == loss else 0.0)
+        if self.loss != "reward" and self.center_weight:
+            raise ValueError(f"center_weight: expected only with loss: reward, as {self.loss} does not use it")
+        if self.loss == "reward" and (self.beta != BETA or self.sft_weight or self.length_normalised):
+            raise ValueError(
+                "beta, sft_weight and length_normalised: a reward model has no use for them; leave them out"
+            )
         if self.sft_weight is None:
             self.sft_weight = float(self.loss == "orpo")
         if self.length_normalised is None:
-            self.length_normalised = self.loss not in ("dpo", "cdpo")
+            self.length_normalised = self.loss in ("ipo", "simpo", "orpo")
         return self
 
 

@@ -74,8 +74,9 @@ class Reporter:
             speed = f"{metrics.tokens_per_s:,.0f} tokens/s"
             if metrics.mfu is not None:
                 speed += f"  MFU {metrics.mfu:.0%}"
-            if (right := metrics.measures.get("rewards/accuracies")) is not None:
-                numbers += f"  accuracy {right:.2f}"
+            for name in ("rewards/accuracies", "accuracy"):
+                if name in metrics.measures:
+                    numbers += f"  accuracy {metrics.measures[name]:.2f}"
             progress = f"step {metrics.step}/{self.total_steps}  epoch {metrics.epoch}"
             print(f"{progress}  {numbers}  {speed}  {left} left", flush=True)
 

@@ -1,0 +1,116 @@
+"""Models that score texts: transformers' own are read as they are, and the losses are those of trl and transformers."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification
+
+from models import load_model
+from models.api import read_spec
+from models.errors import CheckpointError
+from models.layers import Head
+from models.preference import CLASS_MEASURES, REWARD_MEASURES, ScoreLoss
+from tests.closeness import assert_near
+from tests.conftest import TINY, save_tokenizer
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "bloom": {},
+    "mistral": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16},
+    "phi3": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+}
+WIDTH, LENGTHS = 8, (3, 5, 4, 2, 6, 7)
+
+
+def save_scoring(folder: Path, model_type: str, labels: int, **changes: Any) -> Path:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type](**(TINY | {"initializer_range": 0.05, "num_labels": labels} | changes))
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_equal_transformers(name: str, tmp_path: Path) -> None:
+    folder = save_scoring(tmp_path, name, 3, **FAMILIES[name])
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+    ids = torch.randint(3, 500, (1, 17), generator=torch.Generator().manual_seed(1))
+    ours = load_model(folder)
+    assert ours.spec.labels == ["LABEL_0", "LABEL_1", "LABEL_2"] and not ours.spec.tied
+    with torch.no_grad():
+        assert_near(ours(ids)[0, -1], theirs(ids).logits[0])
+
+
+def test_a_language_model_becomes_one_with_other_rows(tmp_path: Path) -> None:
+    """The shapes and the config.json are those that transformers would write."""
+    torch.manual_seed(0)
+    folder = save_scoring(tmp_path, "llama", 1, tie_word_embeddings=True)
+    raw = json.loads((folder / "config.json").read_text())
+    plain = {name: value for name, value in raw.items() if name not in ("id2label", "label2id")}
+    language = read_spec(folder, plain | {"architectures": ["LlamaForCausalLM"]})
+    assert language.tied and not language.labels
+    spec = language.scoring(["reward"])
+    assert spec.shapes(spec.n_layers - 1)["lm_head.weight"] == torch.Size((1, TINY["hidden_size"]))
+    assert spec.labels == ["reward"] and not spec.tied and spec.language == language
+    assert spec.raw["architectures"] == raw["architectures"] and spec.raw["id2label"] == {"0": "reward"}
+    bindings = (spec.weight_map.bindings(layer, spec.shapes(layer)) for layer in range(spec.n_layers))
+    names = {name for its in bindings for each in its for name in each.disk}
+    assert names == set(load_file(folder / "model.safetensors"))
+    assert read_spec(folder).scoring(["other"]) == read_spec(folder)
+    with pytest.raises(CheckpointError, match="1 labels"):
+        read_spec(folder).scoring(["a", "b"])
+
+
+class Bare(Head):
+    """A head that multiplies with a given matrix."""
+
+    def __init__(self, weight: Tensor) -> None:
+        torch.nn.Module.__init__(self)
+        self.lm_head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        self.lm_head.weight = torch.nn.Parameter(weight)
+
+
+@pytest.mark.parametrize("cut", [(0, 6), (0, 2, 2, 6)], ids=str)
+@pytest.mark.parametrize("pairs", [True, False])
+def test_the_formulas_and_their_gradients(pairs: bool, cut: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(0)
+    hidden = [torch.randn(n, WIDTH, generator=random).requires_grad_() for n in LENGTHS]
+    head = Bare(torch.randn(1 if pairs else 3, WIDTH, generator=random))
+    facts = torch.tensor([[0.0, value] for value in ([0.5, 0.5, 0.0, 0.0, 2.0, 2.0] if pairs else [0, 2, 1, 1, 0, 2])])
+    last = torch.stack([each[-1] for each in hidden])
+    scores = F.linear(last, head.lm_head.weight)
+    if pairs:
+        better, worse = scores.view(-1, 2).T
+        losses = -torch.log(torch.sigmoid(better - worse - facts[::2, 1])) + 0.3 * (better + worse) ** 2
+        right, sums = int((better > worse).sum()), [better.sum().item(), worse.sum().item()]
+    else:
+        losses = -F.log_softmax(scores, dim=-1)[torch.arange(6), facts[:, 1].long()]
+        right, sums = int((scores.argmax(-1) == facts[:, 1]).sum()), []
+    count = len(losses)
+    expected = losses.mean()
+    loss = ScoreLoss(pairs, 0.3 if pairs else 0.0)
+    found = torch.zeros(())
+    for begin, end in pairwise(cut):
+        row = torch.cat([*hidden[begin:end], torch.zeros(3, WIDTH)])  # and padding
+        documents = torch.tensor([each for each in range(end - begin) for _ in range(LENGTHS[begin + each])] + [-1] * 3)
+        scales = torch.tensor(1 / count), torch.tensor(0.0), documents[None], facts[begin:end], torch.tensor(0.0)
+        found = found + loss(head, (row[None],), (torch.zeros_like(documents)[None], *scales))
+    assert_near(found, expected)
+    leaves = [head.lm_head.weight, *hidden]
+    for gradient, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        assert_near(gradient, other)
+    assert loss.measures == (REWARD_MEASURES if pairs else CLASS_MEASURES)
+    assert loss.take().tolist() == pytest.approx([count, right, *sums])

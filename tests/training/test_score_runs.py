@@ -1,0 +1,191 @@
+"""Runs that train reward models and classifiers equal transformers' classes trained by torch, in every topology.
+
+The jobs run in the same two processes (tests/workers/jobs.py). What a run exports is what transformers loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from data.tokenized.sample_file import SampleFile
+from models import load_model
+from models.conversion.to_huggingface import pp_to_hg
+from tests.closeness import assert_near
+from tests.launching import metrics, topology
+from tests.models.test_scores import save_scoring
+from tests.ranks import Ranks
+from training.checkpoint.folder import step_folder
+
+pytestmark = pytest.mark.launched
+
+STEPS, LR, CENTER = 6, 1e-4, 0.02
+PIPE = {"model_topo": topology((2, 1))}
+REWARD: dict[str, Any] = {"preference": {"loss": "reward", "center_weight": CENTER}}
+CLASSES: dict[str, Any] = {"labels": ["even", "odd", "none"]}
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "reward": ("reward", REWARD | PIPE),
+    "reward-dualpipev": ("reward", REWARD | PIPE | {"schedule": "dualpipev"}),
+    "reward-sequence": ("reward", REWARD | {"model_topo": topology((1, 2)) | {"sequence": 2}}),
+    "classes": ("classes", CLASSES | PIPE),
+    "classes-replicas": ("classes", CLASSES | {"model_topo": topology((1, 2))}),
+    "classes-again": ("classes", CLASSES | PIPE | {"resume": "classes"}),
+    "from-language": ("language", REWARD | PIPE),
+    "scores-as-words": ("reward", {"preference": {"loss": "dpo"}} | PIPE),
+}
+EQUAL = ("reward", "reward-dualpipev", "reward-sequence", "classes", "classes-replicas")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("score-runs")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path, make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
+    return {
+        "reward": save_scoring(folder / "reward-model", "llama", 1, tie_word_embeddings=True),
+        "classes": save_scoring(folder / "class-model", "llama", 3),
+        "language": make_checkpoint("llama", tie_word_embeddings=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path]) -> dict[str, Any]:
+    pairs = [
+        {
+            "prompt": f"How many has {n}?",
+            "chosen": f"It has {n}." * (n % 3 + 1),
+            "rejected": "No" * (n % 5 + 1),
+            "margin": n / 8,
+        }
+        for n in range(8)
+    ]
+    texts = [{"text": f"{'What a day it is. ' * (n % 4)}Day {n}", "label": n % 3} for n in range(8)]
+    for name, records in (("pairs", pairs), ("texts", texts)):
+        (folder / f"{name}.json").write_text(json.dumps(records))
+    cases = []
+    for name, (model, keys) in JOBS.items():
+        config = {
+            "model_path": str(models[model]),
+            "data_path": str(folder / ("texts.json" if "labels" in keys else "pairs.json")),
+            "save_path": str(folder / name),
+            "cache_dir": str(folder / "cache"),
+            "max_seq_len": 200,
+            "n_epoches": STEPS,
+            "save_interval": 3,
+            "keep_last": 9,
+            "train_batch_size": 8,
+            "gradient_clipping": 0,
+            "scheduler": None,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-6},
+            },
+            "tensorboard": {"enabled": False},
+        } | keys
+        if "resume" in keys:
+            config["resume"] = str(step_folder(folder / keys["resume"], 3))
+        cases.append({"name": name, "kind": "pipeline", "config": config, "events": {}})
+    ranks.run(2, "jobs", cases, folder)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in JOBS}
+
+
+@pytest.fixture(scope="module")
+def by_torch(outcomes: dict[str, Any], folder: Path, models: dict[str, Path]) -> Callable[[str], Any]:
+    """Losses and weights of transformers' class after as many steps of torch's optimizer, on the run's own tokens."""
+    made: dict[str, tuple[list[float], dict[str, Tensor]]] = {}
+
+    def get(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+        if kind not in made:
+            model = AutoModelForSequenceClassification.from_pretrained(models[kind], attn_implementation="eager")
+            made[kind] = trained(model, kind, folder)
+        return made[kind]
+
+    return get
+
+
+def trained(model: Any, kind: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-6)
+    records = json.loads((folder / ("pairs.json" if kind == "reward" else "texts.json")).read_text())
+    tokens = documents_of(folder, pairs=kind == "reward")
+    losses = []
+    for _ in range(STEPS):
+        found = []
+        for record, documents in zip(records, tokens, strict=True):
+            scores = [model(input_ids=torch.tensor([ids])).logits[0] for ids in documents]
+            if kind == "reward":
+                better, worse = (each[0] for each in scores)
+                found.append(-F.logsigmoid(better - worse - record["margin"]) + CENTER * (better + worse) ** 2)
+            else:
+                found.append(F.cross_entropy(scores[0][None], torch.tensor([record["label"]])))
+        loss = torch.stack(found).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def documents_of(folder: Path, pairs: bool) -> list[list[list[int]]]:
+    """The token ids of the one or two documents of each record, as the runs have them."""
+    for cache in (folder / "cache" / "datasets").iterdir():
+        samples = SampleFile(cache)
+        firsts = samples.column("first").tolist()
+        if (min(firsts) > 0) == pairs:
+            ids = [sample["input_ids"].tolist() for sample in samples]  # type: ignore[attr-defined]
+            return [[each[:n], each[n:]] if n else [each] for n, each in zip(firsts, ids, strict=True)]
+    raise AssertionError("no such records in the cache")
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_losses_and_weights_equal_transformers(
+    name: str, outcomes: dict[str, Any], by_torch: Callable[[str], Any], folder: Path
+) -> None:
+    assert outcomes[name]["error"] is None
+    losses, weights = by_torch(JOBS[name][0])
+    assert [line["loss"] for line in metrics(folder / name)] == pytest.approx(losses, rel=2e-5)
+    pp_to_hg(folder / name, folder / f"{name}-hf")
+    exported = AutoModelForSequenceClassification.from_pretrained(folder / f"{name}-hf")
+    assert_near(dict(exported.state_dict()), dict(weights))
+
+
+def test_measures_are_those_of_the_loss(outcomes: dict[str, Any], folder: Path) -> None:
+    assert all(outcomes[name]["error"] is None for name in ("reward", "classes"))
+    reward, classes = (metrics(folder / name)[-1] for name in ("reward", "classes"))
+    assert reward["rewards/margins"] == pytest.approx(reward["rewards/chosen"] - reward["rewards/rejected"])
+    assert "logps/chosen" not in reward and 0 <= reward["rewards/accuracies"] <= 1
+    assert 0 < classes["accuracy"] <= 1 and "rewards/accuracies" not in classes
+
+
+def test_a_classifier_goes_on_to_the_last_bit(outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes["classes-again"]["error"] is None
+    lines = {line["step"]: line["loss"] for line in metrics(folder / "classes")}
+    assert [line["loss"] for line in metrics(folder / "classes-again")] == [lines[step] for step in (4, 5, 6)]
+
+
+def test_a_language_model_becomes_a_reward_model(
+    outcomes: dict[str, Any], folder: Path, models: dict[str, Path]
+) -> None:
+    """Its blocks begin as they were, its head is new; transformers loads the export with the same scores."""
+    assert outcomes["from-language"]["error"] is None
+    pp_to_hg(folder / "from-language", folder / "from-language-hf")
+    exported = AutoModelForSequenceClassification.from_pretrained(folder / "from-language-hf").eval()
+    assert exported.config.id2label == {0: "reward"}
+    ids = torch.randint(3, 500, (1, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert_near(load_model(folder / "from-language")(ids)[0, -1], exported(ids).logits[0])
+    began = AutoModelForCausalLM.from_pretrained(models["language"]).model.embed_tokens.weight
+    assert (exported.model.embed_tokens.weight - began).abs().max() < 2 * STEPS * LR
+
+
+def test_a_model_that_scores_is_no_language_model(outcomes: dict[str, Any]) -> None:
+    assert "scores texts (LABEL_0) and writes none" in outcomes["scores-as-words"]["error"]
