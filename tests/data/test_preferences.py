@@ -70,6 +70,11 @@ ONE_TURN: dict[str, JSON] = {
         "score_chosen": 8.5,
         "score_rejected": 6.0,
     },
+    "whole dialogues beside their prompt": {
+        "messages": [user(Q)],
+        "chosen": [user(Q), said(GOOD)],
+        "rejected": [user(Q), said(BAD)],
+    },
     "HH-RLHF": {
         "chosen": f"\n\nHuman: {Q}\n\nAssistant: {GOOD}",
         "rejected": f"\n\nHuman: {Q}\n\nAssistant: {BAD}",
@@ -312,6 +317,14 @@ def test_a_prompt_alone_counts_for_nothing(load: Any) -> None:
         (
             {"prompt": Q, "chosen": GOOD, "rejected": BAD, "images": ["a.png"]},
             "chosen: images: expected records without",
+        ),
+        (
+            {"chosen": [user("A?"), said(GOOD)], "rejected": [user("B?"), said(BAD)]},
+            "field rejected: expected another answer to the same messages as chosen",
+        ),
+        (
+            {"messages": [user("B?")], "chosen": [user(Q), said(GOOD)], "rejected": [user(Q), said(BAD)]},
+            "field messages: expected the beginning of chosen, or none beside whole dialogues",
         ),
         ({"prompt": Q, "response_a": "a", "response_b": "b"}, "field rejected: expected chosen and rejected answers"),
     ],
