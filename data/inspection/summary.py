@@ -171,7 +171,7 @@ def draw_lengths(dataset: Dataset, max_seq_len: int, path: Path) -> Path:
     longest = int(dataset.lengths.max())
     axes.hist(lengths, bins=min(BINS, longest), range=(0, longest), stacked=True, label=dataset.types)
     axes.axvline(dataset.lengths.mean(), color="black", linewidth=0.8, linestyle="--", label="mean")
-    if longest >= max_seq_len:
+    if longest >= max_seq_len and not dataset.first.any():  # of a pair it limits each document
         axes.axvline(max_seq_len, color="tab:red", linewidth=0.8, label="max_seq_len")
     axes.set_title(f"{len(dataset):,} samples")
     axes.set_xlabel("tokens")

@@ -7,7 +7,6 @@ beginning that both share. A ranked list becomes pairs of its best answer and ea
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -154,10 +153,16 @@ def _with_answer(rest: Fields, name: str, answer: Any, known: Sequence[Any]) -> 
         known: both answers; one of them may stand beside them once more.
     """
     messages = _messages(name, answer)
-    if _role(messages[0]) != "assistant":  # the whole dialogue, beside which its parts may stand once more
-        rest = {key: value for key, value in rest.items() if key not in DIALOGUES or value not in known}
-        if isinstance(rest.get("prompt"), str) and any(rest["prompt"] in map(str, each.values()) for each in messages):
-            del (rest := dict(rest))["prompt"]
+    if _role(messages[0]) != "assistant":  # the whole dialogue, beside which its beginning may stand once more
+        told = [each for each in known if isinstance(each, list)]
+        texts = [text for each in messages for text in each.values()]
+        for key in (*DIALOGUES, "prompt"):
+            there = rest.get(key)
+            begins = isinstance(there, list) and any(each[: len(there)] == there for each in told)
+            if begins or (isinstance(there, str) and there in texts):
+                rest = {other: value for other, value in rest.items() if other != key}
+        if also := _first(DIALOGUES, rest):
+            raise ValueError(f"{also}: expected the beginning of {name}, or none beside whole dialogues")
         return rest | {"messages": messages}
     if isinstance(rest.get("input"), dict):  # OpenAI's
         rest = {key: value for key, value in rest.items() if key != "input"} | rest["input"]
@@ -202,15 +207,8 @@ def _messages(name: str, answer: Any) -> list[dict[str, Any]]:
 def _turns(text: str) -> list[dict[str, Any]]:
     """Read the turns of a dialogue in one text; none where it is no such text."""
     before, *rest = TURN.split(text)
-    roles, words = rest[::2], rest[1::2]
-    return (
-        []
-        if before.strip()
-        else [
-            {"role": "user" if role == "Human" else "assistant", "content": said.strip()}
-            for role, said in zip(roles, words, strict=True)
-        ]
-    )
+    said = [] if before.strip() else zip(rest[::2], rest[1::2], strict=True)
+    return [{"role": ROLES.get(role.lower(), "user"), "content": words.strip()} for role, words in said]
 
 
 def _role(message: Any) -> str | None:
@@ -223,7 +221,7 @@ def _first(names: Sequence[str], fields: Mapping[str, Any]) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < 1e30  # which fp32 holds, and no NaN
 
 
 def answers_alone(judged: Judged) -> Judged:
@@ -243,6 +241,8 @@ def answers_alone(judged: Judged) -> Judged:
     if len(chats) == 2:
         common = [one == other for one, other in zip(*chats, strict=False)]
         shared = min([*(place for place, equal in enumerate(common) if not equal), *(len(each) - 1 for each in chats)])
+        if any(each[shared].role != "assistant" for each in chats):
+            raise ValueError("rejected: expected another answer to the same messages as chosen")
     elif chats:
         shared = max((place for place, each in enumerate(chats[0]) if each.role == "user"), default=0)
     return judged._replace(

@@ -91,9 +91,7 @@ def fit(
         return whole
     if how == "refuse":
         raise DataError(f"{length:,} tokens; expected at most max_seq_len, {limit} (truncate: refuse)")
-    begins = _turns(records[0])
-    if len(records) > 1:  # what they share
-        begins = [begin for begin, other in zip(begins, _turns(records[1]), strict=False) if begin == other]
+    begins = _turns(records[0], max if len(records) == 1 else min)  # of a pair those that both share
     if len(begins) < 2:
         return whole
 
@@ -107,8 +105,12 @@ def fit(
     return [tokens._replace(notes=tokens.notes | note) for tokens in kept]
 
 
-def _turns(record: Record) -> list[int]:
-    """Find where turns begin: at each question after no question and before an answer."""
+def _turns(record: Record, which: Callable[..., int]) -> list[int]:
+    """Find where turns begin: at each question after no question and before an answer.
+
+    Args:
+        which: of the trained answers; `min` or `max`.
+    """
     asked: list[bool] = []
     trained: list[bool] = []
     if isinstance(record, Chat):
@@ -117,7 +119,7 @@ def _turns(record: Record) -> list[int]:
     elif isinstance(record, (Conversation, ConverHasApi, RefQA)):
         asked = [role == "ask" for role, _ in record.rounds]
         trained = [not asks for asks in asked]
-    last = max((place for place, each in enumerate(trained) if each), default=0)
+    last = which((place for place, each in enumerate(trained) if each), default=0)
     return [place for place, asks in enumerate(asked[:last]) if asks and (place == 0 or not asked[place - 1])]
 
 

@@ -70,6 +70,11 @@ ONE_TURN: dict[str, JSON] = {
         "score_chosen": 8.5,
         "score_rejected": 6.0,
     },
+    "whole dialogues beside their prompt": {
+        "messages": [user(Q)],
+        "chosen": [user(Q), said(GOOD)],
+        "rejected": [user(Q), said(BAD)],
+    },
     "HH-RLHF": {
         "chosen": f"\n\nHuman: {Q}\n\nAssistant: {GOOD}",
         "rejected": f"\n\nHuman: {Q}\n\nAssistant: {BAD}",
@@ -249,6 +254,16 @@ def test_both_documents_are_cut_together(load: Any, tokenizer: PreTrainedTokeniz
         load(raw, how="refuse", limit=LIMIT // 2)
 
 
+def test_turns_in_which_answers_differ_stay(load: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Else one answer would follow what another one said."""
+    begin = [user("0: " + "word " * 20), said("word " * 20), user("1: " + "word " * 20)]
+    answers = [[said(f"{name} " * 20), user("2: Sure?"), said(f"{name} " * 20)] for name in ("good", "bad")]
+    dataset = load({"chosen": begin + answers[0], "rejected": begin + answers[1]}, how="oldest", limit=200)
+    for half in halves(dataset.samples[0]):
+        text = whole_text(runs_of(half, tokenizer))
+        assert "0: " not in text and "1: " in text and len(half["input_ids"]) <= 200
+
+
 def test_answers_are_cut_at_the_same_limit(load: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     raw = {"prompt": Q, "chosen": "good " * 100, "rejected": "bad " * 100}
     dataset = load(raw, limit=64)
@@ -312,6 +327,14 @@ def test_a_prompt_alone_counts_for_nothing(load: Any) -> None:
         (
             {"prompt": Q, "chosen": GOOD, "rejected": BAD, "images": ["a.png"]},
             "chosen: images: expected records without",
+        ),
+        (
+            {"chosen": [user("A?"), said(GOOD)], "rejected": [user("B?"), said(BAD)]},
+            "field rejected: expected another answer to the same messages as chosen",
+        ),
+        (
+            {"messages": [user("B?")], "chosen": [user(Q), said(GOOD)], "rejected": [user(Q), said(BAD)]},
+            "field messages: expected the beginning of chosen, or none beside whole dialogues",
         ),
         ({"prompt": Q, "response_a": "a", "response_b": "b"}, "field rejected: expected chosen and rejected answers"),
     ],
