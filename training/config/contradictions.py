@@ -116,6 +116,8 @@ def _of_preference(config: Any) -> Iterator[str]:
 
 
 def _of_scores(config: Any) -> Iterator[str]:
+    if len(set(config.labels)) < max(2, len(config.labels)) and config.labels:
+        yield f"labels: expected at least two different names, found {', '.join(config.labels)}"
     if config.labels and config.preference:
         yield "labels: a classifier learns from classes, not from preferences; expected labels or preference"
     if not config.scores:

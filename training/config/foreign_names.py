@@ -46,7 +46,7 @@ OTHERS = [  # our key, or none where there is no such thing; advice; names, each
     ("lora.modules_to_save", "", "lora_modules_to_save:A additional_target:L modules_to_save:S"),
     ("lora.start_from", "", "lora_model_dir:A adapter_name_or_path:L adapters:S"),
     ("freeze", "what is not trained", "unfrozen_parameters:A freeze_trainable_layers:L freeze_parameters:S"),
-    ("preference.loss", "dpo, cdpo, ipo, simpo or orpo", "pref_loss:L rlhf_type:S rl:A loss_type:T"),
+    ("preference.loss", "dpo, cdpo, ipo, simpo, orpo or reward", "pref_loss:L rlhf_type:S rl:A loss_type:T"),
     ("preference.beta", "", "pref_beta:L dpo_beta:A rl_beta:A"),
     ("preference.sft_weight", "", "pref_ftx:L rpo_alpha:TAS"),
     ("preference.gamma", "", "simpo_gamma:LTAS cpo_simpo_gamma:A"),

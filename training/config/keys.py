@@ -80,7 +80,7 @@ class TrainConfig(Section):
 
     lora: LoraSection | None = None
     preference: PreferenceSection | None = None
-    labels: list[str] = Field(default=[], min_length=2)
+    labels: list[str] = []
     """Train a classifier with these classes instead of a language model; each record has a `label`, one of these names
     or its number, from 0 (docs/preferences.md#reward-models-and-classes)."""
 

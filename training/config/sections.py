@@ -238,6 +238,11 @@ class PreferenceSection(Section):
         """Whether the loss compares with the model as it was before training."""
         return self.loss in ("dpo", "cdpo", "ipo")
 
+    @property
+    def objective(self) -> dict[str, Any]:
+        """The arguments of `models.preference.Objective`."""
+        return self.model_dump(exclude={"center_weight"})
+
     @model_validator(mode="after")
     def _fill_in(self) -> PreferenceSection:
         """Set what depends on the loss; refuse what it does not use."""

@@ -80,7 +80,7 @@ def _loss_of(config: TrainConfig, router_weight: float, rows: RankGroup) -> Micr
         center = config.preference.center_weight if config.preference else 0.0
         return ScoreLoss(not config.labels, center, router_weight, rows)
     if config.preference:
-        return PreferenceLoss(Objective(**config.preference.model_dump(exclude={"center_weight"})), router_weight, rows)
+        return PreferenceLoss(Objective(**config.preference.objective), router_weight, rows)
     return partial(
         micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight, rows=rows
     )

@@ -20,7 +20,7 @@ def config(**keys: Any) -> TrainConfig:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_is_an_objective_and_is_read_again_as_written(loss: str) -> None:
     section = PreferenceSection.model_validate({"loss": loss})
-    objective = Objective(**section.model_dump())
+    objective = Objective(**section.objective)
     assert objective.length_normalised == (loss not in ("dpo", "cdpo"))
     assert (objective.label_smoothing, objective.gamma) == (0.1 * (loss == "cdpo"), 0.5 * (loss == "simpo"))
     assert objective.sft_weight == (loss == "orpo")
@@ -34,6 +34,8 @@ def test_every_loss_is_an_objective_and_is_read_again_as_written(loss: str) -> N
         ({"loss": "dpo", "gamma": 0.3}, "gamma: expected only with loss: simpo"),
         ({"loss": "simpo", "label_smoothing": 0.3}, "label_smoothing: expected only with loss: cdpo"),
         ({"loss": "dpo", "beta": 0}, "preference.beta"),
+        ({"loss": "dpo", "center_weight": 0.1}, "center_weight: expected only with loss: reward"),
+        ({"loss": "reward", "beta": 0.5}, "a reward model has no use for them"),
     ],
 )
 def test_what_a_loss_does_not_use_is_refused(section: dict[str, Any], expected: str) -> None:
@@ -48,6 +50,10 @@ def test_what_a_loss_does_not_use_is_refused(section: dict[str, Any], expected: 
         ({"from_scratch": True}, "from_scratch: "),
         ({"aux_max_z_loss": {"weight": 1e-4}}, "aux_max_z_loss.weight: "),
         ({"stream_gb": 1, "max_steps": 9}, "stream_gb: dpo compares"),
+        ({"labels": ["a", "b"]}, "labels: a classifier learns from classes"),
+        ({"labels": ["a"], "preference": None}, "labels: expected at least two different names, found a"),
+        ({"labels": ["a", "a"], "preference": None}, "labels: expected at least two different names, found a, a"),
+        ({"labels": ["a", "b"], "preference": None, "lora": {}}, "labels: adapters are trained of language models"),
     ],
 )
 def test_what_contradicts_preferences_is_refused(keys: dict[str, Any], expected: str) -> None:

@@ -47,7 +47,14 @@ def metrics(step: int) -> StepMetrics:
         mfu=None,
         times=dict.fromkeys(PARTS, 0.125),
         peak_memory=[3 * 2**30, 2 * 2**30],
+        measures={"rewards/margins": 0.25},
     )
+
+
+def line(step: StepMetrics) -> dict[str, Any]:
+    """What metrics.jsonl has of a step: each measure is a number of its own."""
+    values = asdict(step)
+    return values | values.pop("measures")
 
 
 # For programs of their own: importing this file would bring in heavy libraries.
@@ -108,8 +115,10 @@ def test_each_step_is_a_json_line_with_all_keys_at_once(tmp_path: Path) -> None:
         for step in range(1, 8):
             reporter.report(metrics(step))
             lines = (tmp_path / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-            assert [json.loads(line) for line in lines] == [asdict(metrics(done)) for done in range(1, step + 1)]
-    assert {field.name for field in fields(StepMetrics)} == set(json.loads(lines[0]))
+            assert [json.loads(line) for line in lines] == [line(metrics(done)) for done in range(1, step + 1)]
+    assert {field.name for field in fields(StepMetrics)} - {"measures"} | {"rewards/margins"} == set(
+        json.loads(lines[0])
+    )
 
 
 @pytest.mark.parametrize(("steps_per_print", "printed"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (100, [7])])
@@ -131,7 +140,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
         reporter.report(replace(metrics(1), loss=math.nan, grad_norm=math.inf, times={"data": -math.inf}))
         reporter.report_evaluation(1, {"eval_loss": 900.0, "eval_perplexity": math.inf})
     step, evaluation = map(strictly, (tmp_path / METRICS_FILE).read_bytes().splitlines())
-    assert step == asdict(metrics(1)) | {"loss": None, "grad_norm": None, "times": {"data": None}}
+    assert step == line(metrics(1)) | {"loss": None, "grad_norm": None, "times": {"data": None}}
     assert evaluation == {"step": 1, "eval_loss": 900.0, "eval_perplexity": None}
 
 
@@ -144,7 +153,7 @@ def test_an_evaluation_is_a_line_of_its_own_and_always_printed(
         reporter.report(metrics(1))
         reporter.report_evaluation(1, numbers)
     lines = read_metrics(tmp_path / METRICS_FILE)
-    assert lines == [{"step": 0, "eval_loss": 3.0}, asdict(metrics(1)), {"step": 1} | numbers]
+    assert lines == [{"step": 0, "eval_loss": 3.0}, line(metrics(1)), {"step": 1} | numbers]
     assert capfd.readouterr().out.splitlines() == [
         "step 0/7  eval_loss 3.0000",
         "step 1/7  eval_loss 1.5000  eval_perplexity 4.4817  eval_loss/instruct 1.2500  eval_loss/文 2.0000",
@@ -159,7 +168,7 @@ def test_a_resumed_run_repeats_no_line(first: int, tmp_path: Path) -> None:
     reopen(tmp_path, first)
     assert (tmp_path / METRICS_FILE).read_bytes() == b"".join(before[: first - 1])
     report(tmp_path, first=first)
-    assert read_metrics(tmp_path / METRICS_FILE) == [asdict(metrics(step)) for step in range(1, STEPS + 1)]
+    assert read_metrics(tmp_path / METRICS_FILE) == [line(metrics(step)) for step in range(1, STEPS + 1)]
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
 
 
@@ -245,7 +254,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_line(tmp_path: Path, capfd: pytest
             warnings = capfd.readouterr().err
         reporter.report(metrics(4))
     assert warnings.count("warning: metrics.jsonl: File too large") == 1
-    assert read_metrics(tmp_path / METRICS_FILE) == [asdict(metrics(step)) for step in range(1, 5)]
+    assert read_metrics(tmp_path / METRICS_FILE) == [line(metrics(step)) for step in range(1, 5)]
 
 
 def test_trackers_receive_every_number_and_how_the_run_ended(tmp_path: Path) -> None:
