@@ -219,7 +219,7 @@ def _room(plan: Plan) -> str:
     """Say whether the plan fits; what a process holds besides its tensors is not planned."""
     peak, memory = f"at most {gigabytes(plan.peak)} of tensors", plan.basis.device.memory
     if memory is None:
-        return f"{peak} a process, which holds Python and its libraries too; no known limit"
+        return f"{peak} and kernels a process, which holds Python and its libraries too; no known limit"
     return f"{'fits' if plan.fits else 'does not fit'}: {peak} of {gigabytes(memory)} usable"
 
 
