@@ -23,6 +23,8 @@ from training.schedule.zero_bubble import FilledSchedule, LaunchP2P, WeightPass
 class StageEngine(PipelineEngine):
     """One stage that runs DeepSpeed's 1F1B."""
 
+    loss: Tensor
+
     @classmethod
     def adopt(cls, engine: PipelineEngine) -> StageEngine:
         """Turn the engine that `deepspeed.initialize` made into one of this class."""

@@ -48,7 +48,10 @@ PICTURE = "plan.png"
 MEMORY = "weights gradients optimizer activations step peak".split()  # columns of a plan, and of `StageMemory`
 DPI = 120
 STEP = "the optimizer's step,\nwhere it needs more\nthan activations"
-DRAWN = {name: name for name in MEMORY[:4]} | {"step": STEP, "beyond": "measured on top"}  # of plan.png, from below
+DRAWN = {name: name for name in MEMORY[:4]} | {
+    "step": STEP,
+    "beyond": "kernels, and what was\nmeasured on top",
+}  # of plan.png, from below
 
 
 def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ import torch
 from models.costs import LayerCase, Saved, saved_by
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
-from models.quantized_base import BYTES as PACKED_BYTES
+from models.quantized_base import BYTES
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.optimizer.optimizers import PIECE
@@ -35,8 +35,8 @@ from training.plan.partition import LayerRange, layers_of
 from training.schedule.simulation import moments_in_flight
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
-# On a CPU: kernels that oneDNN compiles at the first step, pages of libraries, holes between small tensors. 15 MB in fp32
-# and 35 MB in bf16 lay between what torch had allocated and what `benchmarks.memory` found.
+# On a CPU: kernels that oneDNN compiles at the first step, pages of libraries, holes between small tensors. They are
+# what `benchmarks.memory` found above what torch had allocated: 15 MB in fp32 and 35 MB in bf16.
 CPU_KERNELS = 25_000_000
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
 # Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
@@ -152,7 +152,8 @@ class MemoryModel:
         self._widest = [max(map(prod, each.values())) for each in shapes]  # and of its largest weight
         self._weights = [0, *accumulate(basis.parameters)]  # cumulative parameter count
         self._trained = [0, *accumulate(basis.trained)]  # of those that are trained
-        self._packed = [0, *accumulate(map(sum, basis.packed))]  # of those that are held in 4 bits
+        self._packed = [0, *accumulate(map(sum, basis.packed))]  # of those that are held in 4 or 8 bits
+        self._packed_bytes = BYTES.get(basis.config.lora.base, 0.0) if basis.config.lora else 0.0  # of each
         kept, self._offloaded = kept_bytes(basis)
         self._inside = [0, *accumulate(kept)]  # cumulative bytes
         self._kernels = 0 if basis.device.reserves else CPU_KERNELS
@@ -186,7 +187,7 @@ class MemoryModel:
         if self._device.memory is None and not self._device.reserves:  # on a CPU all of it is main memory
             optimizer, host = optimizer + host, 0
         return StageMemory(
-            weights=int((held - packed) * states.weight + packed * PACKED_BYTES),
+            weights=int((held - packed) * states.weight + packed * self._packed_bytes),
             gradients=int(trained * states.gradient),
             optimizer=optimizer,
             activations=activations + update,
