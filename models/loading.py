@@ -16,12 +16,13 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from models.attention.positions import Positions
+from models.checkpoint.adapter import AdaptedStates
 from models.checkpoint.source import warn_of_nan
 from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.layers import Block
 from models.process_groups import ONE_RANK
-from models.quantized_base import quantize
+from models.quantized_base import FP8, quantize
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
 
@@ -118,7 +119,8 @@ def build_layer(
     state = shared.take(layer, read, like, device) if shared else read(layer)
     module.load_state_dict(state, strict=True, assign=True)
     if spec.trained.lora and spec.trained.lora.base and isinstance(module, Block):
-        quantize(module)
+        assert isinstance(states, AdaptedStates)
+        quantize(module, states.read_fp8(layer) if spec.trained.lora.base == FP8 else None)
     share.connect(layer, module)
     return module
 

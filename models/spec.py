@@ -170,7 +170,7 @@ class ModelSpec:
             return [name for name, weight in self.build(layer).named_parameters() if weight.requires_grad]
 
     def packed_names(self, layer: int) -> list[str]:
-        """List the weights of a layer that are held in 4 bits."""
+        """List the weights of a layer that are held in 4 or 8 bits."""
         if not (self.trained.lora and self.trained.lora.base and 0 < layer <= self.n_blocks):
             return []
         with torch.device("meta"):

@@ -23,11 +23,11 @@ from models.checkpoint.adapter import (
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import first_few, open_source
-from models.config_json import read_json
+from models.config_json import QUANTIZATION, read_json
 from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
 from models.loading import LayerStates, NewScores, SeededStates
-from models.quantized_base import PACKAGE
+from models.quantized_base import FP8, NF4, PACKAGE
 from models.scores import labels_of
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
@@ -133,10 +133,15 @@ def _check(spec: ModelSpec, trained: ModelSpec) -> None:
 
 
 def _check_base(spec: ModelSpec, config: TrainConfig) -> None:
-    if importlib.util.find_spec(PACKAGE) is None:
+    base, stored = config.lora and config.lora.base, (spec.raw.get(QUANTIZATION) or {}).get("quant_method")
+    if base == FP8 and stored != FP8:
+        raise ConfigError(
+            f"lora.base: fp8, but {config.model_path} does not store its weights in fp8; expected nf4, or no lora.base"
+        )
+    if base == NF4 and importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(f"lora.base: {PACKAGE} is not installed; expected pip install {PACKAGE}")
     if spec.has_experts and config.use_grad_ckpt is not True:
         raise ConfigError(
-            "lora.base: experts in 4 bits are widened for each pass, and kept so until the backward pass where blocks "
-            "do not recompute; expected use_grad_ckpt: true"
+            "lora.base: experts in 4 or 8 bits are widened for each pass, and kept so until the backward pass where "
+            "blocks do not recompute; expected use_grad_ckpt: true"
         )

@@ -20,6 +20,7 @@ from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
 from models.config_json import read_json
 from models.errors import CheckpointError
+from models.quantized_base import Fp8
 from models.spec import ModelSpec
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -107,6 +108,11 @@ class AdaptedStates:
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
         return self._base.read_layer(layer) | self._read_trained(layer)
+
+    def read_fp8(self, layer: int) -> dict[str, tuple[Tensor, Fp8]]:
+        """Read the base's weights of a layer that are stored in fp8 as they are."""
+        found: dict[str, tuple[Tensor, Fp8]] = self._base.read_fp8(layer)
+        return found
 
     def describe(self, layer: int, name: str) -> str:
         return f"layer {layer}: {name}" if is_factor(name) else str(self._base.describe(layer, name))

@@ -20,8 +20,9 @@ from torch import Tensor
 from models.checkpoint.tensor_files import TensorInfo
 from models.config_json import QUANTIZATION
 from models.errors import CheckpointError
+from models.quantized_base import FP8, Fp8
 
-FP8, MXFP4 = "fp8", "mxfp4"
+MXFP4 = "mxfp4"
 SCALE, UNUSED = "_scale_inv", (".activation_scale", ".input_scale")  # the latter are for products in 8 bits
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 BIAS = 127  # of an exponent in 8 bits
@@ -51,16 +52,18 @@ class Quantized(NamedTuple):
 
     def read(self, read: Read) -> Tensor:
         """Multiply the numbers with their scales."""
-        numbers, scales = read(self.numbers), read(self.scales)
-        return self._from_fp8(numbers, scales) if self.block else self._from_mxfp4(numbers, scales)
+        if self.block:
+            numbers, scales, columns = self.read_fp8(read)
+            return Fp8(scales, columns, self.dtype).widen(numbers)
+        return self._from_mxfp4(read(self.numbers), read(self.scales))
 
-    def _from_fp8(self, numbers: Tensor, scales: Tensor) -> Tensor:
-        grid, sizes = self._sizes(numbers.shape, scales.shape)
+    def read_fp8(self, read: Read) -> tuple[Tensor, Tensor, int]:
+        """Read the numbers as they are, each row's scales, and how many columns share one."""
+        numbers, scales = read(self.numbers), read(self.scales)
+        grid, (rows, columns) = self._sizes(numbers.shape, scales.shape)
         factors = _powers(scales) if scales.dtype == torch.uint8 else scales.float()
-        factors = factors.reshape(*numbers.shape[:-2], *grid)
-        for dimension, size in zip((-2, -1), sizes, strict=True):
-            factors = factors.repeat_interleave(size, dim=dimension).narrow(dimension, 0, numbers.shape[dimension])
-        return (numbers.float() * factors).to(self.dtype)
+        factors = factors.reshape(*numbers.shape[:-2], *grid).repeat_interleave(rows, dim=-2)
+        return numbers, factors.narrow(-2, 0, numbers.shape[-2]), columns
 
     def _sizes(self, numbers: torch.Size, scales: torch.Size) -> tuple[torch.Size, list[int]]:
         """Get the rows and columns of scales, and those of the numbers that share a scale.

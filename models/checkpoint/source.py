@@ -21,6 +21,7 @@ from models.checkpoint.tensor_io import in_parallel, write_behind
 from models.config_json import QUANTIZATION, TIED
 from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
+from models.quantized_base import Fp8
 from models.spec import ModelSpec
 from models.weight_map import Binding, reshape_rows
 
@@ -110,6 +111,23 @@ class HuggingFaceSource:
             self._check_repeated_head(state[HEAD_WEIGHT])
         self._release()
         return {name: state[name] for name in shapes}
+
+    def read_fp8(self, layer: int) -> dict[str, tuple[Tensor, Fp8]]:
+        """Read the weights of a layer that are stored in fp8 as they are, under the names of the layer."""
+        shapes, state = self.spec.shapes(layer), dict[str, tuple[Tensor, Fp8]]()
+        for binding in self._bindings(layer):
+            stored = [self._quantized.get(name) for name in binding.disk]
+            parts = [each.read_fp8(lambda name: self._find(name).read(name)) for each in stored if each and each.block]
+            if len(parts) < len(stored) or parts[0][0].dtype != torch.float8_e4m3fn:
+                continue
+            wanted = [shapes[name] for name in binding.names]
+            numbers = reshape_rows([part[0].view(torch.uint8) for part in parts], wanted, binding.groups)
+            grids = [torch.Size((*shape[:-1], parts[0][1].shape[-1])) for shape in wanted]
+            scales = reshape_rows([part[1] for part in parts], grids, binding.groups)
+            for name, own, factors in zip(binding.names, numbers, scales, strict=True):
+                state[name] = own, Fp8(factors, parts[0][2], self.info(binding.disk[0]).dtype)
+        self._release()
+        return state
 
     def describe(self, layer: int, name: str) -> str:
         return f"{self.folder}: {first_few(self.weight_map.binding_of(layer, name).disk, most=1)}"

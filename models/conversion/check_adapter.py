@@ -1,8 +1,15 @@
 """Check an adapter's folder: whether it is whole and fits its base, and which programs read it.
 
-What is said of vLLM, SGLang and llama.cpp is what their code did in autumn 2026; none of them says so by itself: SGLang
-and llama.cpp scale by alpha / r whatever adapter_config.json says, and adapters of fused experts are lost where a
-program looks for one of each expert.
+What is said of vLLM, SGLang and llama.cpp is what their code did in autumn 2026; few of them say so by themselves:
+
+- vLLM: `FusedMoE3DWithLoRA` reads `experts.lora_A` and `experts.base_layer.lora_A` for models whose class says
+  `is_3d_moe_weight` (gpt-oss, Qwen3-VL-MoE, Qwen3.5-MoE), others only with `enable_mixed_moe_lora_format`.
+  `vllm/lora/peft_helper.py` raises "vLLM only supports modules_to_save being None" and scales by alpha / sqrt(r);
+  `MaxLoRARanks` of `vllm/config/lora.py` ends with 512, and `max_lora_rank` is 16 unless it is asked for more.
+- SGLang, `srt/lora/lora.py`: `scaling = lora_alpha / r`; experts are `experts.0.gate_proj` or three-dimensional
+  `experts.gate_up_proj`, which are not peft's names; of `modules_to_save` nothing is looked for.
+- llama.cpp, `convert_lora_to_gguf.py`: writes `lora_alpha` alone, which is divided by the rank; `experts.lora_A` is
+  taken for the weight `experts.weight`, which no model has; a tensor that is no factor ends it.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ from models.checkpoint.adapter import adapted_paths, base_folder, is_peft
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
+VLLM_RANKS = 16, 32, 64, 128, 256, 320, 512
 MERGE = "serve it merged: pp_to_hg --merge for a run's, merge_and_unload of peft for others"
 
 
@@ -47,11 +55,16 @@ def readers(spec: ModelSpec) -> list[str]:
             obstacles[name].append("looks for an adapter of each expert by itself")
         if any(path.endswith("gate_proj") for path in layers):
             obstacles["peft and transformers"].append("peft 0.21 takes a dense gate_proj for that of the experts")
-    for name in ("vLLM", "SGLang", "llama.cpp"):
-        if lora.modules_to_save:
+    if lora.modules_to_save:
+        obstacles["vLLM"].append("knows no modules_to_save up to summer 2026")
+        for name in ("SGLang", "llama.cpp"):
             obstacles[name].append("knows no modules_to_save")
     for name in ("SGLang", "llama.cpp"):
         if lora.rslora:
             obstacles[name].append("scales by alpha / r, not by alpha / sqrt(r)")
-    lines = [f"{name}: {'; '.join(reasons) or 'yes'}" for name, reasons in obstacles.items()]
+    enough = next((rank for rank in VLLM_RANKS if rank >= lora.r), None)
+    if enough is None:
+        obstacles["vLLM"].append(f"takes ranks up to {VLLM_RANKS[-1]}")
+    yes = {"vLLM": f"yes, with --max-lora-rank {enough}"} if lora.r > VLLM_RANKS[0] else {}
+    lines = [f"{name}: {'; '.join(reasons) or yes.get(name, 'yes')}" for name, reasons in obstacles.items()]
     return [*lines, MERGE] if any(obstacles.values()) else lines

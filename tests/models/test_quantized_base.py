@@ -1,4 +1,4 @@
-"""A base in 4 bits computes what transformers with bitsandbytes computes, and takes a quarter of the memory."""
+"""A base in 4 bits computes what transformers with bitsandbytes computes, one in fp8 what its folder stands for."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from models.checkpoint.source import open_source
 from models.quantized_base import BYTES
 from tests.closeness import assert_near
 from tests.models.adapters import RandomFactors, save_adapter
+from tests.models.checkpoint.test_quantized import to_fp8
 from tests.models.helpers import random_ids, shifted_loss
 
 Make = Callable[..., Path]
@@ -31,12 +32,14 @@ NF4 = BitsAndBytesConfig(
 )
 
 
-def build(folder: Path, adapter: Path | None = None, **settings: object) -> CausalLM:
-    lora = Lora(r=2, alpha=6, base="nf4", **settings)  # type: ignore[arg-type]
+def build(
+    folder: Path, adapter: Path | None = None, base: str | None = "nf4", dtype: torch.dtype = torch.float32
+) -> CausalLM:
+    lora = Lora(r=2, alpha=6, base=base)
     spec = read_spec(folder).training(Trained(lora))
     factors = PeftFolder(adapter, spec) if adapter else RandomFactors(spec)
     states = AdaptedStates(open_source(folder, spec.base), spec, factors)
-    return CausalLM(spec, states, torch.float32, torch.device("cpu"))
+    return CausalLM(spec, states, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "bloom"])
@@ -108,4 +111,33 @@ def test_a_block_takes_a_bit_more_than_half_a_byte_a_weight(make_checkpoint: Mak
         for module in block.modules():
             for name, state in vars(module).get("packed", {}).items():
                 held = module.get_parameter(name).nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
-                assert held / state.shape.numel() == pytest.approx(BYTES, rel=0.02)
+                assert held / state.shape.numel() == pytest.approx(BYTES["nf4"], rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_base_in_fp8_computes_with_what_its_folder_stands_for(
+    family: str, dtype: torch.dtype, make_checkpoint: Make
+) -> None:
+    """To the bit, as a weight is widened to what the folder is read as without `base`; experts lie there one by one."""
+    folder = make_checkpoint(family, hidden_size=40, intermediate_size=72)  # no multiples of a block
+    to_fp8(folder)
+    held, wide = build(folder, base="fp8", dtype=dtype), build(folder, base=None, dtype=dtype)
+    packed = [name for name, weight in held.named_parameters() if weight.dtype == torch.uint8]
+    assert packed == [name for name, weight in wide.named_parameters() if is_stored(name, weight)]
+    ids = random_ids(2, 20)
+    found, expected = held(ids), wide(ids)
+    assert torch.equal(found, expected)
+    for each in (found, expected):
+        shifted_loss(each, ids).backward()
+    gradients = {name: weight.grad for name, weight in held.named_parameters() if weight.grad is not None}
+    assert any(gradient.any() for name, gradient in gradients.items() if name.endswith("lora_A"))
+    for name, twin in wide.named_parameters():
+        if twin.grad is not None:
+            assert torch.equal(gradients.pop(name), twin.grad), name
+    assert not gradients
+
+
+def is_stored(name: str, weight: torch.Tensor) -> bool:
+    """Whether `to_fp8` stores a weight in 8 bits."""
+    return "block" in name and weight.dim() > 1 and not name.endswith(("lora_A", "lora_B", "gate.weight"))

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import FAQ
 from tests.launching import start, topology
 from tests.models.cases import CASES
+from tests.models.checkpoint.test_quantized import to_fp8
 from tests.ranks import LENGTHS, write_samples
 from training.distributed.processes import free_port
 
@@ -30,7 +31,11 @@ def make_case(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Tem
 
     @cache
     def model(name: str) -> Path:
-        return make_checkpoint(CASES[name].model_type, **CASES[name].changes)
+        case = CASES[name.removesuffix("-fp8")]
+        folder = make_checkpoint(case.model_type, **case.changes)
+        if name.endswith("-fp8"):
+            to_fp8(folder)
+        return folder
 
     def make(
         name: str,

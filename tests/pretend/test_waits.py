@@ -79,6 +79,7 @@ ODD_HEADS = "baichuan2-13b"
 ROUTED = {"aux_router_loss": {"weight": 0.5}}
 LORA: dict[str, Any] = {"lora": {"r": 8, "alpha": 16}}
 NF4: dict[str, Any] = RECOMPUTED | {"lora": {"r": 8, "base": "nf4"}}
+FP8: dict[str, Any] = RECOMPUTED | {"lora": {"r": 8, "base": "fp8"}}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-router-loss": ("mixtral", ROUTED),
     "llama-tied-varlen": ("llama-tied", BF16 | {"kernel": VARLEN}),
@@ -96,6 +97,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-lora-zero-3": ("llama-tied", zero(3) | LORA),
     "llama-tied-frozen": ("llama-tied", {"freeze": ["embed_tokens"]}),
     "llama-tied-nf4": ("llama-tied", BF16 | NF4),
+    "llama-tied-fp8": ("llama-tied-fp8", BF16 | FP8),
     "mixtral-lora": ("mixtral", LORA),
     "mixtral-nf4": ("mixtral", NF4),
     "llama-tied-lion": ("llama-tied", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
@@ -130,7 +132,7 @@ ALWAYS = {  # one of each kind; all others take minutes
     *(f"llama-tied-{cell}" for cell in ("unpacked", "zero-0", "zero-3", "generation", "varlen")),
     *("bloom-fp32", "bloom-flex", "llama-dynamic-bf16", "mixtral-router-loss"),
     *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "llama-tied-replicas-bf16"),
-    *("llama-tied-lora", "llama-tied-nf4", "mixtral-lora", "llama-tied-lora-1f1b"),
+    *("llama-tied-lora", "llama-tied-nf4", "llama-tied-fp8", "mixtral-lora", "llama-tied-lora-1f1b"),
     *("llama-tied-rows-bf16-recomputed", "llama-tied-layers-bf16-recomputed", "mixtral-spread"),
 }
 

@@ -28,6 +28,7 @@ from tests.closeness import assert_near
 from tests.launching import deepspeed, error_lines, metrics, start_deepspeed, steps_done, topology, write_config
 from tests.launching import run as command
 from tests.models.adapters import save_adapter
+from tests.models.checkpoint.test_quantized import to_fp8
 from tests.models.helpers import assert_same_bits, random_ids
 from tests.training.starts import weights
 
@@ -229,6 +230,30 @@ def test_a_killed_run_goes_on_to_the_last_bit(
         launch.kill()
         assert (folder / "killed" / "latest").read_text() == "step-000003"
     assert_equals_straight(path, run)
+
+
+def test_a_base_in_fp8_trains_as_what_it_stands_for(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """To the bit, also where the run is resumed on other stages: the base without `lora.base` is read as bf16."""
+    base = make_checkpoint("qwen3")
+    to_fp8(base)
+    start = save_adapter(read_spec(base).training(Trained(Lora(**LORA))), base)
+    keys: dict[str, Any] = {"bf16": {"enabled": True}, "aux_router_loss": {}}
+    held = {"lora": LORA | {"start_from": str(start), "base": "fp8"}, "save_path": str(tmp_path / "held")}
+    runs: list[dict[str, Any]] = [
+        {"save_path": str(tmp_path / "wide")},
+        held | {"max_steps": 3},
+        held | {"model_topo": topology((1, 1), [5])},
+    ]
+    for number, run in enumerate(runs):
+        processes = 1 if number == 2 else 2
+        result = deepspeed(
+            processes, "train_ds.py", "--config", config(tmp_path / "run.yml", tmp_path, base, start, **keys, **run)
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+    for name in ("wide", "held"):
+        pp_to_hg(tmp_path / name, tmp_path / f"{name}-peft")
+    wide, packed = (load_file(tmp_path / f"{name}-peft" / PEFT_WEIGHTS) for name in ("wide", "held"))
+    assert_same_bits(packed, wide)
 
 
 def test_an_adapter_resumed_on_other_stages_is_the_same(run: Path, folder: Path, base: Path, start: Path) -> None:

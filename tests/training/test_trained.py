@@ -18,6 +18,7 @@ from training.errors import ConfigError
 from training.trained import describe_trained, with_trained
 
 Make = Callable[..., Path]
+GRID = {"process_topology": {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}}
 PLAIN: dict[str, Any] = {
     "data_path": "records.json",
     "save_path": "run",
@@ -54,6 +55,7 @@ def test_the_log_counts_what_is_trained(tied: bool, make_checkpoint: Make) -> No
         ({"lora": {"r": 65}}, ["lora.r: 65", "64"]),
         ({"lora": {"dropout": 0.1}}, ["lora.dropout: 0.1", "experts"]),
         ({"lora": {"base": "nf4"}}, ["lora.base", "use_grad_ckpt: true"]),
+        ({"lora": {"base": "fp8"}}, ["lora.base: fp8", "does not store its weights in fp8"]),
         ({"freeze": ["wte"]}, ["freeze: 'wte'", "model.embed_tokens.weight"]),
         ({"freeze": ["."]}, ["freeze: matches all weights"]),
     ],
@@ -74,6 +76,7 @@ def test_what_matches_nothing_is_named_with_what_there_is(
         ({"lora": {}, "from_scratch": True}, ["from_scratch", "no lora"]),
         ({"lora": {"base": "nf4"}, "zero_optimization": {"stage": 3}}, ["lora.base", "stage 3"]),
         ({"lora": {"base": "nf4"}, "compile": True}, ["lora.base", "compile"]),
+        ({"lora": {"base": "fp8"}, "model_topo": GRID}, ["lora.base", "no model axis"]),
         ({"lora": {"base": "int8"}}, ["lora.base"]),
         ({"lora": {"r": 0}}, ["lora.r"]),
         ({"lora": {"targets": {"q": 1}}}, ["lora.targets", "all-linear"]),

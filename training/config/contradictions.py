@@ -95,8 +95,10 @@ def _of_adapters(config: Any) -> Iterator[str]:
         yield "fp8.enabled: layers with adapters multiply in 16 bits; expected false, or no lora"
     if config.lora.base and config.zero_optimization.stage == 3:
         yield "lora.base: ZeRO stage 3 divides weights in 16 bits; expected stage <= 2, or no lora.base"
+    if config.lora.base == "fp8" and config.model_topo.tensor > 1:
+        yield "lora.base: processes do not share weights in fp8; expected no model axis, or no lora.base"
     if config.lora.base and config.compile is True:
-        yield "lora.base: bitsandbytes' products are not compiled; expected compile: auto or false"
+        yield "lora.base: products with packed weights are not compiled; expected compile: auto or false"
 
 
 def _of_preference(config: Any) -> Iterator[str]:

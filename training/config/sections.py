@@ -193,9 +193,10 @@ class LoraSection(Section):
     modules_to_save: list[str] = []
     """Modules that are trained in full and saved with the adapter, such as `[embed_tokens, lm_head]`."""
 
-    base: Literal["nf4"] | None = None
+    base: Literal["nf4", "fp8"] | None = None
     """`nf4`: hold the weights of the blocks under the adapters in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes
-    (`pip install bitsandbytes`); embedding, norms, routers and head stay in 16 bits. Without the key all do."""
+    (`pip install bitsandbytes`); embedding, norms, routers and head stay in 16 bits. `fp8`: hold the weights that
+    `model_path` stores in fp8 as they are, in 8 bits. Without the key all are held in 16 bits."""
 
     start_from: PathText | None = None
     """Start from this adapter instead of a fresh one: a folder of peft's, or the folder of a run."""

@@ -23,6 +23,8 @@ from training.schedule.zero_bubble import FilledSchedule, LaunchP2P, WeightPass
 class StageEngine(PipelineEngine):
     """One stage that runs DeepSpeed's 1F1B."""
 
+    loss: Tensor
+
     @classmethod
     def adopt(cls, engine: PipelineEngine) -> StageEngine:
         """Turn the engine that `deepspeed.initialize` made into one of this class."""
@@ -72,7 +74,9 @@ class StageEngine(PipelineEngine):
 
         DeepSpeed runs one for each tensor. With hidden states and router sums that is twice the work, and ZeRO's hooks
         would take each gradient for complete after the first. Inputs that the loss does not depend on (router sums
-        without a router loss) get the zeros that the previous stage waits for.
+        without a router loss) get the zeros that the previous stage waits for. The stage with the loss lets go of its
+        outputs and of the loss's graph; DeepSpeed keeps them, and with them the inputs and their gradients, until the
+        next micro-batches overwrite them.
         """
         outputs = self.pipe_buffers["outputs"][buffer_id]
         if isinstance(outputs, tuple) and not self.is_last_stage():
@@ -84,6 +88,9 @@ class StageEngine(PipelineEngine):
         for tensor in self.pipe_buffers["inputs"][buffer_id]:
             if tensor.requires_grad and tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
+        if self.is_last_stage():
+            self.pipe_buffers["outputs"][buffer_id] = None
+            self.loss = self.loss.detach()
 
     def _exec_reduce_tied_grads(self) -> None:
         """Add up the gradients of the two ends of a tied model, wherever the optimizer keeps them.

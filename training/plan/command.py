@@ -48,7 +48,10 @@ PICTURE = "plan.png"
 MEMORY = "weights gradients optimizer activations step peak".split()  # columns of a plan, and of `StageMemory`
 DPI = 120
 STEP = "the optimizer's step,\nwhere it needs more\nthan activations"
-DRAWN = {name: name for name in MEMORY[:4]} | {"step": STEP, "beyond": "measured on top"}  # of plan.png, from below
+DRAWN = {name: name for name in MEMORY[:4]} | {
+    "step": STEP,
+    "beyond": "kernels, and what was\nmeasured on top",
+}  # of plan.png, from below
 
 
 def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
@@ -219,7 +222,7 @@ def _room(plan: Plan) -> str:
     """Say whether the plan fits; what a process holds besides its tensors is not planned."""
     peak, memory = f"at most {gigabytes(plan.peak)} of tensors", plan.basis.device.memory
     if memory is None:
-        return f"{peak} a process, which holds Python and its libraries too; no known limit"
+        return f"{peak} and kernels a process, which holds Python and its libraries too; no known limit"
     return f"{'fits' if plan.fits else 'does not fit'}: {peak} of {gigabytes(memory)} usable"
 
 

@@ -302,7 +302,7 @@ class Basis:
 
     @cached_property
     def packed(self) -> list[list[int]]:
-        """Sizes of each layer's weights that are held in 4 bits, on one rank."""
+        """Sizes of each layer's weights that are held in 4 or 8 bits, on one rank."""
         names = [self.once(ModelSpec.packed_names, layer) for layer in range(self.spec.n_layers)]
         return [[prod(self.shapes(layer)[name]) for name in each] for layer, each in enumerate(names)]
 

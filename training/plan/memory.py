@@ -26,7 +26,7 @@ import torch
 from models.costs import LayerCase, Saved, saved_by
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.lean_loss import CPU_CHUNK, GPU_CHUNK
-from models.quantized_base import BYTES as PACKED_BYTES
+from models.quantized_base import BYTES
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.optimizer.optimizers import PIECE
@@ -35,6 +35,9 @@ from training.plan.partition import LayerRange, layers_of
 from training.schedule.simulation import moments_in_flight
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
+# On a CPU: kernels that oneDNN compiles at the first step, pages of libraries, holes between small tensors. They are
+# what `benchmarks.memory` found above what torch had allocated: 15 MB in fp32 and 35 MB in bf16.
+CPU_KERNELS = 25_000_000
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
 # Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
 # 8 bits alone, for both factors in both orders.
@@ -124,7 +127,7 @@ class StageMemory:
     activations: int  # at most, with temporaries of the backward pass and the loss
     step: int  # temporaries of the sum of gradients and the optimizer, when activations are freed
     host: int  # in main memory, under offload
-    beyond: int  # measured above all that (`training.plan.feedback`)
+    beyond: int  # kernels of a CPU, and what was measured above all that (`training.plan.feedback`)
 
     @property
     def peak(self) -> int:
@@ -149,9 +152,11 @@ class MemoryModel:
         self._widest = [max(map(prod, each.values())) for each in shapes]  # and of its largest weight
         self._weights = [0, *accumulate(basis.parameters)]  # cumulative parameter count
         self._trained = [0, *accumulate(basis.trained)]  # of those that are trained
-        self._packed = [0, *accumulate(map(sum, basis.packed))]  # of those that are held in 4 bits
+        self._packed = [0, *accumulate(map(sum, basis.packed))]  # of those that are held in 4 or 8 bits
+        self._packed_bytes = BYTES.get(basis.config.lora.base, 0.0) if basis.config.lora else 0.0  # of each
         kept, self._offloaded = kept_bytes(basis)
         self._inside = [0, *accumulate(kept)]  # cumulative bytes
+        self._kernels = 0 if basis.device.reserves else CPU_KERNELS
         ranks, beyond = basis.config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
         # For each rank and moment: per chunk the micro-batches kept whole, and those whose weights wait.
@@ -182,13 +187,13 @@ class MemoryModel:
         if self._device.memory is None and not self._device.reserves:  # on a CPU all of it is main memory
             optimizer, host = optimizer + host, 0
         return StageMemory(
-            weights=int((held - packed) * states.weight + packed * PACKED_BYTES),
+            weights=int((held - packed) * states.weight + packed * self._packed_bytes),
             gradients=int(trained * states.gradient),
             optimizer=optimizer,
             activations=activations + update,
             step=max(int(trained * states.step) + working, bucket) + update,
             host=host,
-            beyond=self._beyond[rank],
+            beyond=self._beyond[rank] + self._kernels,
         )
 
     def fits(self, rank: int, ranges: Sequence[LayerRange]) -> bool:
@@ -211,7 +216,7 @@ class MemoryModel:
         (`models.weight_gradients`) less.
         """
         arguments = max(self._saved[layer].arguments for layer in range(begin, end))
-        borders = (begin > 0) + (end <= self._head)
+        borders = 2 if begin > 0 else 1  # what arrives and what leaves; the last stage's output waits for its loss
         kept = self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
         plain = range(begin, end if not self._config.offload_activations else begin)
         waiting = sum(self._saved[layer].waiting for layer in plain if layer not in self._basis.recomputed)

@@ -29,6 +29,7 @@ from models.checkpoint.side_files import copy_files
 from models.checkpoint.tensor_files import save_state_dict
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from models.quantized_base import FP8
 from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
@@ -226,6 +227,9 @@ def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, li
     values, differs = config.dump(), []
     if config.lora:
         lora = values["lora"] | {"r": 1, "dropout": 0.0, "start_from": str(Path(config.model_path).with_name(ADAPTER))}
+        if config.lora.base == FP8:
+            lora["base"] = None
+            differs.append("lora.base: none, as the small model is not stored in fp8")
         values["lora"] = lora
         try:
             adapted = with_trained(spec, TrainConfig.model_validate(values))
@@ -238,7 +242,7 @@ def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, li
         lora["r"] = min(config.lora.r, *sizes)
         differs += [f"lora.r: {config.lora.r} -> {lora['r']}, as layers are narrow"] * (lora["r"] < config.lora.r)
         differs.append("lora: begins with random factors, as with a B of zeros nothing reaches A")
-        if config.lora.base and config.model_topo.tensor > 1:
+        if lora["base"] and config.model_topo.tensor > 1:
             lora["base"] = None
             differs.append("lora.base: none, as parts of a weight are rounded to 4 bits otherwise than the whole one")
         if config.lora.dropout:

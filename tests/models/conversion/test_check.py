@@ -87,6 +87,7 @@ def test_pipeline_layers_are_refused(both_layouts: dict[str, Path]) -> None:
 
 ALL_READ_IT = [f"{name}: yes" for name in ("peft and transformers", "vLLM", "SGLang", "llama.cpp")]
 EACH_EXPERT = "looks for an adapter of each expert by itself"
+WIDE = {"hidden_size": 520, "num_attention_heads": 1, "head_dim": 520, "num_key_value_heads": 1}
 DENSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
 
 
@@ -94,6 +95,8 @@ DENSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32
     ("family", "changes", "lora", "lines"),
     [
         ("llama", {}, {}, ALL_READ_IT),
+        ("llama", {}, {"r": 30}, ["peft and transformers: yes", "vLLM: yes, with --max-lora-rank 32", "SGLang: yes"]),
+        ("llama", WIDE, {"r": 513, "targets": ("q_proj",)}, ["vLLM: takes ranks up to 512", "SGLang: yes", MERGE]),
         (
             "llama",
             {},

@@ -118,7 +118,7 @@ def test_plan_needs_neither_weights_nor_records(tmp_path: Path, capsys: pytest.C
     [
         ("8xV100-32G", {}, ["llama, 8 stages of", "memory: fits: at most ", "s a step, ", " tokens/s, "]),
         ("4xV100-32G", {}, ["memory: does not fit: at most ", " GB of tensors of 32.99 GB usable"]),
-        (None, {"fp16": {"enabled": False}}, ["GB of tensors a process, which holds Python", "no known limit"]),
+        (None, {"fp16": {"enabled": False}}, ["GB of tensors and kernels a process, which holds", "no known limit"]),
     ],
 )
 def test_the_picture_says_what_the_lines_say(
