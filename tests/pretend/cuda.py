@@ -125,10 +125,16 @@ def patch_cuda(watch: Watch) -> None:
     for each in """init _lazy_init set_device set_stream manual_seed manual_seed_all seed reset_peak_memory_stats
             reset_max_memory_allocated reset_max_memory_cached ipc_collect _lazy_call""".split():
         stubs[each] = nothing
-    locking = SimpleNamespace(
-        cudaHostRegister=lambda address, *_: registered.add(address) or 0,
-        cudaHostUnregister=lambda address: registered.discard(address) or 0,
-    )
+
+    def lock(address: int, *_: Any) -> int:
+        registered.add(address)
+        return 0
+
+    def unlock(address: int) -> int:
+        registered.discard(address)
+        return 0
+
+    locking = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=unlock)
     stubs |= {
         "cudart": lambda: locking,
         "check_error": nothing,
