@@ -28,7 +28,8 @@ RUNS = (("Llama-3.1-8B", LLAMA_8B, 8), ("Qwen3-32B", QWEN_32B, 8), ("Llama-3.1-8
 DEVICE, BATCH, LENGTH = "RTX4090", 256, 4096
 KEYS: dict[str, Any] = {
     "bf16": {"enabled": True},
-    "use_flash_attn": True,
+    "use_flash_attn": "auto",
+    "compile": "auto",
     "use_grad_ckpt": True,
     "packing": False,
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
@@ -48,7 +49,8 @@ def main() -> None:
             label = f"{config.schedule}{sums} | {plan.peak / 1e9:.1f}{fits}"
             print(f"| {name} | {gpus} | {label} | {host / 1e9:.0f} | {speed} |")
         if streamed := Streaming(plans[0].basis, gpus).best():
-            slots = f"{len(streamed.forward)} + 1 + {len(streamed.backward)} slots, {streamed.a_round} a round"
+            counts = len(streamed.forward), streamed.heads, len(streamed.backward)
+            slots = f"{' + '.join(map(str, counts))} slots, {streamed.a_round} a round"
             sizes = f"{streamed.memory / 1e9:.1f} | {streamed.host / 1e9:.0f}"
             speed = f"{streamed.bubble:.1%} | {streamed.tokens_per_s:,.0f}"
             print(f"| {name} | {gpus} | weight streaming: {slots} | {sizes} | {speed} |")

@@ -1,9 +1,10 @@
 """Predict a step of weight streaming (`training.schedule.weight_streaming`) for a model and its GPUs.
 
 The blocks, and the embedding with the first ones, are cut into forward slots and, independently, into backward slots,
-so that the slowest is as fast as possible; the head is a slot of its own, forward and backward at once. Every block
-recomputes: a forward slot leaves the input of each of its blocks in host memory, and a backward slot fetches it. Tried
-are one to `MOST_BLOCKS` blocks in a backward slot, forward slots about as long, and all sizes of a round.
+so that the slowest is as fast as possible; the head is a slot of its own, forward and backward at once. Where it takes
+longer than the others, several GPUs have it, each for a share of the micro-batches. Every block recomputes: a forward
+slot leaves the input of each of its blocks in host memory, and a backward slot fetches it. Tried are one to
+`MOST_BLOCKS` blocks in a backward slot, forward slots about as long, and all sizes of a round.
 
 No engine runs it yet. Not counted: loading data, other programs on the host, and what the updates and the transfers of
 the next step's first weights cost each other.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from training.config.deepspeed_config import training_dtype
 from training.config.sections import OptimizerOffload
@@ -37,6 +39,7 @@ class StreamedPlan:
 
     Attributes:
         forward, backward: layers of each slot, in the order of the layers.
+        heads: GPUs that share the head.
         memory: most bytes of a GPU.
         host: bytes of main memory: weights, the optimizer, sums, and the inputs of a round's blocks.
     """
@@ -45,6 +48,7 @@ class StreamedPlan:
     gpus: int
     forward: list[int]
     backward: list[int]
+    heads: int
     a_round: int
     step: Streamed
     memory: int
@@ -105,15 +109,18 @@ class Streaming:
             backward = _cut(self.backward[: self.head], -(-self.head // blocks))
             longest = max(sum(self.backward[begin:end]) for begin, end in layer_ranges(backward))
             fewest = max(1, round(sum(self.forward[: self.head]) / longest))
-            for count in range(fewest, min(fewest + 3, self.head) + 1):
+            heads = round((self.forward[self.head] + self.backward[self.head]) / longest)
+            for count, shares in product(
+                range(fewest, min(fewest + 3, self.head) + 1), range(1, min(heads + 1, self.gpus) + 1)
+            ):
                 forward = _cut(self.forward[: self.head], count)
-                slots, memory = self.slots(forward, backward), self.memory(forward, backward)
+                slots, memory = self.slots(forward, backward, shares), self.memory(forward, backward)
                 for a_round in sizes if len(slots) > self.gpus else ():
                     step = simulate(slots, self.gpus, number, a_round, HOST_LINK)
                     host = int(self._host + a_round * self.head * self._hidden)
-                    yield StreamedPlan(self.basis, self.gpus, forward, backward, a_round, step, memory, host)
+                    yield StreamedPlan(self.basis, self.gpus, forward, backward, shares, a_round, step, memory, host)
 
-    def slots(self, forward: Sequence[int], backward: Sequence[int]) -> list[Slot]:
+    def slots(self, forward: Sequence[int], backward: Sequence[int], heads: int) -> list[Slot]:
         """Return a round's slots."""
         made = [
             Slot(
@@ -127,7 +134,9 @@ class Streaming:
         ]
         head, hidden = self.head, self._hidden
         both = self.forward[head] + self.backward[head]
-        made.append(Slot(both, self._weights[head], self._sums[head], hidden, hidden, self._update[head]))
+        for share in range(heads):
+            update = 0.0 if share else self._update[head]
+            made.append(Slot(both, self._weights[head], self._sums[head], hidden, hidden, update, (share, heads)))
         for begin, end in reversed(layer_ranges(backward)):
             inputs = end - max(begin, 1)  # the embedding's is not kept
             leaves = hidden if begin else 0.0

@@ -30,6 +30,7 @@ class Slot:
         sums: bytes of its gradients' sums, which come, but for the first round, and go.
         enters, leaves: bytes of a micro-batch that come before and go after.
         update: seconds of the host for the weights that this slot is the first to need.
+        share: (j, k): only every k-th of a round's micro-batches, from the j-th on; other slots have the others.
     """
 
     seconds: float
@@ -38,6 +39,11 @@ class Slot:
     enters: float = 0.0
     leaves: float = 0.0
     update: float = 0.0
+    share: tuple[int, int] = (0, 1)
+
+    def batches(self, a_round: int) -> range:
+        """Return the micro-batches of a round."""
+        return range(self.share[0], a_round, self.share[1])
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,9 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
         link: bytes/s of a GPU's link, each way.
 
     Raises:
-        ValueError: no more slots than GPUs, or rounds of unequal size.
+        ValueError: no more slots than GPUs, rounds of unequal size, or of fewer micro-batches than share them.
     """
-    if len(slots) <= gpus or micro_batches % a_round:
+    if len(slots) <= gpus or micro_batches % a_round or a_round < max(slot.share[1] for slot in slots):
         raise ValueError(f"{len(slots)} slots, {gpus} GPUs, {micro_batches} micro-batches, {a_round} a round")
     turns = len(slots) * (micro_batches // a_round)
     updated = list(accumulate(slot.update for slot in slots))
@@ -85,16 +91,16 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
             came[gpu] = loaded[gpu] = updated[turn] + slot.weights / link
         if turn % len(slots) == 0:
             handed = [0.0] * a_round
-        pieces, piece, allowed = 0, 0.0, 0.0
+        batches, pieces, piece, allowed = slot.batches(a_round), 0, 0.0, 0.0
         if following < turns:
             number = following % len(slots)
             again = following >= len(slots)  # a later round
-            pieces, allowed = a_round, max(released[gpu], summed[number] if again else updated[number])
-            piece = (slots[number].weights + (slots[number].sums if again else 0.0)) / link / a_round
-            moved += piece * link * a_round
-        for number in range(a_round):
+            pieces, allowed = len(batches), max(released[gpu], summed[number] if again else updated[number])
+            piece = (slots[number].weights + (slots[number].sums if again else 0.0)) / link / pieces
+            moved += piece * link * pieces
+        for done, number in enumerate(batches):
             while pieces and (
-                max(came[gpu], allowed) < handed[number] or (a_round - pieces < number and allowed <= came[gpu])
+                max(came[gpu], allowed) < handed[number] or (len(batches) - pieces < done and allowed <= came[gpu])
             ):
                 came[gpu], pieces = max(came[gpu], allowed) + piece, pieces - 1
             came[gpu] = max(came[gpu], handed[number]) + slot.enters / link
@@ -107,6 +113,6 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
         left[gpu] += slot.sums / link
         summed[turn % len(slots)] = left[gpu]
         released[gpu] = left[gpu] if slot.sums else computed[gpu]
-        moved += slot.sums + a_round * (slot.enters + slot.leaves) + (slot.weights if turn < gpus else 0.0)
-    work = micro_batches * sum(slot.seconds for slot in slots)
+        moved += slot.sums + len(batches) * (slot.enters + slot.leaves) + (slot.weights if turn < gpus else 0.0)
+    work = micro_batches // a_round * sum(slot.seconds * len(slot.batches(a_round)) for slot in slots)
     return Streamed(max(updated[-1], *left, *computed), work, gpus, moved)

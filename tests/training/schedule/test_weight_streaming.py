@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,13 @@ def test_the_update_is_waited_for_where_the_next_step_needs_it() -> None:
     assert simulate(late, 1, 8, 8, FREE).seconds == 22 + 3 * 8
 
 
+def test_a_long_slot_in_shares_holds_nobody_up() -> None:
+    whole = [*[Slot(1.0)] * 6, Slot(3.0), *[Slot(1.0)] * 7]
+    shares = [*whole[:6], *(Slot(3.0, share=(number, 3)) for number in range(3)), *whole[7:]]
+    bubbles = [simulate(slots, 4, 96, 24, FREE).bubble for slots in (whole, shares)]
+    assert bubbles[0] > 0.1 and bubbles[1] < 0.04
+
+
 @pytest.mark.parametrize(("slots", "gpus", "micro_batches", "a_round"), [(4, 4, 8, 8), (5, 2, 8, 3)])
 def test_what_it_cannot_do_is_refused(slots: int, gpus: int, micro_batches: int, a_round: int) -> None:
     with pytest.raises(ValueError, match=f"{slots} slots, {gpus} GPUs"):
@@ -73,10 +82,14 @@ def test_event_by_event_the_same_comes_out(seed: int) -> None:
     gpus, a_round, rounds = chance.randint(1, 4), chance.randint(1, 6), chance.randint(1, 4)
 
     def any_slot() -> Slot:
-        numbers = [chance.random() * chance.choice([0.1, 1, 5]) for _ in range(6)]
-        return Slot(*(number if chance.random() < 0.8 else 0.0 for number in numbers))
+        names = "seconds weights sums enters leaves update".split()
+        numbers: dict[str, Any] = {name: chance.choice([0, 0.1, 1, 1, 5]) * chance.random() for name in names}
+        return Slot(**numbers)
 
     slots = [any_slot() for _ in range(gpus + chance.randint(1, 6))]
+    if chance.random() < 0.5:  # one of them in shares
+        shares, at = chance.randint(1, a_round), chance.randrange(len(slots))
+        slots[at : at + 1] = [replace(slots[at], share=(number, shares)) for number in range(shares)]
     found = simulate(slots, gpus, a_round * rounds, a_round, link=2.0)
     assert found.seconds == pytest.approx(by_events(slots, gpus, a_round, rounds, 2.0), rel=1e-9)
 
@@ -107,9 +120,9 @@ class Events:
         self.ends: dict[tuple[str | int, ...], float] = {("update", n): end for n, end in enumerate(updates)}
         self._free = {(kind, gpu): 0.0 for kind in ("in", "core", "out") for gpu in range(gpus)}
         # What core and outgoing link do is in a fixed order; the incoming link chooses.
-        batches, turns = range(a_round), [range(gpu, self._turns, gpus) for gpu in range(gpus)]
-        self._core = [[(turn, m) for turn in own for m in batches] for own in turns]
-        self._out = [[(turn, m) for turn in own for m in range(a_round + 1)] for own in turns]  # the last are the sums
+        turns = [range(gpu, self._turns, gpus) for gpu in range(gpus)]
+        self._core = [[(turn, m) for turn in own for m in self._batches(turn)] for own in turns]
+        self._out = [[(turn, m) for turn in own for m in [*self._batches(turn), a_round]] for own in turns]  # and sums
         self._incoming = [(gpu, 0, 0) for gpu in range(gpus)]  # turn; micro-batches and pieces for the next that came
 
     def options(self, gpu: int) -> Iterator[tuple[float, partial[None]]]:
@@ -118,26 +131,23 @@ class Events:
             yield self._comes(gpu)
         if self._core[gpu]:
             turn, m = self._core[gpu][0]
-            yield (
-                max(self._free["core", gpu], self._after(("come", turn, m), ("weights", turn))),
-                partial(self._compute, gpu),
-            )
+            ready = self._after(("come", turn, m), ("weights", turn))
+            yield max(self._free["core", gpu], ready), partial(self._compute, gpu)
         if self._out[gpu]:
             turn, m = self._out[gpu][0]
-            yield (
-                max(self._free["out", gpu], self._after(("compute", turn, min(m, self._a_round - 1)))),
-                partial(self._go, gpu),
-            )
+            ready = self._after(("compute", turn, min(m, self._batches(turn)[-1])))
+            yield max(self._free["out", gpu], ready), partial(self._go, gpu)
 
     def _comes(self, gpu: int) -> tuple[float, partial[None]]:
         (turn, came, pieces), now = self._incoming[gpu], self._free["in", gpu]
         if turn == gpu and ("weights", gpu) not in self.ends:
             return max(now, self._after(("update", gpu))), partial(self._weights, gpu)
         piece = come = inf
-        if turn + self._gpus < self._turns and pieces < self._a_round:
+        batches = self._batches(turn)
+        if turn + self._gpus < self._turns and pieces < len(batches):
             piece = max(now, self._allowed(turn + self._gpus))
-        if came < self._a_round:
-            come = max(now, self._after(("go", turn - 1, came))) if turn % len(self._slots) else now
+        if came < len(batches):
+            come = max(now, self._handed(turn, batches[came]))
         if piece < come or (pieces < came and piece <= now):
             return piece, partial(self.piece, gpu)
         return come, partial(self._come, gpu)
@@ -148,12 +158,21 @@ class Events:
     def _slot(self, turn: int) -> Slot:
         return self._slots[turn % len(self._slots)]
 
+    def _batches(self, turn: int) -> range:
+        return self._slot(turn).batches(self._a_round)
+
+    def _handed(self, turn: int, batch: int) -> float:
+        """When the last slot before that has this micro-batch hands it on."""
+        first = turn - turn % len(self._slots)
+        before = next((t for t in reversed(range(first, turn)) if batch in self._batches(t)), None)
+        return 0.0 if before is None else self._after(("go", before, batch))
+
     def _allowed(self, turn: int) -> float:
         """When weights of a turn may begin to come: their buffer is free, and the host has what comes."""
         again = turn >= len(self._slots)
         needs: list[tuple[str | int, ...]] = [("sums", turn - len(self._slots)) if again else ("update", turn)]
         if (older := turn - 2 * self._gpus) >= 0:
-            needs.append(("compute", older, self._a_round - 1))
+            needs.append(("compute", older, self._batches(older)[-1]))
             needs += [("sums", older)] if self._slot(older).sums else []
         return self._after(*needs)
 
@@ -164,18 +183,21 @@ class Events:
         turn, came, pieces = self._incoming[gpu]
         slot = self._slot(turn + self._gpus)
         size = slot.weights + (slot.sums if turn + self._gpus >= len(self._slots) else 0.0)
-        self._free["in", gpu] = begin + size / self._a_round / self._link
-        if pieces + 1 == self._a_round:
+        self._free["in", gpu] = begin + size / len(self._batches(turn)) / self._link
+        if pieces + 1 == len(self._batches(turn)):
             self.ends["weights", turn + self._gpus] = self._free["in", gpu]
         self._arrived(gpu, turn, came, pieces + 1)
 
     def _come(self, gpu: int, begin: float) -> None:
         turn, came, pieces = self._incoming[gpu]
-        self.ends["come", turn, came] = self._free["in", gpu] = begin + self._slot(turn).enters / self._link
+        self.ends["come", turn, self._batches(turn)[came]] = self._free["in", gpu] = (
+            begin + self._slot(turn).enters / self._link
+        )
         self._arrived(gpu, turn, came + 1, pieces)
 
     def _arrived(self, gpu: int, turn: int, came: int, pieces: int) -> None:
-        whole = came == self._a_round and (pieces == self._a_round or turn + self._gpus >= self._turns)
+        number = len(self._batches(turn))
+        whole = came == number and (pieces == number or turn + self._gpus >= self._turns)
         self._incoming[gpu] = (turn + self._gpus, 0, 0) if whole else (turn, came, pieces)
 
     def _compute(self, gpu: int, begin: float) -> None:
