@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.memory import MODEL
+from benchmarks.memory import LORA, MODEL, NF4
 from benchmarks.report import Report, run_parts, table_of
 from benchmarks.tokenizing import RECORDS, make_tokenizer
 from benchmarks.workers import Turn, Turns
@@ -134,11 +134,10 @@ SUMS = {  # who names `reduce_scatter`, DeepSpeed's default, leaves the sums to 
     "afterwards": Way({"zero_optimization": {"stage": 1, "reduce_scatter": True}}, (1, 2)),
     "while computing": Way({"zero_optimization": {"stage": 1}}, (1, 2)),
 }
-LORA: dict[str, Any] = {"lora": {"r": 16, "alpha": 32}, "from_scratch": False}
 TRAINED = {
     "all weights": Way({}, (2, 1)),
     "LoRA": Way(LORA, (2, 1)),
-    "QLoRA": Way(LORA | {"lora": LORA["lora"] | {"base": "nf4"}}, (2, 1)),
+    "QLoRA": Way(NF4, (2, 1)),
 }
 SHARED = {
     ONE: Way(PLAIN),

@@ -15,6 +15,7 @@ from training.distributed.freed_memory import BoundedMemory
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
 from training.engine.trainer import Trainer
+from training.errors import ConfigError
 from training.job import Job
 from training.language_model import LanguageModel
 from training.metrics.utilization import Mfu
@@ -46,6 +47,8 @@ def train_language_model(
 
 def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
     """Return the task of a config."""
+    if config.preference:
+        raise ConfigError("preference: this version cannot train on preferences yet; expected none")
     return (StreamedLanguageModel if config.stream_gb else LanguageModel)(kind, read_spec)
 
 

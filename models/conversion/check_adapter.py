@@ -9,18 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from models.adapters import Trained
-from models.api import read_spec
-from models.checkpoint.adapter import (
-    AdaptedStates,
-    PeftFolder,
-    adapted_paths,
-    base_folder,
-    check_base,
-    is_peft,
-    read_peft_config,
-)
-from models.checkpoint.source import open_source
+from models.api import open_model
+from models.checkpoint.adapter import adapted_paths, base_folder, is_peft
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -36,18 +26,14 @@ def check_adapter(folder: Path) -> tuple[list[str], list[str]]:
     if not is_peft(folder):
         raise CheckpointError(f"{folder}: an adapter of a run, which only Pipetune reads; export it with pp_to_hg")
     try:
-        base = base_folder(folder)
-        plain = read_spec(base)
-        spec = plain.training(Trained(read_peft_config(folder)))
-        source = open_source(base, plain)
-        check_base(folder, source)
-        states = AdaptedStates(source, spec, PeftFolder(folder, spec))
+        spec, states = open_model(folder)
         for layer in range(spec.n_layers):
             states.check_layer(layer)
     except CheckpointError as error:
         return [str(error)], []
     layers, experts = adapted_paths(spec)
-    return [], [f"adapts {len(layers)} linear layers and {len(experts)} weights of experts of {base}", *readers(spec)]
+    what = f"adapts {len(layers)} linear layers and {len(experts)} weights of experts of {base_folder(folder)}"
+    return [], [what, *readers(spec)]
 
 
 def readers(spec: ModelSpec) -> list[str]:

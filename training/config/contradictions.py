@@ -37,6 +37,7 @@ def contradictions(config: Any) -> Iterator[str]:
         )
     yield from _of_precision(config)
     yield from _of_adapters(config)
+    yield from _of_preference(config)
     yield from of_optimizer(config)
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
@@ -100,6 +101,20 @@ def _of_adapters(config: Any) -> Iterator[str]:
         yield "lora.base: ZeRO stage 3 divides weights in 16 bits; expected stage <= 2, or no lora.base"
     if config.lora.base and config.compile is True:
         yield "lora.base: bitsandbytes' products are not compiled; expected compile: auto or false"
+
+
+def _of_preference(config: Any) -> Iterator[str]:
+    if not config.preference:
+        return
+    if config.mask == "all":
+        yield "mask: a preference is one of answers, so that prompts never count; expected another mask"
+    if config.from_scratch:
+        yield "from_scratch: preferences need a model that answers; expected false, or no preference"
+    if config.stream_gb and config.preference.needs_reference:
+        yield (
+            f"stream_gb: {config.preference.loss} compares each answer with the model before training, which needs all "
+            "records at once; expected no stream_gb, or loss: simpo or orpo"
+        )
 
 
 def of_optimizer(config: Any) -> Iterator[str]:

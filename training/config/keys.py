@@ -30,6 +30,7 @@ from training.config.sections import (
     PathText,
     Ports,
     Precision,
+    PreferenceSection,
     RouterLoss,
     Scheduler,
     Section,
@@ -77,6 +78,7 @@ class TrainConfig(Section):
     are enough then."""
 
     lora: LoraSection | None = None
+    preference: PreferenceSection | None = None
     freeze: list[re.Pattern[str]] = []
     """Regular expressions; weights whose names in transformers' model match one are not trained, such as
     `[embed_tokens, 'layers\\.[0-7]\\.']`."""

@@ -201,6 +201,49 @@ class LoraSection(Section):
     """Start from this adapter instead of a fresh one: a folder of peft's, or the folder of a run."""
 
 
+class PreferenceSection(Section):
+    """`preference`: learn from pairs of answers, a better and a worse one (docs/preferences.md)."""
+
+    loss: Literal["dpo", "cdpo", "ipo", "simpo", "orpo"] = "dpo"
+    """`dpo` (arXiv:2305.18290), `cdpo` (dpo with `label_smoothing`), `ipo` (arXiv:2310.12036), `simpo`
+    (arXiv:2405.14734) or `orpo` (arXiv:2403.07691). The last two need no reference model."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How much a difference of log-probabilities counts; for `orpo` the weight of its odds ratio. SimPO's authors take
+    2 to 2.5."""
+
+    label_smoothing: float = Field(default=0.1, ge=0, lt=0.5)
+    """`cdpo`: the share of pairs that are expected to be the wrong way round."""
+
+    gamma: float = Field(default=0.5, ge=0)
+    """`simpo`: the margin by which `beta` times the difference should exceed 0."""
+
+    sft_weight: float | None = Field(default=None, ge=0)
+    """Weight of the cross-entropy of the better answers, a mean over their tokens; 1 for `orpo`, 0 for the others where
+    left out."""
+
+    length_normalised: bool | None = None
+    """Whether the log-probability of an answer is divided by its tokens; false for `dpo` and `cdpo`, true for the
+    others where left out."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the model as it was before training."""
+        return self.loss in ("dpo", "cdpo", "ipo")
+
+    @model_validator(mode="after")
+    def _fill_in(self) -> PreferenceSection:
+        """Set what depends on the loss; refuse what it does not use."""
+        for key, loss in (("label_smoothing", "cdpo"), ("gamma", "simpo")):
+            if key in self.model_fields_set and self.loss != loss:
+                raise ValueError(f"{key}: expected only with loss: {loss}, as {self.loss} does not use it")
+        if self.sft_weight is None:
+            self.sft_weight = float(self.loss == "orpo")
+        if self.length_normalised is None:
+            self.length_normalised = self.loss not in ("dpo", "cdpo")
+        return self
+
+
 class WarmUp(Section):
     """The warm-up of every schedule; ratios are of the optimizer's lr."""
 

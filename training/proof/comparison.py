@@ -133,15 +133,13 @@ class Comparison:
 
     def _saved(self, step: int) -> dict[str, Tensor]:
         """Read the weights of a checkpoint's layer files."""
-        spec = self._small.spec
-        folder = step_folder(self._run.folder, step)
+        spec, folder = self._small.spec, step_folder(self._run.folder, step)
         if spec.trained.lora:
-            layers = [
-                (layer, LayerFiles(folder).read(layer, spec.trained_names(layer))) for layer in range(spec.n_layers)
-            ]
+            files = LayerFiles(folder)
+            layers = [files.read(layer, spec.trained_names(layer)) for layer in range(spec.n_layers)]
         else:
-            layers = [(layer, open_source(folder, spec).read_layer(layer)) for layer in range(spec.n_layers)]
-        return {f"{layer}.{name}": tensor for layer, state in layers for name, tensor in state.items()}
+            layers = list(map(open_source(folder, spec).read_layer, range(spec.n_layers)))
+        return {f"{layer}.{name}": tensor for layer, state in enumerate(layers) for name, tensor in state.items()}
 
     def _place(self, step: int) -> Callable[[str], str]:
         """Return a function that names the step and a weight's layer and stage."""
