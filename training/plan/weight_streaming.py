@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import ceil
 
 from training.config.deepspeed_config import training_dtype
 from training.config.sections import OptimizerOffload
@@ -28,6 +29,7 @@ from training.plan.plan import RESOLUTION
 from training.schedule.weight_streaming import Slot, Streamed, simulate
 
 MOST_BLOCKS = 4
+MORE_HEADS = 2  # than would take no longer than another slot: the sooner a micro-batch passes, the shorter the waits
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
 MASTERS = 28  # bytes of main memory that AdamW reads and writes for a parameter: gradient, master weight, two states
 TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
@@ -109,9 +111,9 @@ class Streaming:
             backward = _cut(self.backward[: self.head], -(-self.head // blocks))
             longest = max(sum(self.backward[begin:end]) for begin, end in layer_ranges(backward))
             fewest = max(1, round(sum(self.forward[: self.head]) / longest))
-            heads = round((self.forward[self.head] + self.backward[self.head]) / longest)
+            heads = ceil((self.forward[self.head] + self.backward[self.head]) / longest)
             for count, shares in product(
-                range(fewest, min(fewest + 3, self.head) + 1), range(1, min(heads + 1, self.gpus) + 1)
+                range(fewest, min(fewest + 3, self.head) + 1), range(1, min(heads + MORE_HEADS, self.gpus) + 1)
             ):
                 forward = _cut(self.forward[: self.head], count)
                 slots, memory = self.slots(forward, backward, shares), self.memory(forward, backward)
