@@ -88,10 +88,18 @@ def _environment(gpus: int | None) -> dict[str, str]:
 COMPILED = {"compile": True}
 FP8 = COMPILED | {"fp8": {"enabled": True}}
 OFFLOADED = {"offload_activations": True, "deterministic": True}
+ON_HOST = {
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+    "offload_gradients": True,
+    "deterministic": True,
+}
 WAYS = (
     *(Way(name, minutes, name) for name, minutes in (("attention", 0.5), ("parity", 0.6), ("race", 0.3))),
     Way("offload-off", 0.5, Measurement(layers=4, keys=OFFLOADED | {"offload_activations": False})),
     Way("offload-on", 0.5, Measurement(layers=4, keys=OFFLOADED), reference="offload-off"),
+    Way("host-sums-off", 0.7, Measurement(layers=4, keys=ON_HOST | {"offload_gradients": False})),
+    Way("host-sums-on", 0.7, Measurement(layers=4, keys=ON_HOST), reference="host-sums-off"),
     Way("eager", 0.6, Measurement()),
     Way("resume", 1.2, "resume"),
     Way("packed-varlen", 0.6, Measurement(rows="packed", attention="varlen"), gpu=True),

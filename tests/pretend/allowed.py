@@ -84,8 +84,9 @@ STEP = [
         Allowed(
             "bool", f"{where} > {STAGES} update_offload_overflow_tracker", A_WEIGHT, "gradients looked at, one by one"
         )
-        for where in ("training/distributed/gpu_progress.py run", f"{ZERO} train_step")
+        for where in ("training/engine/gradients.py reduce_gradients", f"{ZERO} train_step")
     ),
+    *_of_the_optimizer(NUMBERS, f"{STAGES} has_overflow", 1, "in 16 bits: all ranks hear of a gradient that overflows"),
     *_of_the_optimizer("synchronize an event", f"{STAGES} _wait_for_offload_copies", 1, "they have to have arrived"),
     *_of_the_optimizer(
         "item", f"{STAGES} complete_grad_norm_calculation_for_cpu_offload", A_WEIGHT, "their norms, one by one"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests.pretend.places import this_device
+from tests.pretend.places import registered, this_device
 from tests.pretend.watch import Watch
 
 GIGABYTES = 80 << 30
@@ -125,7 +125,19 @@ def patch_cuda(watch: Watch) -> None:
     for each in """init _lazy_init set_device set_stream manual_seed manual_seed_all seed reset_peak_memory_stats
             reset_max_memory_allocated reset_max_memory_cached ipc_collect _lazy_call""".split():
         stubs[each] = nothing
+
+    def lock(address: int, *_: Any) -> int:
+        registered.add(address)
+        return 0
+
+    def unlock(address: int) -> int:
+        registered.discard(address)
+        return 0
+
+    locking = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=unlock)
     stubs |= {
+        "cudart": lambda: locking,
+        "check_error": nothing,
         "Stream": Stream,
         "Event": Event,
         "stream": lambda _: nullcontext(),

@@ -26,6 +26,7 @@ class Place(Enum):
 
 
 _places: dict[int, tuple[StorageWeakRef, Place]] = {}  # the weak reference keeps an address from being used again
+registered: set[int] = set()  # addresses of memory of the host that CUDA was told to lock
 MOST = 100_000  # entries before those of freed memory are dropped
 
 
@@ -46,8 +47,9 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def place_of(tensor: Tensor) -> Place:
-    entry = _places.get(_memory(tensor)._cdata)
-    return entry[1] if entry else Place.HOST
+    memory = _memory(tensor)
+    entry = _places.get(memory._cdata)
+    return entry[1] if entry else Place.PINNED if memory.data_ptr() in registered else Place.HOST
 
 
 def on_device(tensor: Tensor) -> bool:

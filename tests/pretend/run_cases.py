@@ -47,6 +47,7 @@ from training.distributed import processes
 from training.distributed.failure_detector import Report
 from training.distributed.gpu_progress import followed
 from training.distributed.rank_monitor import RankMonitor, current_position
+from training.engine import host_sums
 from training.metrics.reporter import Reporter
 from training.plan.auto import divide
 from training.plan.feedback import StageClock
@@ -64,6 +65,7 @@ def run_cases(path: Path, watch: Watch) -> None:
     process = processes.ProcessInfo.from_environment()
     assert process is not None
     models.offload.LEAST = 1  # the tests' tensors are small
+    host_sums.PIECE = 1000
     kernels.install(watch)
     for case in json.loads(path.read_text()):
         config = TrainConfig.model_validate(case["config"])

@@ -26,6 +26,7 @@ AT_ONCE = 30  # cases for one process, which keeps some 10 MB of each, or 140 wh
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 ON_CPU = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+SUMS_ON_CPU = {"zero_optimization": ON_CPU, "zero_force_ds_cpu_optimizer": False, "offload_gradients": True}
 RECOMPUTED = {"use_grad_ckpt": True}
 OFFLOADED = {"offload_activations": True}
 REPLICAS: dict[str, Any] = {"model_topo": topology((1, 2)), "packing": False, "pack_len": None}
@@ -100,6 +101,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-fp8": ("llama-tied-fp8", BF16 | FP8),
     "mixtral-lora": ("mixtral", LORA),
     "mixtral-nf4": ("mixtral", NF4),
+    "llama-tied-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU),
+    "llama-tied-sums-on-cpu-fp32": ("llama-tied", SUMS_ON_CPU | {"gradient_clipping": 1.0}),
+    "llama-tied-lora-sums-on-cpu": ("llama-tied", BF16 | LORA | SUMS_ON_CPU),
     "llama-tied-lion": ("llama-tied", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
 }
 OF_ONE = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in CELLS.items()} | OTHERS
@@ -118,6 +122,10 @@ OF_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-lora-layers": ("llama-tied", LORA | LAYERS),
     "mixtral-spread": ("mixtral", ROUTED | {"model_topo": GRID | {"experts": "spread"}}),
     "mixtral-rows-router-loss": ("mixtral", ROUTED | ROWS),
+    "llama-tied-1f1b-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU),
+    "llama-tied-dualpipev-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU | {"schedule": "dualpipev"}),
+    "llama-tied-replicas-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU | REPLICAS),
+    "llama-tied-layers-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU | LAYERS),
     "llama-tied-rows-flex": ("llama-tied", BF16 | ROWS | {"kernel": FLEX}),
     "llama-tied-rows-varlen": ("llama-tied", BF16 | ROWS | {"kernel": VARLEN}),
 }
@@ -132,6 +140,7 @@ ALWAYS = {  # one of each kind; all others take minutes
     *(f"llama-tied-{cell}" for cell in ("unpacked", "zero-0", "zero-3", "generation", "varlen")),
     *("bloom-fp32", "bloom-flex", "llama-dynamic-bf16", "mixtral-router-loss"),
     *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "llama-tied-replicas-bf16"),
+    *("llama-tied-sums-on-cpu", "llama-tied-1f1b-sums-on-cpu"),
     *("llama-tied-lora", "llama-tied-nf4", "llama-tied-fp8", "mixtral-lora", "llama-tied-lora-1f1b"),
     *("llama-tied-rows-bf16-recomputed", "llama-tied-layers-bf16-recomputed", "mixtral-spread"),
 }

@@ -62,6 +62,7 @@ EXACT: dict[str, tuple[dict[str, Any], str, str]] = {
     "fp16": (PIPE | FP16, "llama", "pipeline"),
     "lion": (PIPE | LION, "llama", "pipeline"),
     "lion-bf16": (PIPE | LION | BF16, "llama", "pipeline"),
+    "host-sums": (PIPE | BF16 | OFFLOAD | {"offload_gradients": True}, "llama", "pipeline"),
     "sgd": (DATA | SGD, "llama", "pipeline"),
     "adafactor": (PIPE | ADAFACTOR, "llama", "pipeline"),
     "moe": (PIPE | ROUTER, "mixtral", "pipeline"),

@@ -24,6 +24,7 @@ from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.engine.pipeline import PipelineTrainer
 from training.plan.auto import divide
+from training.trained import with_trained
 
 
 class Operations(TorchDispatchMode):
@@ -42,7 +43,7 @@ def clip_at_once(_: Any, weights: Any, most: float, norm: torch.Tensor) -> None:
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     loader, model_folder = loader_of(config), Path(config.model_path)
-    spec = read_spec(model_folder)
+    spec = with_trained(read_spec(model_folder), config)
     with ExitStack() as stack:
         if case["deepspeed"]:
             stack.enter_context(patch("training.engine.building.sum_without_copies"))

@@ -42,7 +42,9 @@ from training.preflight import check_writable
 FILE = "auto.yml"
 OF_A_RUN = ("config.yml", "latest")  # files of a run's folder
 ANY_BATCH = 720_720  # until one is chosen; a multiple of all numbers up to 16
-SEARCHED = "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations max_seq_len".split()
+SEARCHED = (
+    "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations offload_gradients max_seq_len".split()
+)
 OFFLOAD = "zero_optimization.offload_optimizer"
 DIMS = "model_topo.process_topology.dims"
 AXIS_NAMES = {"pipe": "stages", "data": "replicas", "model": "processes to a layer"}
@@ -194,6 +196,8 @@ def _choose_topology(choices: Choices, search: Search) -> Plan:
         choices.add(f"{OFFLOAD}.device", "cpu", "the optimizer's states do not fit beside the rest")
     if config.offload_activations:
         choices.add("offload_activations", True, "activations do not fit either")
+    if config.offload_gradients:
+        choices.add("offload_gradients", True, "nor do the sums of gradients")
     if config.max_seq_len < whole.max_seq_len:
         rows_of = f"rows of {whole.max_seq_len} tokens"
         choices.add("max_seq_len", config.max_seq_len, f"longer samples are cut, as {rows_of} do not fit")

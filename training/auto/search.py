@@ -1,8 +1,8 @@
 """Search the fastest run on a machine, giving up as little as needed to fit.
 
-First nothing is given up. Where nothing fits, optimizer states are offloaded, then activations too; at last samples are
-cut at half the length, as long as that cuts no more than `CUT` of them. On a device whose speed is not known, as a CPU,
-one layer of each kind is timed, on the threads of a process.
+First nothing is given up. Where nothing fits, optimizer states are offloaded, then activations, then gradients; at last
+samples are cut at half the length, as long as that cuts no more than `CUT` of them. On a device whose speed is not
+known, as a CPU, one layer of each kind is timed, on the threads of a process.
 
 A CPU may run any number of processes that divides its cores, up to `MOST`; what is free of its memory counts.
 """

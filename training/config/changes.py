@@ -64,8 +64,8 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(True), "save_async lora.start_from"),
     (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start"),
     (Rule(True), "trackers tensorboard wandb swanlab mlflow profile_steps"),
-    (Rule(True), "rebalance steps_per_print use_grad_ckpt offload_activations zero_allow_untested_optimizer"),
-    (Rule(True), "gradient_accumulation_steps preemption_signals ports max_restarts"),
+    (Rule(True), "rebalance steps_per_print use_grad_ckpt offload_activations offload_gradients"),
+    (Rule(True), "zero_allow_untested_optimizer gradient_accumulation_steps preemption_signals ports max_restarts"),
 ]
 CHANGES = {key: rule for rule, keys in _RULES for key in keys.split()}
 

@@ -30,6 +30,11 @@ def contradictions(config: Any) -> Iterator[str]:
         if type(value) is int and value > LARGEST:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
     yield from _of_zero(config.zero_optimization)
+    if config.offload_gradients and not config.zero_optimization.offloads:
+        yield (
+            "offload_gradients: an optimizer on the GPU needs them there; expected false, or "
+            "zero_optimization.offload_optimizer: {device: cpu}"
+        )
     yield from _of_precision(config)
     yield from _of_adapters(config)
     yield from _of_preference(config)

@@ -26,6 +26,7 @@ from training.config.model_topo import ModelTopo
 from training.distributed.communication import among_members
 from training.distributed.processes import agreed
 from training.engine.gradients import clip_in_update, sum_without_copies
+from training.engine.host_sums import HostSums
 from training.errors import ConfigError
 from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
@@ -97,6 +98,8 @@ def wrap_in_engine(model: nn.Module, config: TrainConfig, tied_names: tuple[str,
     except (AssertionError, NotImplementedError, ValueError) as error:  # keys that do not fit each other or the device
         raise ConfigError(f"DeepSpeed refuses its keys: {error}") from None
     sum_without_copies(engine.optimizer)
+    if config.offload_gradients:
+        HostSums(engine.optimizer, engine.device)
     clip_in_update(engine.optimizer)
     if config.model_topo.replicas == 1:  # DeepSpeed would copy the gradients, round sums to 16 bits, and copy them back
         engine._reduce_non_expert_gradients = lambda *_: None

@@ -57,8 +57,26 @@ def sum_without_copies(optimizer: Any) -> None:
 
     if hasattr(optimizer, "_fill_param_grad_accum_attribute"):
         optimizer._fill_param_grad_accum_attribute = fill
+    if getattr(optimizer, "cpu_offload", False) and not optimizer.partition_gradients:
+        _hold_less_on_the_device(optimizer)
     if isinstance(optimizer, BF16_Optimizer):
         _Bf16Sums(optimizer)
+
+
+def _hold_less_on_the_device(optimizer: Any) -> None:
+    """Spare a GPU what ZeRO-1 with CPU offload holds there to no end in DeepSpeed 0.19.8.
+
+    That is a second buffer of `reduce_bucket_size`, the first one through all micro-batches, and where 16-bit weights
+    have fp32 sums a copy of all sums of the partition: in bf16 4 bytes a parameter at the end of the step.
+    """
+    set_up, reduce = optimizer.setup_buckets, optimizer.reduce_gradients
+
+    def reduce_gradients(pipeline_parallel: bool = False) -> None:
+        set_up()
+        reduce(pipeline_parallel=False)  # else it makes the second one
+
+    optimizer.setup_buckets, optimizer.reduce_gradients = lambda: None, reduce_gradients
+    optimizer._use_compact_grad_partition_buffer = lambda group: False
 
 
 class _Bf16Sums:

@@ -98,9 +98,10 @@ class StageEngine(PipelineEngine):
         DeepSpeed looks only where its bf16 optimizer or torch keeps them; ZeRO with fp32 accumulation (CPU offload)
         uses `grad_accum`, and the ends would drift apart.
         """
+        of_zero = getattr(self.optimizer, "get_gradient_for_reduction", lambda weight: weight.grad)
         for weight, group in self.module.get_tied_weights_and_groups():
-            gradient = weight._hp_grad if self.using_bf16_optimizer else getattr(weight, "grad_accum", None)
-            torch.distributed.all_reduce(weight.grad if gradient is None else gradient, group=group)
+            gradient = weight._hp_grad if self.using_bf16_optimizer else of_zero(weight)
+            torch.distributed.all_reduce(gradient, group=group)
 
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:

@@ -47,6 +47,7 @@ CLIPPED = 4  # more in main memory, where clipping is a pass of its own
 CASTS_COMPILED = (1, 2)
 CASTS_EAGER = (4, 2, 6, 8, 8, 5)
 HOST = 2e10  # bytes/s of main memory for each process
+SUM_CROSSES = max(1 / HOST_LINK, 2 / HOST)  # seconds for a byte of a sum, which is read there and written
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Spent:
     replicas: float = 0.0  # replicas sum gradients and gather weights, with nothing to compute
     exchanges: float = 0.0  # heads for tokens, under sequence parallelism
     all_reduces: float = 0.0  # hidden states summed and gathered, under tensor parallelism
-    offload: float = 0.0  # activations go to main memory or come back, with nothing to compute
+    offload: float = 0.0  # activations or sums of gradients go to main memory or come back, with nothing to compute
 
     @property
     def total(self) -> float:
@@ -153,8 +154,9 @@ def layer_times(basis: Basis) -> list[LayerTime]:
         hidden = backward.total if config.sums_while_computing and device.reserves else 0.0
         once = Spent(optimizer=weights * update, replicas=_sum_time(config, basis.sums_bandwidth, weights, hidden))
         moved = offloaded[number] * work.length / work.longest / HOST_LINK
+        crosses = SUM_CROSSES if config.offload_gradients and device.reserves else 0.0
         forward += Spent(offload=max(0.0, moved - forward.total))
-        backward += Spent(offload=max(0.0, moved - backward.total))
+        backward += Spent(offload=max(0.0, moved + weights * StateBytes.of(config).sum * crosses - backward.total))
         times.append(LayerTime(forward, backward, once))
     return times
 
@@ -162,7 +164,7 @@ def layer_times(basis: Basis) -> list[LayerTime]:
 def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
     """Return bytes read and written to add up the gradient of one parameter of a layer in a micro-batch."""
     config, itemsize = basis.config, training_dtype(basis.config).itemsize
-    if StateBytes.of(config).gradient <= itemsize:
+    if StateBytes.of(config).sum <= itemsize:
         return 3 * itemsize
     put_off = config.v_schedule and device.ampere and not basis.spec.has_experts  # experts are no linear layers
     by_product = put_off and not config.zero_optimization.offloads and 0 < layer < basis.spec.n_layers - 1
@@ -188,7 +190,7 @@ def update_time(config: TrainConfig, device: Device) -> float:
     """Return the optimizer's seconds for a parameter, before it is sharded over the replicas."""
     if not config.zero_optimization.offloads:
         return UPDATE / device.bandwidth
-    moved = StateBytes.of(config).gradient + training_dtype(config).itemsize
+    moved = StateBytes.of(config).sum * (2 if config.offload_gradients else 1) + training_dtype(config).itemsize
     return (UPDATE + CLIPPED) / HOST + moved / HOST_LINK
 
 

@@ -43,7 +43,8 @@ ESTIMATES = 3  # version of the estimates: raise it when they change, as older f
 SAMPLED_STEPS = 16  # of the first epoch, which stand for the others
 # Keys that the times and the memory of stages depend on, besides device, model, data and torch.
 DEPENDS = (
-    "use_flash_attn use_grad_ckpt offload_activations schedule zero_optimization bf16 fp16 fp8 tf32 data_types"
+    "use_flash_attn use_grad_ckpt offload_activations offload_gradients schedule zero_optimization bf16 fp16 fp8 tf32 "
+    "data_types"
 ).split()
 
 

@@ -29,6 +29,7 @@ from models.lean_loss import CPU_CHUNK, GPU_CHUNK
 from models.quantized_base import BYTES
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.engine import host_sums
 from training.optimizer.optimizers import PIECE
 from training.plan.inputs import Basis, layer_kinds
 from training.plan.partition import LayerRange, layers_of
@@ -49,7 +50,8 @@ class StateBytes:
     """Bytes per parameter, on the device unless stated otherwise."""
 
     weight: float  # in the dtype of the computation
-    gradient: float  # from the first backward pass to the step
+    sum: float  # of a gradient, in its dtype
+    gradient: float  # the same on the device, from the first backward pass to the step
     optimizer: float  # master weight and states
     bucket_size: int  # elements of the buffer in which gradients are summed before the step
     working: float = 0.0  # temporaries of Lion's update, for a piece at a time
@@ -70,12 +72,14 @@ class StateBytes:
         size = int((zero.model_extra or {}).get("reduce_bucket_size", BUCKET))
         decayed = 4.0 if optimizer == "SGD" and config.optimizer.params.get("weight_decay") else 0.0
         working = 8.0 if optimizer == "Lion" else 0.0
-        sharded = cls(weight, gradient, (4 + states) / replicas, size, working, decayed)
+        sharded = cls(weight, gradient, gradient, (4 + states) / replicas, size, working, decayed)
         if dtype == torch.float32 and zero.stage == 0:  # a weight is its own master
             return replace(sharded, optimizer=states)
         if zero.offloads:  # with a copy of the gradient, which still passes through the bucket
-            host = (4 + states + 4 + weight) / replicas
-            return replace(sharded, optimizer=0.0, working=0.0, step=0.0, host=host, bucket=weight)
+            host, lean = (4 + states + 4 + weight) / replicas, replace(sharded, optimizer=0.0, working=0.0, step=0.0)
+            if config.offload_gradients:  # where the copy is going to be, if this replica has it
+                return replace(lean, gradient=0.0, host=host + gradient * (1 - 1 / replicas), bucket=gradient)
+            return replace(lean, host=host, bucket=gradient)
         if gradient > weight:  # bf16, whose sums are fp32 already; replicas send each other rounded ones
             sent = sent_bytes(config)
             return replace(sharded, step=max(decayed, sent if replicas > 1 and sent < gradient else 0.0))
@@ -88,7 +92,8 @@ class StateBytes:
 
     def checkpoint(self, replicas: int) -> float:
         """Return bytes per parameter in a checkpoint: the weight, and the master weight and states of all replicas."""
-        return self.weight + max(self.optimizer * replicas, self.host * replicas - 4 - self.weight)
+        copies = 4 + self.weight + (self.sum - self.gradient) * (replicas - 1)
+        return self.weight + max(self.optimizer * replicas, self.host * replicas - copies)
 
 
 def sent_bytes(config: TrainConfig) -> int:
@@ -177,7 +182,13 @@ class MemoryModel:
         counted = [number for each in zip(kept, waiting, strict=True) for number in each]
         activations = int(self._moments[rank].dot(counted).max())
         activations += max(temporary) + sum(offloaded)  # on its way back, for the next block
-        update = max(self._largest) * self._itemsize if states.host else 0
+        largest = max((self._largest[layer] for layer in layers_of(ranges)), default=0)
+        update = largest * self._itemsize if states.host else 0
+        moved = int(states.sum - states.gradient) if self._device.reserves else 0
+        if moved:  # pieces of sums, gradients that wait for them; at the end one sum, or a copy of it too large to join
+            activations += host_sums.BUFFERS * host_sums.PIECE * moved
+            activations += self._itemsize * min(host_sums.AHEAD // self._itemsize + largest, trained)
+            moved *= largest * (2 if largest > states.bucket_size else 1)
         optimizer = int(trained * states.optimizer)
         working = int(states.working * min(trained, PIECE))
         bucket = int(
@@ -191,7 +202,7 @@ class MemoryModel:
             gradients=int(trained * states.gradient),
             optimizer=optimizer,
             activations=activations + update,
-            step=max(int(trained * states.step) + working, bucket) + update,
+            step=max(int(trained * states.step) + working, bucket + moved) + update,
             host=host,
             beyond=self._beyond[rank] + self._kernels,
         )

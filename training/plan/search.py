@@ -39,7 +39,7 @@ FASTEST = 5  # plans that a search returns
 SIZES = (1, 2, 4, 8, 16)  # rows of a micro-batch that are tried
 LONG = 4096  # least tokens of a row on each rank under sequence parallelism
 SHORTEST = 128  # least max_seq_len that is advised
-OFFLOADS = "zero_optimization.offload_optimizer: {device: cpu}", "offload_activations: true"
+OFFLOADS = "zero_optimization.offload_optimizer: {device: cpu}", "offload_activations: true", "offload_gradients: true"
 
 Feed = Callable[[TrainConfig], Workload]  # the workload of a config
 
@@ -218,7 +218,7 @@ def advise_stages(basis: Basis) -> list[Advice]:
 
 
 def give_up(config: TrainConfig, fixed: Container[str]) -> Iterator[TrainConfig]:
-    """Yield the config, and what may fit where it does not: optimizer states offloaded, then activations too."""
+    """Yield the config, and what may fit where it does not: states, activations and gradients offloaded."""
     yield config
     for change in OFFLOADS:
         keys = dict(savings(config)).get(change, {})
@@ -259,6 +259,8 @@ def savings(config: TrainConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         yield OFFLOADS[0], with_zero(offload_optimizer=OptimizerOffload(device="cpu"))
     if not config.offload_activations:
         yield OFFLOADS[1], {"offload_activations": True}
+    if zero.offloads and not config.offload_gradients:
+        yield OFFLOADS[2], {"offload_gradients": True}
     if config.optimizer.type in ("AdamW", "Adam"):
         params = {name: value for name, value in config.optimizer.params.items() if name in PARAMETERS["Lion"]}
         lion = config.optimizer.model_copy(update={"type": "Lion", "params": params})

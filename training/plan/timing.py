@@ -134,7 +134,7 @@ def time_layer(
         nn.init.normal_(parameter, std=0.02)
     if isinstance(module, Block):
         options.apply(kind, module, Returns())
-    if StateBytes.of(config).gradient > dtype.itemsize:
+    if StateBytes.of(config).sum > dtype.itemsize:
         _sum_in_fp32(module)
     length = math.ceil(workload.length)
     positions = (torch.arange(length, device=device) % math.ceil(workload.attended)).repeat(workload.rows, 1)

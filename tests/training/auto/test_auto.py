@@ -217,7 +217,7 @@ def test_what_is_given_up_so_that_a_model_fits_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fixed", "lengths", "ways"),
-    [((), [1024, 512, 256], 3), (("max_seq_len",), [1024], 3), (("zero_optimization",), [1024, 512, 256], 1)],
+    [((), [1024, 512, 256], 4), (("max_seq_len",), [1024], 4), (("zero_optimization",), [1024, 512, 256], 1)],
 )
 def test_records_are_cut_last_and_only_a_few_of_them(
     fixed: tuple[str, ...], lengths: list[int], ways: int, model: Path, tmp_path: Path
@@ -229,10 +229,15 @@ def test_records_are_cut_last_and_only_a_few_of_them(
     machine = Machine(parse_devices("V100-16G")[1], (1,), math.inf, "one")
     search = Search(machine, read_spec(model), lambda _: data, frozenset(fixed), log)
     tried = [
-        (changed.max_seq_len, changed.zero_optimization.offloads, changed.offload_activations)
+        (
+            changed.max_seq_len,
+            changed.zero_optimization.offloads,
+            changed.offload_activations,
+            changed.offload_gradients,
+        )
         for changed in search.ladder(config)
     ]
-    given_up = [(False, False), (True, False), (True, True)][:ways]
+    given_up = [(False, False, False), (True, False, False), (True, True, False), (True, True, True)][:ways]
     assert tried == [(length, *each) for length in lengths for each in given_up]
 
 

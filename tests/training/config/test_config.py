@@ -237,6 +237,12 @@ def test_a_pipeline_refuses_zero_stage_2() -> None:
         config.check_entry_point(in_stages=True)
 
 
+def test_zero_has_no_sums_of_a_pipeline() -> None:
+    zero = {"zero_optimization": {"stage": 2, "cpu_offload": True}, "offload_gradients": True}
+    with pytest.raises(ConfigError, match=r"^offload_gradients: a pipeline's"):
+        TrainConfig.model_validate(REQUIRED | LR | zero).check_entry_point(in_stages=False)
+
+
 @pytest.mark.parametrize("section", ["bf16", "fp16", "fp8", "tensorboard", "wandb"])
 @pytest.mark.parametrize("value", [True, False])
 def test_true_and_false_stand_for_a_section(section: str, value: bool, tmp_path: Path) -> None:

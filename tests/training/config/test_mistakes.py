@@ -112,6 +112,7 @@ MISTAKES = [
         "zero_optimization: {stage: 0, cpu_offload: true}",
         "zero_optimization.offload_optimizer: stage 0 keeps the optim",
     ),
+    ("offload_gradients: true", "offload_gradients: an optimizer on the GPU needs them there; expected false, or zero"),
     ("bf16: true\nfp16: true", "bf16.enabled: expected at most one of bf16 and fp16"),
     ("tf32: true\nbf16: true", "tf32: 16-bit products do not use it; expected false"),
     (

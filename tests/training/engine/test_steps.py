@@ -114,6 +114,25 @@ SUMS = {
     "sums-four": Case((1, 4), model="untied", tolerance=1e-6),
 }
 SUMS = {name: case._replace(keys={"n_epoches": 1} | case.keys) for name, case in SUMS.items()}
+# ZeRO-1 with CPU offload, which holds less on the device than DeepSpeed's; with and without sums in host memory.
+KEPT: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "fp32": ((2, 1), {}),
+    "bf16": ((2, 1), BF16),
+    "fp16": ((2, 1), FP16),
+    "bf16-replicas": ((2, 2), BF16),  # a weight lies in the parts of two replicas
+    "fp16-replicas": ((1, 2), FP16),
+    "bf16-dualpipev": ((2, 1), BF16 | DUALPIPEV),
+    "two-groups-dualpipev": ((2, 1), TWO_GROUPS | DUALPIPEV),
+    "bf16-lora": ((2, 1), BF16 | {"lora": {"r": 2}}),
+    "bf16-frozen": ((2, 1), BF16 | {"freeze": ["embed_tokens", "lm_head", "layers\\.[01]\\."]}),
+}
+OFFLOADED = {
+    f"offload-{name}": Case(dims, CLIPPED | OFFLOAD | keys, tolerance=1e-6) for name, (dims, keys) in KEPT.items()
+}
+HOST_SUMS = {
+    name.replace("offload", "host"): case._replace(keys=case.keys | {"offload_gradients": True}, tolerance=0)
+    for name, case in OFFLOADED.items()
+}
 
 
 def reference(name: str) -> tuple[str, Case]:
@@ -121,8 +140,11 @@ def reference(name: str) -> tuple[str, Case]:
     if name in SPREAD:  # one process
         case = SPREAD[name]
         return f"{name.rpartition('-')[0]}-1x1", Case((1, 1), case.keys | {"model_topo": topology((1, 1), [5])})
-    if name in STEPS:
-        return f"{name}-by-deepspeed", STEPS[name]._replace(deepspeed=True)
+    if name in HOST_SUMS:
+        plain = name.replace("host", "offload")
+        return plain, OFFLOADED[plain]
+    if name in STEPS | OFFLOADED:
+        return f"{name}-by-deepspeed", (STEPS | OFFLOADED)[name]._replace(deepspeed=True)
     case = SUMS[name]  # to name DeepSpeed's default leaves the sums to it
     zero = case.keys.get("zero_optimization", {}) | {"reduce_scatter": True}
     return f"{name}-by-deepspeed", case._replace(keys=case.keys | {"zero_optimization": zero})
@@ -151,7 +173,7 @@ def outcomes(
     """What each rank saved, of all cases that this session asks for and of their references."""
     folder = tmp_path_factory.mktemp("steps")
     write_samples(folder, 14)
-    chosen = {name: case for name, case in (SPREAD | STEPS | SUMS).items() if name in asked}
+    chosen = {name: case for name, case in (SPREAD | STEPS | SUMS | OFFLOADED | HOST_SUMS).items() if name in asked}
     chosen |= dict(map(reference, list(chosen)))
     models = {
         name: make_checkpoint(MODELS[name][0], **MODELS[name][1]) for name in {case.model for case in chosen.values()}
@@ -224,6 +246,19 @@ def test_replicas_sum_in_one_order_while_they_compute(name: str, outcomes: Outco
         # The ends of a tied weight are added up over two stages before.
         tied_ends = case.model == "tied" and case.dims[0] > 1 and "schedule" not in case.keys
         assert late == (max(sizes) if tied_ends else 0)
+
+
+FEW_OFFLOADED = ("offload-bf16", "host-bf16", "host-fp32", "host-bf16-dualpipev")
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("name", params(OFFLOADED | HOST_SUMS, FEW_OFFLOADED))
+def test_sums_for_an_optimizer_on_the_cpu_change_no_bit(name: str, outcomes: Outcomes) -> None:
+    tolerance = (OFFLOADED | HOST_SUMS)[name].tolerance  # where DeepSpeed clips
+    for found, expected in zip(outcomes[name], outcomes[reference(name)[0]], strict=True):
+        assert found.keys() == expected.keys()
+        for each in found.keys() - {"reduction", "sent"}:
+            torch.testing.assert_close(found[each], expected[each], atol=tolerance, rtol=tolerance)
 
 
 def test_fused_optimizers_divide_and_others_get_multiplied_gradients() -> None:

@@ -30,6 +30,8 @@ from training.plan.plan import Plan, best_parts
 from training.plan.search import advise, search
 from training.plan.timing import calibrate
 
+ON_CPU = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+
 
 @pytest.mark.parametrize(
     ("name", "devices", "keys", "enough"),
@@ -80,7 +82,10 @@ def test_of_offloaded_activations_those_of_two_blocks_are_back_at_a_time(tmp_pat
         ({"fp16": {"enabled": False}}, 4, 4, 12, 0),
         ({"fp16": {"enabled": False}, "zero_optimization": {"stage": 0}}, 4, 4, 8, 0),
         ({"optimizer": {"type": "Lion"}}, 2, 2, 8, 0),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2, 2, 0, 18),
+        (ON_CPU, 2, 2, 0, 18),
+        (ON_CPU | {"offload_gradients": True}, 2, 0, 0, 18),
+        (ON_CPU | {"offload_gradients": True, "bf16": {"enabled": True}, "fp16": {}}, 2, 0, 0, 18),
+        (ON_CPU | {"offload_gradients": True, "replicas": 2}, 2, 0, 0, 18 / 2 + 2 / 2),  # sums of the other's half
         ({"replicas": 4}, 2, 2, 3, 0),
     ],
 )
@@ -234,6 +239,16 @@ def test_activations_are_advised_to_leave_a_gpu_alone(tmp_path: Path) -> None:
     for device in (basis.device, this_device()):
         advice = advise(replace(basis, device=replace(device, memory=1000)))
         assert ("offload_activations: true" in [each.change for each in advice]) == device.reserves
+
+
+def test_sums_in_main_memory_are_advised_for_what_fits_no_other_way(tmp_path: Path) -> None:
+    keys: dict[str, Any] = ON_CPU | {"bf16": {"enabled": True}, "fp16": {}, "use_grad_ckpt": True}
+    config = config_of(tmp_path, 8, offload_activations=True, **keys)
+    basis = basis_of(llama(tmp_path, "llama-30b"), config, "RTX4090")
+    advice = advise(basis)
+    assert [each.change for each in advice] == ["offload_gradients: true"]
+    assert advice[0].alone.fits and not Plan.make(basis).fits
+    assert 0.6 * advice[0].alone.peak < max(stage.memory.weights for stage in advice[0].alone.stages)
 
 
 def test_a_search_proposes_what_fits(tmp_path: Path) -> None:

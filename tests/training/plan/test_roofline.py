@@ -13,7 +13,7 @@ from models.costs import product
 from tests.training.plan.helpers import basis_of, config_of, llama
 from training.metrics.devices import CPU, parse_devices
 from training.plan.command import times_table
-from training.plan.costs import TILE, Roofline, Spent, layer_times
+from training.plan.costs import HOST, TILE, Roofline, Spent, layer_times
 from training.plan.plan import Plan
 
 A100 = parse_devices("A100-80G")[1]
@@ -129,6 +129,23 @@ def test_offloaded_activations_take_what_the_computation_does_not_hide(tmp_path:
         assert time.forward.total - exposed[recompute][0] == pytest.approx(plain.forward.total)
     assert exposed[True] == (0, 0)
     assert exposed[False][0] > exposed[False][1] > 0
+
+
+def test_sums_cross_the_bus_in_each_micro_batch_and_only_what_takes_longer_than_it_counts(tmp_path: Path) -> None:
+    spec = llama(tmp_path)
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    exposed = {}
+    for rows in (1, 64):
+        config = config_of(
+            tmp_path, 1, zero_optimization=zero, bf16={"enabled": True}, fp16={}, train_micro_batch_size_per_gpu=rows
+        )
+        plain = layer_times(basis_of(spec, config, "H100"))[1]
+        time = layer_times(basis_of(spec, config.model_copy(update={"offload_gradients": True}), "H100"))[1]
+        assert time.forward == plain.forward
+        exposed[rows] = time.backward.offload
+        weights = sum(shape.numel() for shape in spec.shapes(1).values())
+        assert exposed[rows] == pytest.approx(max(0.0, weights * 4 * 2 / HOST - plain.backward.total))
+    assert exposed[1] > exposed[64] == 0
 
 
 def test_products_add_to_sums_where_gradients_are_put_off(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""The prediction of weight streaming: every layer is in a slot, and it pays where a pipeline waits or does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.plan.helpers import basis_of, config_of, llama
+from training.plan.plan import Plan
+from training.plan.weight_streaming import Streaming
+
+KEYS: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "fp16": {},
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "packing": False,
+}
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_all_layers_are_computed_and_gpus_hardly_wait(gpus: int, tmp_path: Path) -> None:
+    spec = llama(tmp_path)
+    basis = basis_of(spec, config_of(tmp_path, gpus, train_batch_size=64, **KEYS), "RTX4090")
+    streaming, pipeline = Streaming(basis, gpus), Plan.make(basis)
+    plan = streaming.best()
+    assert plan is not None and sum(plan.forward) == sum(plan.backward) == spec.n_layers - 1
+    work = 64 * (sum(streaming.forward) + sum(streaming.backward))
+    assert plan.step.work == pytest.approx(work) and plan.seconds * gpus > work
+    assert plan.bubble < (0.01 if gpus == 1 else 0.12)  # few micro-batches
+    assert plan.memory <= (basis.device.memory or 0)
+    assert gpus == 1 or (pipeline.fits and plan.tokens_per_s > 1.05 * pipeline.tokens_per_s)
+    assert pipeline.fits == (gpus == 8)  # one such GPU does not hold 16-bit weights and sums of 7 billion parameters
+
+
+def test_what_fits_no_gpu_in_turns_either_has_no_plan(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 8, train_micro_batch_size_per_gpu=32, **KEYS)
+    assert Streaming(basis_of(llama(tmp_path, "llama-65b"), config, "T4"), 8).best() is None

@@ -1,0 +1,160 @@
+"""Predict a step of weight streaming (`training.schedule.weight_streaming`) for a model and its GPUs.
+
+The blocks, and the embedding with the first ones, are cut into forward slots and, independently, into backward slots,
+so that the slowest is as fast as possible; the head is a slot of its own, forward and backward at once. Where it takes
+longer than the others, several GPUs have it, each for a share of the micro-batches. Every block recomputes: a forward
+slot leaves the input of each of its blocks in host memory, and a backward slot fetches it. Tried are one to
+`MOST_BLOCKS` blocks in a backward slot, forward slots about as long, and all sizes of a round.
+
+No engine runs it yet. Not counted: loading data, other programs on the host, and what the updates and the transfers of
+the next step's first weights cost each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import ceil
+
+from training.config.deepspeed_config import training_dtype
+from training.config.sections import OptimizerOffload
+from training.metrics.devices import HOST_LINK
+from training.plan.costs import HOST, layer_times
+from training.plan.inputs import Basis
+from training.plan.memory import MemoryModel, StateBytes
+from training.plan.partition import best_split, layer_ranges
+from training.plan.plan import RESOLUTION
+from training.schedule.weight_streaming import Slot, Streamed, simulate
+
+MOST_BLOCKS = 4
+MORE_HEADS = 2  # than would take no longer than another slot: the sooner a micro-batch passes, the shorter the waits
+MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
+MASTERS = 28  # bytes of main memory that AdamW reads and writes for a parameter: gradient, master weight, two states
+TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
+
+
+@dataclass(frozen=True)
+class StreamedPlan:
+    """A step with these slots.
+
+    Attributes:
+        forward, backward: layers of each slot, in the order of the layers.
+        heads: GPUs that share the head.
+        memory: most bytes of a GPU.
+        host: bytes of main memory: weights, the optimizer, sums, and the inputs of a round's blocks.
+    """
+
+    basis: Basis
+    gpus: int
+    forward: list[int]
+    backward: list[int]
+    heads: int
+    a_round: int
+    step: Streamed
+    memory: int
+    host: int
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of a step; main memory carries all that crosses links."""
+        return max(self.step.seconds, self.step.moved / TOTAL_HOST)
+
+    @property
+    def bubble(self) -> float:
+        return 1 - self.step.work / (self.gpus * self.seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.basis.workload.tokens / self.seconds
+
+    @property
+    def host_share(self) -> float:
+        """Share of the host's memory bandwidth that transfers take."""
+        return self.step.moved / TOTAL_HOST / self.seconds
+
+
+class Streaming:
+    """The slots of a model on GPUs that share one host."""
+
+    def __init__(self, basis: Basis, gpus: int) -> None:
+        zero = basis.config.zero_optimization.model_copy(update={"offload_optimizer": OptimizerOffload(device="cpu")})
+        keys = {"offload_activations": False, "offload_gradients": True, "schedule": "1f1b", "zero_optimization": zero}
+        topo = basis.config.model_topo.spread(1, 1)
+        self.basis = basis.changed(model_topo=topo, use_grad_ckpt=True, **keys)
+        plain = self.basis.changed(offload_gradients=False)  # here sums cross in each round, not in each micro-batch
+        self.gpus, self.head = gpus, basis.spec.n_layers - 1
+        self.forward = [time.forward.total for time in layer_times(plain)]
+        self.backward = [time.backward.total for time in layer_times(plain)]
+        self._memory, states = MemoryModel(self.basis), StateBytes.of(plain.config)
+        itemsize = training_dtype(plain.config).itemsize
+        self._weights = [each * itemsize for each in self.basis.parameters]
+        self._sums = [each * states.sum for each in self.basis.trained]
+        self._host = sum(self._weights) + sum(self.basis.trained) * (states.host - itemsize)
+        self._update = [each * MASTERS / TOTAL_HOST for each in self.basis.trained]
+        self._hidden = self.basis.share.micro_tokens * basis.spec.config.hidden_size * itemsize
+
+    def best(self) -> StreamedPlan | None:
+        """Return the fastest plan that fits."""
+        fitting = (plan for plan in self._plans() if not self._limit or plan.memory <= self._limit)
+        return min(fitting, key=lambda plan: plan.seconds, default=None)
+
+    @cached_property
+    def _limit(self) -> int | None:
+        return self.basis.device.memory
+
+    def _plans(self) -> Iterator[StreamedPlan]:
+        number = self.basis.micro_batches
+        sizes = [size for size in range(min(self.gpus, number), min(MOST_ROUND, number) + 1) if number % size == 0]
+        for blocks in range(1, MOST_BLOCKS + 1):
+            backward = _cut(self.backward[: self.head], -(-self.head // blocks))
+            longest = max(sum(self.backward[begin:end]) for begin, end in layer_ranges(backward))
+            fewest = max(1, round(sum(self.forward[: self.head]) / longest))
+            heads = ceil((self.forward[self.head] + self.backward[self.head]) / longest)
+            for count, shares in product(
+                range(fewest, min(fewest + 3, self.head) + 1), range(1, min(heads + MORE_HEADS, self.gpus) + 1)
+            ):
+                forward = _cut(self.forward[: self.head], count)
+                slots, memory = self.slots(forward, backward, shares), self.memory(forward, backward)
+                for a_round in sizes if len(slots) > self.gpus else ():
+                    step = simulate(slots, self.gpus, number, a_round, HOST_LINK)
+                    host = int(self._host + a_round * self.head * self._hidden)
+                    yield StreamedPlan(self.basis, self.gpus, forward, backward, shares, a_round, step, memory, host)
+
+    def slots(self, forward: Sequence[int], backward: Sequence[int], heads: int) -> list[Slot]:
+        """Return a round's slots."""
+        made = [
+            Slot(
+                sum(self.forward[begin:end]),
+                sum(self._weights[begin:end]),
+                enters=self._hidden if begin else 0.0,
+                leaves=(end - begin) * self._hidden,
+                update=sum(self._update[begin:end]),
+            )
+            for begin, end in layer_ranges(forward)
+        ]
+        head, hidden = self.head, self._hidden
+        both = self.forward[head] + self.backward[head]
+        for share in range(heads):
+            update = 0.0 if share else self._update[head]
+            made.append(Slot(both, self._weights[head], self._sums[head], hidden, hidden, update, (share, heads)))
+        for begin, end in reversed(layer_ranges(backward)):
+            inputs = end - max(begin, 1)  # the embedding's is not kept
+            leaves = hidden if begin else 0.0
+            seconds, weights = sum(self.backward[begin:end]), sum(self._weights[max(begin, 1) : end])
+            made.append(Slot(seconds, weights, sum(self._sums[begin:end]), (inputs + 1) * hidden, leaves))
+        return made
+
+    def memory(self, forward: Sequence[int], backward: Sequence[int]) -> int:
+        """Return most bytes of a GPU: two buffers of weights and of sums, and what computing a slot takes."""
+        ranges = [*layer_ranges(forward), *layer_ranges(backward), (self.head, self.head + 1)]
+        weights = max(sum(self._weights[begin:end]) for begin, end in ranges)
+        sums = max(sum(self._sums[begin:end]) for begin, end in ranges[len(forward) :])
+        return int(2 * (weights + sums)) + max(self._memory.rank(0, (held,)).activations for held in ranges)
+
+
+def _cut(costs: Sequence[float], slots: int) -> list[int]:
+    parts = best_split([round(cost / RESOLUTION) for cost in costs], slots, lambda *_: True)
+    assert parts is not None
+    return parts
