@@ -151,6 +151,7 @@ class Passes:
     """Forward passes for groups of rows; several may be under way."""
 
     def __init__(self, model: CausalLM, groups: int = 1) -> None:
+        model.spec.check_writes(model.spec.family.name)
         if not model.spec.family.generates:
             problem = f"{model.spec.family.name}: tokens one by one are not transformers'"
             raise CheckpointError(f"{problem}; expected an export that transformers generates with")

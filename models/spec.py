@@ -144,6 +144,19 @@ class ModelSpec:
         """Get the same model with other weights trained."""
         return replace(self, trained=trained, _shapes={})
 
+    def check_writes(self, where: object) -> None:
+        """Refuse a model that scores texts where one that writes them is needed.
+
+        Args:
+            where: its folder or its name, for the message.
+
+        Raises:
+            CheckpointError: it does.
+        """
+        if self.labels:
+            scores = ", ".join(self.labels)
+            raise CheckpointError(f"{where}: scores texts ({scores}) and writes none; expected a language model")
+
     def scoring(self, labels: Sequence[str]) -> ModelSpec:
         """Get the model that gives a text a number for each label; itself where it does so already.
 

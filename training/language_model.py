@@ -24,7 +24,6 @@ from training.data_setup import RecordReader, build_loader, training_loader
 from training.distributed.disk import Disk
 from training.distributed.processes import set_threads
 from training.engine.trainer import Trainer
-from training.errors import ConfigError
 from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.preflight import check_model
@@ -66,11 +65,8 @@ class LanguageModel(Task):
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
         folder = find_model(config.model_path, weights=not config.from_scratch)
         language = self._read_spec(folder)
-        if language.labels and not config.scores:
-            raise ConfigError(
-                f"model_path: {folder} scores texts ({', '.join(language.labels)}) and writes none; expected a "
-                "language model, or labels or preference.loss: reward"
-            )
+        if not config.scores:
+            language.check_writes(folder)
         spec = with_trained(language.scoring(config.scores) if config.scores else language, config)
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer

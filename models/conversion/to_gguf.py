@@ -42,6 +42,7 @@ def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None,
     if layout_of(folder) is not Layout.HUGGINGFACE:
         raise CheckpointError(f"{folder}: in the pipeline layout; hg_to_gguf expects a folder that pp_to_hg wrote")
     spec = read_spec(folder)
+    spec.check_writes(folder)
     if code := foreign_code(spec) or next((f"{path.name} could be run" for path in folder.glob("*.py")), None):
         raise CheckpointError(f"{folder}: {code}; expected a folder without code")
     outtype = dtype or TYPES.get(HuggingFaceSource(folder, spec).dtype(), "f32")

@@ -56,6 +56,7 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
     begun = time.monotonic()
     folder = resolve(input_path)
     spec = read_spec(folder)
+    spec.check_writes(folder)
     if obstacle := _obstacle(spec):
         raise CheckpointError(f"{folder}: {obstacle}")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:

@@ -16,7 +16,10 @@ from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification
 
 from models import load_model
 from models.api import read_spec
+from models.conversion.to_gguf import hg_to_gguf
+from models.conversion.to_onnx import hg_to_onnx
 from models.errors import CheckpointError
+from models.generation import generate
 from models.layers import Head
 from models.preference import CLASS_MEASURES, REWARD_MEASURES, ScoreLoss
 from tests.closeness import assert_near
@@ -72,6 +75,17 @@ def test_a_language_model_becomes_one_with_other_rows(tmp_path: Path) -> None:
     assert read_spec(folder).scoring(["other"]) == read_spec(folder)
     with pytest.raises(CheckpointError, match="1 labels"):
         read_spec(folder).scoring(["a", "b"])
+
+
+def test_nothing_is_written_by_a_model_that_scores(tmp_path: Path) -> None:
+    folder = save_scoring(tmp_path / "model", "llama", 2)
+    refused = r"scores texts \(LABEL_0, LABEL_1\) and writes none; expected a language model"
+    with pytest.raises(CheckpointError, match=refused):
+        list(generate(load_model(folder), [3, 4], 2, set()))
+    with pytest.raises(CheckpointError, match=refused):
+        hg_to_onnx(folder, tmp_path / "onnx")
+    with pytest.raises(CheckpointError, match=refused):
+        hg_to_gguf(folder, tmp_path / "model.gguf")
 
 
 class Bare(Head):
