@@ -85,7 +85,7 @@ def test_nothing_is_written_by_a_model_that_scores(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=refused):
         hg_to_onnx(folder, tmp_path / "onnx")
     with pytest.raises(CheckpointError, match=refused):
-        hg_to_gguf(folder, tmp_path / "model.gguf")
+        hg_to_gguf(folder, tmp_path / "model.gguf", None, "convert")
 
 
 class Bare(Head):
