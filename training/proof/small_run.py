@@ -242,7 +242,7 @@ def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, li
         lora["r"] = min(config.lora.r, *sizes)
         differs += [f"lora.r: {config.lora.r} -> {lora['r']}, as layers are narrow"] * (lora["r"] < config.lora.r)
         differs.append("lora: begins with random factors, as with a B of zeros nothing reaches A")
-        if lora["base"] and config.model_topo.tensor > 1:
+        if lora.get("base") and config.model_topo.tensor > 1:
             lora["base"] = None
             differs.append("lora.base: none, as parts of a weight are rounded to 4 bits otherwise than the whole one")
         if config.lora.dropout:
