@@ -115,7 +115,8 @@ class Preferences(Callback):
         folders = [dataset.folder] if distributed.get_rank() == 0 else []
         with agreed():
             for folder in [*folders, *([self._folder] if self._folder else [])]:
-                if not (path := folder / self._name(dataset)).exists():
+                path = folder / self._name(dataset)
+                if _read([path], len(dataset)) is None:  # missing, or damaged
                     with writing(folder), replacing(path) as file:
                         file.write(save({"sums": sums}))
 

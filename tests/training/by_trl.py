@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def main() -> None:
         from trl.experimental.orpo import ORPOTrainer  # type: ignore[import-not-found]
 
         trainer = ORPOTrainer.__new__(ORPOTrainer)
-        trainer.beta = settings["beta"]
+        trainer.beta, trainer.accelerator = settings["beta"], SimpleNamespace(device="cpu")
         scores = torch.tensor(settings["scores"])
         Path(folder, "losses.json").write_text(json.dumps((-trainer.odds_ratio_loss(*scores.T)[0]).tolist()))
         return
@@ -42,6 +43,7 @@ def main() -> None:
         "optim": "adamw_torch",
         "weight_decay": 0.0,
         "adam_beta2": 0.99,
+        "adam_epsilon": 1e-6,
         "max_grad_norm": 0.0,
         "logging_steps": 1,
         "report_to": "none",
@@ -53,13 +55,15 @@ def main() -> None:
         "seed": 1,
     }
     by = AutoModelForSequenceClassification if kind == "Reward" else AutoModelForCausalLM
-    more = {"num_labels": 1} if kind == "Reward" else {}
-    model = by.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager", **more)
+    model = by.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
     trainer = Trainer(
         model=model,
         args=Config(**common | settings),
         train_dataset=Dataset.from_list(json.loads(Path(records).read_text())),
-        processing_class=AutoTokenizer.from_pretrained(model_folder),
+        processing_class=tokenizer,
     )
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from tests.closeness import assert_near
@@ -19,6 +21,7 @@ from tests.launching import metrics, topology
 from tests.ranks import Ranks
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
 from training.checkpoint.folder import BEST, step_folder
+from training.preference import _read
 
 pytestmark = pytest.mark.launched
 
@@ -135,6 +138,17 @@ def test_a_run_that_lost_its_reference_is_refused(outcomes: dict[str, Any]) -> N
     """The weights to compare with are not those of step 3."""
     error = outcomes["late"]["error"]
     assert "have to be compared with the weights that this run began with" in error and "reference-" in error
+
+
+def test_a_damaged_reference_counts_as_missing(tmp_path: Path) -> None:
+    whole, other, damaged, gone = (tmp_path / name for name in ("whole", "other", "damaged", "gone"))
+    sums = numpy.array([[-1.0, -2.0], [-3.0, -4.0]], numpy.float32)
+    save_file({"sums": sums}, whole)
+    save_file({"sums": sums[:1]}, other)
+    damaged.write_bytes(whole.read_bytes()[:-3])
+    found = _read([gone, damaged, other, whole], 2)
+    assert found is not None and found.tolist() == sums.tolist()
+    assert _read([gone, damaged, other], 2) is None
 
 
 def test_another_loss_is_refused_in_the_same_run(outcomes: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from models.preference import LOSSES, Objective
 from tests.closeness import assert_near
 from tests.environments import environment
 from tests.launching import deepspeed, metrics, topology, write_config
+from tests.models.test_scores import save_scoring
 
 pytestmark = [pytest.mark.launched, pytest.mark.longest]
 
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # ours, and theirs
         {"trainer": "CPO", "loss_type": "simpo", "simpo_gamma": 0.6, "cpo_alpha": 0.0},
     ),
 }
+CASES["reward"] = {"loss": "reward", "center_weight": 0.02}, {"trainer": "Reward", "center_rewards_coefficient": 0.02}
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "1x1": {"model_topo": topology((1, 1))},
     "2x1": {"model_topo": topology((2, 1))},
@@ -63,13 +65,19 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(make_checkpoint: Callable[..., Path]) -> Path:
-    folder = make_checkpoint("llama", tie_word_embeddings=False)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+def models(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: make_checkpoint("llama", tie_word_embeddings=False) for name in CASES if name != "reward"}
+    made["reward"] = save_scoring(tmp_path_factory.mktemp("scoring"), "llama", 1)
+    for folder in made.values():
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings.pop("chat_template", None)
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return made
+
+
+def beta(name: str) -> dict[str, float]:
+    return {} if name == "reward" else {"beta": 2.0 if name == "simpo" else 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +96,17 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(python: Path, model: Path, records: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def theirs(
+    python: Path, models: dict[str, Path], records: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
     """What trl makes of a case, once for all topologies."""
     made: dict[str, tuple[list[float], dict[str, torch.Tensor]]] = {}
 
     def get(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         if name not in made:
             folder = tmp_path_factory.mktemp("theirs")
-            beta = {"beta": 2.0 if name == "simpo" else 0.3}
-            run_trl(python, model, records, folder, CASES[name][1] | beta | {"learning_rate": LR, "max_steps": STEPS})
+            settings = CASES[name][1] | beta(name) | {"learning_rate": LR, "max_steps": STEPS}
+            run_trl(python, models[name], records, folder, settings)
             losses = json.loads((folder / "losses.json").read_text())
             made[name] = losses, load_file(folder / "weights.safetensors")
         return made[name]
@@ -119,13 +129,13 @@ def run_trl(python: Path, model: Path, records: Path, folder: Path, settings: di
 
 @pytest.mark.parametrize(("name", "where"), WAYS)
 def test_losses_and_weights_equal_trl(
-    name: str, where: str, theirs: Callable[..., Any], model: Path, records: Path, tmp_path: Path
+    name: str, where: str, theirs: Callable[..., Any], models: dict[str, Path], records: Path, tmp_path: Path
 ) -> None:
     keys = TOPOLOGIES[where]
-    section = CASES[name][0] | {"beta": 2.0 if name == "simpo" else 0.3}
+    section = CASES[name][0] | beta(name)
     path = write_config(
         tmp_path / "run.yml",
-        model_path=str(model),
+        model_path=str(models[name]),
         data_path=str(records),
         save_path=str(tmp_path / "run"),
         preference=section,
@@ -133,7 +143,7 @@ def test_losses_and_weights_equal_trl(
         n_epoches=STEPS,
         gradient_clipping=0,
         scheduler=None,
-        optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-8}},
+        optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-6}},
         **keys,
     )
     processes = keys["model_topo"]["process_topology"]["dims"]
@@ -148,9 +158,9 @@ def test_losses_and_weights_equal_trl(
         assert_near(found[key], weight, name=key)
 
 
-def test_the_odds_ratio_equals_trl(python: Path, model: Path, records: Path, tmp_path: Path) -> None:
+def test_the_odds_ratio_equals_trl(python: Path, models: dict[str, Path], records: Path, tmp_path: Path) -> None:
     """trl's ORPO adds the cross-entropy of prompts, too, so only its own part is compared."""
     scores = [[-0.5, -2.0], [-3.0, -0.1], [-1.0, -1.0]]
-    run_trl(python, model, records, tmp_path, {"trainer": "odds_ratio", "beta": 0.3, "scores": scores})
+    run_trl(python, models["dpo"], records, tmp_path, {"trainer": "odds_ratio", "beta": 0.3, "scores": scores})
     found = LOSSES["orpo"](Objective("orpo", 0.3), torch.tensor(scores))
     assert found.tolist() == pytest.approx(json.loads((tmp_path / "losses.json").read_text()), rel=1e-5)
