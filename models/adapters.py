@@ -161,7 +161,7 @@ class Adapted(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         output: Tensor = super().forward(inputs)
-        output += self.low_rank(inputs)  # in place, as a pass over fresh memory costs a twentieth of a narrow layer
+        output += self.low_rank(inputs)  # in place, which spares a pass over fresh memory
         return output
 
     def low_rank(self, inputs: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ from training.plan.partition import LayerRange, layers_of
 from training.schedule.simulation import moments_in_flight
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
-# On a CPU: kernels that oneDNN compiles at the first step, pages of libraries, holes between small tensors. They are
-# what `benchmarks.memory` found above what torch had allocated: 15 MB in fp32 and 35 MB in bf16.
+# On a CPU: kernels that oneDNN compiles at the first step, pages of libraries, holes between small tensors. Fitted to
+# what `benchmarks.memory` finds above the tensors of a process: some 15 MB in fp32 and 35 MB in bf16.
 CPU_KERNELS = 25_000_000
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
 # Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
