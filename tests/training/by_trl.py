@@ -57,7 +57,7 @@ def main() -> None:
     by = AutoModelForSequenceClassification if kind == "Reward" else AutoModelForCausalLM
     model = by.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token = "!"  # no end of an answer, which transformers would pass over where it scores the last token
     model.config.pad_token_id = tokenizer.pad_token_id
     trainer = Trainer(
         model=model,
