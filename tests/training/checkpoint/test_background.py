@@ -94,7 +94,7 @@ def test_killed_and_stopped_while_a_thread_writes(
     assert same_files(straight.with_suffix(""), folder, "step-000005", *one.files.keys() | other.files)
 
     stopped = slow_start(config, 15, 0.5, monkeypatch)
-    stopped.until(lambda: steps_done(config) >= 15)
+    stopped.until(lambda: steps_done(config) >= 16)  # of 15 steps and the evaluation
     for trainer in workers(stopped):
         trainer.terminate()
     done = stopped.end()
