@@ -73,10 +73,9 @@ def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor
         from training.checking import check_run
 
         return check_run(True, config, process, monitor)
-    from training.engine.pipeline import PipelineTrainer
-    from training.options import train_language_model
+    from training.options import pipeline_trainer, train_language_model
 
-    kind = PipelineTrainer
+    kind = pipeline_trainer(config)
     if arguments.record:
         from training.proof.recorder import make_recorder
 

@@ -1,6 +1,6 @@
 """Print what weight streaming is predicted to reach beside the schedules, in Markdown (docs/performance.md).
 
-Nothing is measured, and no GPU is needed: `python -m benchmarks.weight_streaming`. No version trains with it yet.
+Nothing is measured, and no GPU is needed: `python -m benchmarks.weight_streaming`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
             label = f"{config.schedule}{sums} | {plan.peak / 1e9:.1f}{fits}"
             print(f"| {name} | {gpus} | {label} | {host / 1e9:.0f} | {speed} |")
         if streamed := Streaming(plans[0].basis, gpus).best():
-            counts = len(streamed.forward), streamed.heads, len(streamed.backward)
+            counts = len(streamed.forward), 1, len(streamed.backward)
             slots = f"{' + '.join(map(str, counts))} slots, {streamed.a_round} a round"
             sizes = f"{streamed.memory / 1e9:.1f} | {streamed.host / 1e9:.0f}"
             speed = f"{streamed.bubble:.1%} | {streamed.tokens_per_s:,.0f}"

@@ -115,7 +115,7 @@ def build_layer(
     share = share or TensorShare(spec, ONE_RANK)
     share.narrow(layer, module)
     read = partial(_read, spec, states, share, dtype, device)
-    like = _as_trained(spec, module, dtype)
+    like = as_trained(spec, module, dtype)
     state = shared.take(layer, read, like, device) if shared else read(layer)
     module.load_state_dict(state, strict=True, assign=True)
     if spec.trained.lora and spec.trained.lora.base and isinstance(module, Block):
@@ -129,7 +129,7 @@ def _read(
     spec: ModelSpec, states: LayerStates, share: TensorShare, dtype: torch.dtype, device: torch.device, layer: int
 ) -> dict[str, Tensor]:
     with torch.device("meta"):
-        like = _as_trained(spec, spec.build(layer), dtype)
+        like = as_trained(spec, spec.build(layer), dtype)
     read, state = states.read_layer(layer), {}
     warn_of_nan(read, partial(states.describe, layer))
     for name, tensor in read.items():
@@ -140,7 +140,7 @@ def _read(
     return state
 
 
-def _as_trained(spec: ModelSpec, module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+def as_trained(spec: ModelSpec, module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Get names, shapes and dtypes of a layer's weights, on the meta device."""
     frozen = [f"block.{name}" for name in spec.family.frozen]  # computed with as with weights that are trained
     fixed = {name: buffer.dtype for name, buffer in module.named_buffers() if name not in frozen}  # not to be rounded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from models.loss import TokenLoss
     from models.spec import ModelSpec
     from training.distributed.rank_monitor import RankMonitor
+    from training.engine.trainer import Trainer
     from training.topology import Division
 
 
@@ -34,18 +35,19 @@ def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequenc
     """
 
     def run(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
-        from training.engine.pipeline import PipelineTrainer  # imports DeepSpeed, after the device is set
-        from training.options import train_language_model
+        from training.options import pipeline_trainer, train_language_model  # DeepSpeed's, after the device is set
 
-        class LossTrainer(PipelineTrainer):
+        kind: Any = pipeline_trainer(config)
+
+        class LossTrainer(kind):
             @classmethod
-            def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> PipelineTrainer:
+            def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> Trainer:
                 trainer = super().build(config, spec, folder, division)
                 module = trainer.engine.module
                 module.micro_batch_loss = partial(module.micro_batch_loss, own=token_losses)
                 return trainer
 
-        return train_language_model(config, process, monitor, LossTrainer if loss else PipelineTrainer, callbacks)
+        return train_language_model(config, process, monitor, LossTrainer if loss else kind, callbacks)
 
     def load(process: ProcessInfo | None) -> TrainConfig:
         if loss and config.aux_max_z_loss.weight:

@@ -27,7 +27,7 @@ from training.distributed.processes import ProcessInfo, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.rendezvous import interface_of, own_address
 from training.job import Job
-from training.options import language_model
+from training.options import language_model, pipeline_trainer
 from training.plan.auto import divide
 from training.plan.resources import check_resources
 from training.preflight import check_model, check_samples
@@ -41,10 +41,9 @@ def check_run(in_stages: bool, config: TrainConfig, process: ProcessInfo, monito
     Raises:
         RunRefused: on every rank, if something is missing or differs between hosts.
     """
-    from training.engine.pipeline import PipelineTrainer
     from training.engine.zero import ZeroTrainer
 
-    task = language_model(config, PipelineTrainer if in_stages else ZeroTrainer)
+    task = language_model(config, pipeline_trainer(config) if in_stages else ZeroTrainer)
     job = Job(task, config, process, monitor)
     log = job.log
     job.read()

@@ -14,7 +14,9 @@ from training.config.keys import TrainConfig
 from training.distributed.freed_memory import BoundedMemory
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
+from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
+from training.engine.weight_streaming import WeightStreamingTrainer
 from training.job import Job
 from training.language_model import LanguageModel
 from training.metrics.utilization import Mfu
@@ -24,6 +26,7 @@ from training.plan.feedback import Feedback
 from training.preference import Preferences
 from training.profiler.session import ProfiledSteps
 from training.reporting import DataSummary, Reporting
+from training.schedule.instructions import WEIGHT_STREAMING
 from training.streamed import StreamedLanguageModel
 
 
@@ -45,6 +48,11 @@ def train_language_model(
     return Job(task, config, process, monitor, [*options(config, task), *callbacks]).run()
 
 
+def pipeline_trainer(config: TrainConfig) -> type[Trainer]:
+    """Return how a config's stages work: as DeepSpeed's pipeline, or taking turns at all layers."""
+    return WeightStreamingTrainer if config.schedule == WEIGHT_STREAMING else PipelineTrainer
+
+
 def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
     """Return the task of a config."""
     return (StreamedLanguageModel if config.stream_gb else LanguageModel)(kind, read_spec)
@@ -54,7 +62,7 @@ def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
     """List the callbacks of a language model's run."""
     planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
     preferences: list[Callback] = [Preferences(task)] if config.wanted else []
-    measured: list[Callback] = [Feedback(task)] if task.in_stages else []
+    measured: list[Callback] = [Feedback(task)] if task.in_stages and config.schedule != WEIGHT_STREAMING else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
     return [*planned, *preferences, *run_options(config), *measured, *exported]
 

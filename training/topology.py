@@ -5,8 +5,9 @@ A run builds its topology once, when `parts` is resolved; a checkpoint records i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pydantic import BaseModel, ConfigDict
 
@@ -65,14 +66,35 @@ class Topology(BaseModel):
 
 
 @dataclass(frozen=True)
+class Slots:
+    """What GPUs take turns at under weight streaming; the head has a turn of its own, forward and backward.
+
+    Attributes:
+        forward, backward: layers of each turn, from the embedding to the last block.
+        a_round: micro-batches that a turn computes.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    a_round: int
+
+
+@dataclass(frozen=True)
 class Division:
     """How a run's model is divided: as the config says, or by the planner (`training.plan.auto`).
 
     Attributes:
         recompute: numbers, in the whole model, of the layers that recompute their activations.
         report: lines for the log with the resolved `auto` values.
+        slots: of weight streaming.
     """
 
     topology: Topology
     recompute: frozenset[int] = frozenset()
     report: tuple[str, ...] = ()
+    slots: Slots | None = None
+
+
+def layer_ranges(parts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the layers of each part, begin and end, from their numbers."""
+    return list(pairwise([0, *accumulate(parts)]))

@@ -7,6 +7,7 @@ from typing import Any
 
 from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
 from training.config.sections import suggest
+from training.schedule.instructions import WEIGHT_STREAMING
 
 LARGEST = 10**12  # any whole number of a config
 ADAM = "lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused".split()
@@ -29,7 +30,10 @@ def contradictions(config: Any) -> Iterator[str]:
     for name, value in config:
         if type(value) is int and value > LARGEST:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
-    yield from _of_zero(config.zero_optimization)
+    streaming = config.schedule == WEIGHT_STREAMING
+    yield from _of_zero(config.zero_optimization, streaming)
+    if streaming:
+        yield from _of_weight_streaming(config)
     if config.offload_gradients and not config.zero_optimization.offloads:
         yield (
             "offload_gradients: an optimizer on the GPU needs them there; expected false, or "
@@ -61,13 +65,31 @@ def contradictions(config: Any) -> Iterator[str]:
                 yield f"max_restarts: expected {expected}, or max_restarts: 0"
 
 
-def _of_zero(zero: Any) -> Iterator[str]:
+def _of_zero(zero: Any, streaming: bool) -> Iterator[str]:
     for key in sorted(REFUSED & {f"zero_optimization.{name}" for name in zero.model_extra or {}}):
         yield f"{key}: {WHY_REFUSED}"
     for name in (name for name, value in (zero.model_extra or {}).items() if value == "auto"):  # HF Trainer fills it in
         yield f"zero_optimization.{name}: expected a value, found 'auto'; leave it out for DeepSpeed's own"
-    if zero.offloads and not zero.stage:
+    if zero.offloads and not zero.stage and not streaming:
         yield "zero_optimization.offload_optimizer: stage 0 keeps the optimizer where it is; expected stage 1 or more"
+
+
+def _of_weight_streaming(config: Any) -> Iterator[str]:
+    """Yield a line for each key that turns at all layers leave nothing to do, or that they do not know yet."""
+    topo, needless = config.model_topo, "weight_streaming keeps in host memory anyway"
+    for unlike, key, expected in (
+        (topo.tensor > 1 or topo.sequence > 1, "model_topo", "no model axis and no sequence"),
+        (config.fp16.enabled, "fp16.enabled", "bf16, or neither"),
+        (config.fp8.enabled, "fp8.enabled", "false"),
+        (config.lora is not None and config.lora.base, "lora.base", "none"),
+        (config.offload_activations, "offload_activations", f"false, as {needless} what blocks need"),
+        (config.offload_gradients, "offload_gradients", f"false, as {needless} sums of gradients"),
+        (config.data_types, "data_types", "none, as sums are fp32"),
+        (config.rebalance, "rebalance", "false, as GPUs take turns at all layers"),
+        (config.profile_steps, "profile_steps", "none"),
+    ):
+        if unlike:
+            yield f"{key}: not with schedule: weight_streaming; expected {expected}, or another schedule"
 
 
 def _of_precision(config: Any) -> Iterator[str]:

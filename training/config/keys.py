@@ -42,7 +42,7 @@ from training.config.sections import (
     expected,
 )
 from training.errors import ConfigError
-from training.schedule.instructions import Schedule
+from training.schedule.instructions import WEIGHT_STREAMING, Schedule
 from training.topology import Topology
 
 # Keys of zero_optimization by which DeepSpeed itself sums the replicas' gradients.
@@ -259,9 +259,10 @@ class TrainConfig(Section):
     `save_interval` or `save_minutes`."""
 
     schedule: Schedule = "1f1b"
-    """The order of a stage's work: `1f1b`, one forward, one backward; or `dualpipev`, which gives each stage two
+    """The order of a stage's work: `1f1b`, one forward, one backward; `dualpipev`, which gives each stage two
     chunks of the layers, so that stages wait less where a step has few micro-batches
-    (docs/parallelism.md#dims-and-parts)."""
+    (docs/parallelism.md#dims-and-parts); or `weight_streaming`, for models larger than the GPUs: weights and optimizer
+    lie in host memory, and the GPUs of a host take turns at all layers (docs/weight-streaming.md)."""
 
     use_grad_ckpt: Annotated[bool | Literal["auto"] | EveryNth, expected("true, false, auto or {every: n}")] = False
     """Recompute activations in the backward pass: less memory for about a third more arithmetic. `true`: in all
@@ -321,6 +322,8 @@ class TrainConfig(Section):
             setattr(self, name, section.model_copy(update={"enabled": name in self.trackers}))
         for contradiction in contradictions(self):
             raise ValueError(contradiction)
+        if self.schedule == WEIGHT_STREAMING:  # in place of ZeRO, each process updates layers of its own
+            self.zero_optimization = self.zero_optimization.model_copy(update={"stage": 0})
         return self
 
     @property
@@ -394,6 +397,8 @@ class TrainConfig(Section):
                 f"model_topo.process_topology.dims: {self.model_topo.process_topology.dims} asks for "
                 f"{self.model_topo.stages} stages; ZeRO has no pipeline: expected 1 for pipe, or no model_topo"
             )
+        if not in_stages and self.schedule == WEIGHT_STREAMING:
+            raise ConfigError("schedule: weight_streaming is a pipeline's; expected train_ds.py, or no schedule")
         if not in_stages and self.offload_gradients:
             raise ConfigError("offload_gradients: a pipeline's (train_ds.py); ZeRO stage 2 and 3 do so by themselves")
         if not in_stages and self.model_topo.tensor > 1:

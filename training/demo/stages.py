@@ -35,7 +35,8 @@ from training.distributed.communication import wait
 from training.distributed.processes import ProcessInfo, agreed, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
-from training.plan.partition import best_split, layer_ranges
+from training.plan.partition import best_split
+from training.topology import layer_ranges
 
 PATIENCE = timedelta(days=20)  # for the next question; torch counts milliseconds in 31 bits
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

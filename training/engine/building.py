@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.block_options import BlockOptions
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.preference import Objective, PreferenceLoss, ScoreLoss
-from models.process_groups import ONE_RANK, RankGroup, RankGroups
+from models.process_groups import NO_GROUPS, ONE_RANK, RankGroup, RankGroups
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.gpu import check_gpu
@@ -32,6 +32,8 @@ from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
 from training.trained import initial_states
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def build_engine(
     config: TrainConfig,
@@ -42,7 +44,22 @@ def build_engine(
     division: Division,
     groups: RankGroups,
 ) -> Any:
-    """Build the model and its engine, for `Trainer.build`.
+    """Build the model and DeepSpeed's engine around it, for `Trainer.build`; arguments as of `build_model`."""
+    return wrap_in_engine(
+        build_model(config, spec, folder, layers, make_model, division, groups), config, spec.tied_names
+    )
+
+
+def build_model(
+    config: TrainConfig,
+    spec: ModelSpec,
+    folder: Path,
+    layers: Sequence[int],
+    make_model: Callable[..., Model],
+    division: Division,
+    groups: RankGroups = NO_GROUPS,
+) -> Model:
+    """Build this process's share of a model.
 
     Args:
         layers: numbers of this process's layers, in the order of building.
@@ -62,7 +79,7 @@ def build_engine(
     # Dropout differs between ranks, but not between ranks that share layers or sequences.
     torch.manual_seed(config.seed + config.model_topo.first_peer(torch.distributed.get_rank()))
     with among_members():
-        model = make_model(
+        return make_model(
             states=states,
             dtype=training_dtype(config),
             blocks=BlockOptions(
@@ -72,7 +89,6 @@ def build_engine(
             groups=groups,
             read_together=layers if together else (),
         )
-    return wrap_in_engine(model, config, spec.tied_names)
 
 
 def _loss_of(config: TrainConfig, router_weight: float, rows: RankGroup) -> MicroBatchLoss:
@@ -114,19 +130,19 @@ def copy_to_cpu(layer: nn.Module) -> dict[str, Tensor]:
 def make_groups(topology: ModelTopo) -> RankGroups:
     """Make the process groups that share this process's sequences and layers; all ranks call it together."""
     return RankGroups(
-        sequence=_make_group(topology.sharing("rows")),
-        tensor=_make_group(topology.sharing("layers")),
+        sequence=make_group(topology.sharing("rows")),
+        tensor=make_group(topology.sharing("layers")),
     )
 
 
-def _make_group(groups: NDArray[Any]) -> RankGroup:
-    """Make this process's group, of ranks [groups, size]."""
+def make_group(groups: NDArray[Any], backend: str | None = None) -> RankGroup:
+    """Make this process's group, of ranks [groups, size]; all ranks call it together."""
     if (size := groups.shape[1]) == 1:
         return ONE_RANK
     rank, own = torch.distributed.get_rank(), ONE_RANK
     with among_members():
         for row in groups.tolist():
-            group = torch.distributed.new_group(row)  # every process must call it for every group
+            group = torch.distributed.new_group(row, backend=backend)  # every process must call it for every group
             if rank in row:
                 own = RankGroup(size, row.index(rank), group)
     return own

@@ -16,7 +16,6 @@ of a tied model, measured and rounded by DeepSpeed, as without the key.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from itertools import cycle
@@ -24,9 +23,9 @@ from mmap import mmap
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from training.distributed.shared_memory import lock_pages
 from training.engine.gradients import add
 
 PIECE = 2**23  # numbers that cross the bus at a time
@@ -137,8 +136,5 @@ def page_locked(numbers: int, dtype: torch.dtype, device: torch.device) -> Tenso
     They take whole pages of their own, where torch's pinned memory is rounded up to a power of two.
     """
     pages = mmap(-1, max(1, numbers * dtype.itemsize))
-    tensor = torch.frombuffer(pages, dtype=dtype, count=numbers) if numbers else torch.empty(0, dtype=dtype)
-    if device.type == "cuda" and numbers:
-        get_accelerator().register_host_memory(tensor.data_ptr(), tensor.nbytes)
-        weakref.finalize(pages, get_accelerator().unregister_host_memory, tensor.data_ptr()).atexit = False
-    return tensor
+    lock_pages(pages, device)
+    return torch.frombuffer(pages, dtype=dtype, count=numbers) if numbers else torch.empty(0, dtype=dtype)

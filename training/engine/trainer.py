@@ -138,6 +138,10 @@ class Trainer(ABC):
         documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.row_replica)]
         for positions in self.engine.module.positions:
             positions.expect(documents)
+        return self.send(loader, batch)
+
+    def send(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
+        """Yield this rank's micro-batches on the device."""
         micro_batches = loader.tensors(batch, self.row_replica)
         if self.groups.sequence.size > 1:
             micro_batches = map(self._own_tokens, micro_batches)

@@ -25,6 +25,8 @@ from training.plan.inputs import MEASURED_FILE, Basis, Workload
 from training.plan.plan import Plan
 from training.plan.resources import check_resources, explain_out_of_memory
 from training.plan.timing import choose_kernels
+from training.plan.weight_streaming import cut, cut_into_slots, describe
+from training.schedule.instructions import WEIGHT_STREAMING
 from training.topology import Division
 
 
@@ -51,7 +53,8 @@ class Planning(Callback):
 
 def leaves_open(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> bool:
     """Whether the planner has to divide the model: without a pipeline there is nothing to choose."""
-    return in_stages and (config.use_grad_ckpt == "auto" or config.parts_for(spec.n_layers) is None)
+    streamed = config.schedule == WEIGHT_STREAMING
+    return in_stages and (streamed or config.use_grad_ckpt == "auto" or config.parts_for(spec.n_layers) is None)
 
 
 def divide(
@@ -88,6 +91,9 @@ def choose(
 ) -> Division:
     """Choose the division of a pipeline over such devices; see `divide`."""
     basis, report = Basis.of_run(config, spec, Workload.of(loader, config), device)
+    if config.schedule == WEIGHT_STREAMING:
+        slots, parts = cut_into_slots(basis), config.parts_for(spec.n_layers) or cut(basis.trained, config.chunks)
+        return Division(config.topology(parts), report=(*report, *describe(slots)), slots=slots)
     if config.parts_for(spec.n_layers) is None:
         parts, reason = _resumed_parts(basis, saved)
         report.append(f"parts: auto, {reason}")

@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
+
+from training.topology import layer_ranges
 
 LayerRange = tuple[int, int]  # [begin, end)
 Fits = Callable[[int, tuple[LayerRange, ...]], bool]
 FIRST_GROWTH = 4  # the limit grows by 1/4 first, then by twice as much each time
-
-
-def layer_ranges(parts: Sequence[int]) -> list[LayerRange]:
-    """Return the layers of each stage, from the layers per stage."""
-    return list(pairwise([0, *accumulate(parts)]))
 
 
 def layers_of(ranges: Iterable[LayerRange]) -> list[int]:

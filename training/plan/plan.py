@@ -12,8 +12,9 @@ from training.config.deepspeed_config import training_dtype
 from training.plan.costs import LayerTime, Spent, layer_times
 from training.plan.inputs import Basis
 from training.plan.memory import MemoryModel, StageMemory
-from training.plan.partition import Fits, LayerRange, best_split, held_layers, layer_ranges, layers_of
+from training.plan.partition import Fits, LayerRange, best_split, held_layers, layers_of
 from training.schedule.simulation import simulate
+from training.topology import layer_ranges
 
 ERROR = 0.05  # of a plan's memory, as measured (docs/performance.md#the-planner)
 RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact

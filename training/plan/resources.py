@@ -31,6 +31,7 @@ from training.plan.inputs import Basis, Workload
 from training.plan.memory import StateBytes
 from training.plan.plan import Plan
 from training.plan.search import next_change
+from training.schedule.instructions import WEIGHT_STREAMING
 
 ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)  # of CUDA's allocator and of the CPU's
 
@@ -53,14 +54,15 @@ def check_resources(config: TrainConfig, spec: ModelSpec, layers: Sequence[int],
         weights += sum(shape.numel() for shape in shapes.values())
         trained += sum(shapes[name].numel() for name in names)
     frozen, in_memory = weights - trained, state.host
-    if not torch.cuda.is_available():  # ZeRO 2 and 3 shard more than the optimizer
+    on_host = not torch.cuda.is_available() or config.schedule == WEIGHT_STREAMING
+    if on_host:  # ZeRO 2 and 3 shard more than the optimizer
         stage = config.zero_optimization.stage
         in_memory += state.optimizer + state.gradient / (replicas if stage > 1 else 1)
         in_memory += state.weight / (replicas if stage > 2 else 1)
     kept = frozen * state.weight
     share = (trained * state.checkpoint(replicas) + (0 if config.lora else kept)) / replicas
     copied = share if config.save_async else 0
-    in_memory = trained * in_memory + (0 if torch.cuda.is_available() else kept)
+    in_memory = trained * in_memory + (kept if on_host else 0)
     ranks = gather((socket.gethostname(), disk.host, in_memory + copied, share))
     held = sum(here for host, _, here, _ in ranks if host == socket.gethostname())
     saved = sum(share for _, host, _, share in ranks if host == disk.host)
@@ -110,6 +112,8 @@ def explain_out_of_memory(config: TrainConfig, spec: ModelSpec, stage: int, load
 def _planned(config: TrainConfig, spec: ModelSpec, stage: int, loader: Loader | None) -> str:
     if config.model_topo.parts is None:
         return ""
+    if config.schedule == WEIGHT_STREAMING:
+        return "; expected fewer or shorter rows in a micro-batch (train_micro_batch_size_per_gpu, pack_len)"
     plan = Plan.make(Basis.of_run(config, spec, Workload.of(loader, config), this_device())[0])
     line = f"; --plan says {gigabytes(plan.stages[stage].memory.peak)}"
     advice = next_change(plan, stage)

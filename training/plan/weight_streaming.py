@@ -1,12 +1,13 @@
 """Predict a step of weight streaming (`training.schedule.weight_streaming`) for a model and its GPUs.
 
 The blocks, and the embedding with the first ones, are cut into forward slots and, independently, into backward slots,
-so that the slowest is as fast as possible; the head is a slot of its own, forward and backward at once. Where it takes
-longer than the others, several GPUs have it, each for a share of the micro-batches. Every block recomputes: a forward
-slot leaves the input of each of its blocks in host memory, and a backward slot fetches it. Tried are one to
-`MOST_BLOCKS` blocks in a backward slot, forward slots about as long, and all sizes of a round.
+so that the slowest is as fast as possible; the head is a slot of its own, forward and backward at once. (Several GPUs
+could share it where it takes longest, by micro-batches: some 4 % faster for 8B on eight GPUs, but then the sums of its
+gradients would depend on the number of GPUs.) Every block recomputes: a forward slot leaves the input of each of its
+blocks in host memory, and a backward slot fetches it. Tried are one to `MOST_BLOCKS` blocks in a backward slot, forward
+slots about as long, and all sizes of a round.
 
-No engine runs it yet. Not counted: loading data, other programs on the host, and what the updates and the transfers of
+Not counted: loading data, other programs on the host, and what the updates and the transfers of
 the next step's first weights cost each other.
 """
 
@@ -15,21 +16,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
-from math import ceil
 
+from common.quantities import counted
 from training.config.deepspeed_config import training_dtype
 from training.config.sections import OptimizerOffload
 from training.metrics.devices import HOST_LINK
 from training.plan.costs import HOST, layer_times
 from training.plan.inputs import Basis
 from training.plan.memory import MemoryModel, StateBytes
-from training.plan.partition import best_split, layer_ranges
+from training.plan.partition import best_split
 from training.plan.plan import RESOLUTION
 from training.schedule.weight_streaming import Slot, Streamed, simulate
+from training.topology import Slots, layer_ranges
 
 MOST_BLOCKS = 4
-MORE_HEADS = 2  # than would take no longer than another slot: the sooner a micro-batch passes, the shorter the waits
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
 MASTERS = 28  # bytes of main memory that AdamW reads and writes for a parameter: gradient, master weight, two states
 TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
@@ -41,7 +41,6 @@ class StreamedPlan:
 
     Attributes:
         forward, backward: layers of each slot, in the order of the layers.
-        heads: GPUs that share the head.
         memory: most bytes of a GPU.
         host: bytes of main memory: weights, the optimizer, sums, and the inputs of a round's blocks.
     """
@@ -50,7 +49,6 @@ class StreamedPlan:
     gpus: int
     forward: list[int]
     backward: list[int]
-    heads: int
     a_round: int
     step: Streamed
     memory: int
@@ -79,7 +77,9 @@ class Streaming:
     """The slots of a model on GPUs that share one host."""
 
     def __init__(self, basis: Basis, gpus: int) -> None:
-        zero = basis.config.zero_optimization.model_copy(update={"offload_optimizer": OptimizerOffload(device="cpu")})
+        zero = basis.config.zero_optimization.model_copy(
+            update={"stage": 1, "offload_optimizer": OptimizerOffload(device="cpu")}
+        )
         keys = {"offload_activations": False, "offload_gradients": True, "schedule": "1f1b", "zero_optimization": zero}
         topo = basis.config.model_topo.spread(1, 1)
         self.basis = basis.changed(model_topo=topo, use_grad_ckpt=True, **keys)
@@ -108,21 +108,18 @@ class Streaming:
         number = self.basis.micro_batches
         sizes = [size for size in range(min(self.gpus, number), min(MOST_ROUND, number) + 1) if number % size == 0]
         for blocks in range(1, MOST_BLOCKS + 1):
-            backward = _cut(self.backward[: self.head], -(-self.head // blocks))
+            backward = cut(self.backward[: self.head], -(-self.head // blocks))
             longest = max(sum(self.backward[begin:end]) for begin, end in layer_ranges(backward))
             fewest = max(1, round(sum(self.forward[: self.head]) / longest))
-            heads = ceil((self.forward[self.head] + self.backward[self.head]) / longest)
-            for count, shares in product(
-                range(fewest, min(fewest + 3, self.head) + 1), range(1, min(heads + MORE_HEADS, self.gpus) + 1)
-            ):
-                forward = _cut(self.forward[: self.head], count)
-                slots, memory = self.slots(forward, backward, shares), self.memory(forward, backward)
+            for count in range(fewest, min(fewest + 3, self.head) + 1):
+                forward = cut(self.forward[: self.head], count)
+                slots, memory = self.slots(forward, backward), self.memory(forward, backward)
                 for a_round in sizes if len(slots) > self.gpus else ():
                     step = simulate(slots, self.gpus, number, a_round, HOST_LINK)
                     host = int(self._host + a_round * self.head * self._hidden)
-                    yield StreamedPlan(self.basis, self.gpus, forward, backward, shares, a_round, step, memory, host)
+                    yield StreamedPlan(self.basis, self.gpus, forward, backward, a_round, step, memory, host)
 
-    def slots(self, forward: Sequence[int], backward: Sequence[int], heads: int) -> list[Slot]:
+    def slots(self, forward: Sequence[int], backward: Sequence[int]) -> list[Slot]:
         """Return a round's slots."""
         made = [
             Slot(
@@ -136,9 +133,7 @@ class Streaming:
         ]
         head, hidden = self.head, self._hidden
         both = self.forward[head] + self.backward[head]
-        for share in range(heads):
-            update = 0.0 if share else self._update[head]
-            made.append(Slot(both, self._weights[head], self._sums[head], hidden, hidden, update, (share, heads)))
+        made.append(Slot(both, self._weights[head], self._sums[head], hidden, hidden, self._update[head]))
         for begin, end in reversed(layer_ranges(backward)):
             inputs = end - max(begin, 1)  # the embedding's is not kept
             leaves = hidden if begin else 0.0
@@ -154,7 +149,24 @@ class Streaming:
         return int(2 * (weights + sums)) + max(self._memory.rank(0, (held,)).activations for held in ranges)
 
 
-def _cut(costs: Sequence[float], slots: int) -> list[int]:
+def cut_into_slots(basis: Basis) -> Slots:
+    """Cut a run's layers into slots: as the fastest plan that fits, else a layer each."""
+    gpus = basis.config.model_topo.stages
+    if found := Streaming(basis, gpus).best():
+        return Slots(tuple(found.forward), tuple(found.backward), found.a_round)
+    each = (1,) * (basis.spec.n_layers - 1)
+    return Slots(each, each, min(MOST_ROUND, basis.micro_batches))
+
+
+def describe(slots: Slots) -> list[str]:
+    """Say, in a line for the log, how many layers a turn has."""
+    forward, backward = (list(layers) for layers in (slots.forward, slots.backward))
+    micro_batches = counted(slots.a_round, "micro-batch")
+    return [f"turns: {micro_batches} through {forward} layers forward, the head, {backward} backward; all recompute"]
+
+
+def cut(costs: Sequence[float], slots: int) -> list[int]:
+    """Cut layers into as many slots, the largest sum of their costs as small as possible."""
     parts = best_split([round(cost / RESOLUTION) for cost in costs], slots, lambda *_: True)
     assert parts is not None
     return parts

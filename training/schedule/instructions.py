@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-Schedule = Literal["1f1b", "dualpipev"]
+WEIGHT_STREAMING = "weight_streaming"
+Schedule = Literal["1f1b", "dualpipev", "weight_streaming"]
 Kind = Literal["forward", "backward", "weights", "send", "receive", "exchange", "data", "optimizer"]
 WORK = ("forward", "backward", "weights")  # a backward pass may leave the weights' gradients for later
 

@@ -2,13 +2,13 @@
 
 A step is a list of S slots: a few layers forward, the head, a few layers backward. Turn p is slot p mod S on GPU
 p mod n, for the micro-batches of a round one after the other; after a round's last slot comes the first one of the next
-round, as weights do not change within a step. No engine runs this yet: it predicts what one would reach.
+round, as weights do not change within a step. `training.engine.turns` runs it.
 
 A GPU has two buffers of weights. While it computes a turn, those of its next one arrive, and with them the sums of its
 gradients so far, piece by piece between the micro-batches; the sums go back at the end. What a micro-batch hands from
 slot to slot goes through host memory. Each GPU has a link, of the same bandwidth each way, that carries one thing after
-another. The optimizer on the host begins when the last sums have come, as only then clipping knows the norm, and works
-in the order of the forward slots; the first slot's layers are the only ones that all wait for.
+another. The optimizer on the host begins when the last sums have come, as only then clipping knows the norm; the next
+step begins when it has updated all.
 
 Host memory carries all of it, so a step is never shorter than `moved` over its bandwidth.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,7 @@ class Slot:
         weights: bytes that have to be there before.
         sums: bytes of its gradients' sums, which come, but for the first round, and go.
         enters, leaves: bytes of a micro-batch that come before and go after.
-        update: seconds of the host for the weights that this slot is the first to need.
-        share: (j, k): only every k-th of a round's micro-batches, from the j-th on; other slots have the others.
+        update: seconds of the host for the weights of these layers, in one slot of those that have them.
     """
 
     seconds: float
@@ -39,11 +37,6 @@ class Slot:
     enters: float = 0.0
     leaves: float = 0.0
     update: float = 0.0
-    share: tuple[int, int] = (0, 1)
-
-    def batches(self, a_round: int) -> range:
-        """Return the micro-batches of a round."""
-        return range(self.share[0], a_round, self.share[1])
 
 
 @dataclass(frozen=True)
@@ -74,12 +67,12 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
         link: bytes/s of a GPU's link, each way.
 
     Raises:
-        ValueError: no more slots than GPUs, rounds of unequal size, or of fewer micro-batches than share them.
+        ValueError: no more slots than GPUs, or rounds of unequal size.
     """
-    if len(slots) <= gpus or micro_batches % a_round or a_round < max(slot.share[1] for slot in slots):
+    if len(slots) <= gpus or micro_batches % a_round:
         raise ValueError(f"{len(slots)} slots, {gpus} GPUs, {micro_batches} micro-batches, {a_round} a round")
     turns = len(slots) * (micro_batches // a_round)
-    updated = list(accumulate(slot.update for slot in slots))
+    updated = sum(slot.update for slot in slots)
     summed = [0.0] * len(slots)  # when the host has a slot's sums
     computed, came, left = ([0.0] * gpus for _ in range(3))  # until when core and link are taken
     loaded, released = [0.0] * gpus, [0.0] * gpus  # weights of this turn are there; the turn before has given its back
@@ -88,31 +81,29 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
     for turn in range(turns):
         slot, gpu, following = slots[turn % len(slots)], turn % gpus, turn + gpus
         if turn < gpus:
-            came[gpu] = loaded[gpu] = updated[turn] + slot.weights / link
-        if turn % len(slots) == 0:
-            handed = [0.0] * a_round
-        batches, pieces, piece, allowed = slot.batches(a_round), 0, 0.0, 0.0
+            came[gpu] = loaded[gpu] = updated + slot.weights / link
+        pieces, piece, allowed = 0, 0.0, 0.0
         if following < turns:
             number = following % len(slots)
             again = following >= len(slots)  # a later round
-            pieces, allowed = len(batches), max(released[gpu], summed[number] if again else updated[number])
+            pieces, allowed = a_round, max(released[gpu], summed[number] if again else updated)
             piece = (slots[number].weights + (slots[number].sums if again else 0.0)) / link / pieces
             moved += piece * link * pieces
-        for done, number in enumerate(batches):
+        for done in range(a_round):
             while pieces and (
-                max(came[gpu], allowed) < handed[number] or (len(batches) - pieces < done and allowed <= came[gpu])
+                max(came[gpu], allowed) < handed[done] or (a_round - pieces < done and allowed <= came[gpu])
             ):
                 came[gpu], pieces = max(came[gpu], allowed) + piece, pieces - 1
-            came[gpu] = max(came[gpu], handed[number]) + slot.enters / link
+            came[gpu] = max(came[gpu], handed[done]) + slot.enters / link
             computed[gpu] = max(computed[gpu], came[gpu], loaded[gpu]) + slot.seconds
             left[gpu] = max(left[gpu], computed[gpu]) + slot.leaves / link
-            handed[number] = left[gpu]
+            handed[done] = left[gpu]
         if following < turns:
             came[gpu] = max(came[gpu], allowed) + pieces * piece if pieces else came[gpu]
         loaded[gpu] = came[gpu]
         left[gpu] += slot.sums / link
         summed[turn % len(slots)] = left[gpu]
         released[gpu] = left[gpu] if slot.sums else computed[gpu]
-        moved += slot.sums + len(batches) * (slot.enters + slot.leaves) + (slot.weights if turn < gpus else 0.0)
-    work = micro_batches // a_round * sum(slot.seconds * len(slot.batches(a_round)) for slot in slots)
-    return Streamed(max(updated[-1], *left, *computed), work, gpus, moved)
+        moved += slot.sums + a_round * (slot.enters + slot.leaves) + (slot.weights if turn < gpus else 0.0)
+    work = micro_batches * sum(slot.seconds for slot in slots)
+    return Streamed(max(updated, *left, *computed), work, gpus, moved)

@@ -1,0 +1,140 @@
+"""Turns at all layers give what a pipeline gives, and the same bits whatever the number of processes and the slots."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.closeness import assert_near
+from tests.ranks import Ranks, write_samples
+
+STEPS, NORM = 6, 0.5
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "weight_decay": 0.1}}, "gradient_clipping": NORM}
+BF16 = {"bf16": {"enabled": True}}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "untied": ("llama", {"tie_word_embeddings": False}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "two-kinds": ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2}),
+    "latent": ("minicpm3", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}),
+    "dropout": ("llama", {"attention_dropout": 0.5}),
+}
+EACH = ([1, 1, 1, 1], [1, 1, 1, 1], 1)  # a layer a slot, a micro-batch a round
+UNEVEN = ([3, 1], [1, 2, 1], 3)  # of 4 micro-batches, so the last round has one
+ONE = ([4], [4], 4)
+
+
+class Case(NamedTuple):
+    """
+    Attributes:
+        runs: dims (stages, replicas) and slots, of runs with the same bits.
+        compared: whether 1f1b gives the same numbers too; it draws other ones for dropout.
+    """
+
+    model: str
+    keys: dict[str, Any]
+    runs: dict[str, tuple[tuple[int, int], Any]]
+    compared: bool = True
+
+
+CASES = {
+    "tied-fp32": Case("tied", {}, {"one": ((1, 1), UNEVEN), "two": ((2, 1), EACH), "auto": ((2, 1), None)}),
+    "mixtral-bf16": Case(
+        "mixtral", BF16 | {"aux_router_loss": {"weight": 0.5}}, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)}
+    ),
+    "lora": Case("tied", {"lora": {"r": 2, "dropout": 0.0}}, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)}),
+    "frozen": Case("untied", {"freeze": ["embed_tokens", "layers\\.[01]\\."]}, {"two": ((2, 1), UNEVEN)}),
+    "dropout": Case("dropout", {}, {"one": ((1, 1), ONE), "two": ((2, 1), EACH)}, compared=False),
+    "replicas": Case("tied", {}, {"two": ((1, 2), UNEVEN)}),
+    "four": Case("tied", BF16, {"one": ((1, 1), EACH), "four": ((4, 1), UNEVEN), "replicas": ((2, 2), UNEVEN)}),
+    "two-kinds": Case("two-kinds", BF16, {"two": ((2, 1), UNEVEN)}),
+    "latent": Case("latent", {}, {"two": ((2, 1), UNEVEN)}),
+}
+FEW = ("tied-fp32", "mixtral-bf16", "dropout")
+
+
+def config(model: Path, samples: Path, dims: tuple[int, int], keys: dict[str, Any]) -> dict[str, Any]:
+    # Without packing a row is a sample, whatever the number of processes.
+    return {
+        "model_path": str(model),
+        "data_path": str(samples),
+        "save_path": str(samples.parent),
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2 // dims[1],
+        "n_epoches": 9,
+        "packing": False,
+        "model_topo": {"process_topology": {"axes": ["data", "pipe"], "dims": [dims[1], dims[0]]}},
+    } | (ADAMW | keys)
+
+
+Outcomes = dict[str, dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, asked: set[str]
+) -> Outcomes:
+    """What all ranks of a run saved, joined."""
+    folder = tmp_path_factory.mktemp("streaming")
+    write_samples(folder, 14)
+    by_size: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for name in asked & CASES.keys():
+        case = CASES[name]
+        model = make_checkpoint(MODELS[case.model][0], **MODELS[case.model][1])
+        runs = {run: (dims, slots, {"schedule": "weight_streaming"}) for run, (dims, slots) in case.runs.items()}
+        if case.compared:
+            runs["1f1b"] = ((1, 1), None, {})
+        for run, (dims, slots, keys) in runs.items():
+            about = {"name": f"{name}-{run}", "slots": slots, "steps": STEPS}
+            made = config(model, folder / "samples.json", dims, case.keys | keys)
+            by_size[math.prod(dims)].append(about | {"config": made})
+    found: Outcomes = {}
+    for processes, cases in sorted(by_size.items()):
+        ranks.run(processes, "streaming", cases, folder)
+        for each in cases:
+            files = [load_file(folder / f"{each['name']}.{rank}.safetensors") for rank in range(processes)]
+            found[each["name"]] = {name: tensor for file in files for name, tensor in file.items()}
+    return found
+
+
+def params(*, compared: bool) -> list[Any]:
+    chosen = [name for name, case in CASES.items() if (case.compared if compared else len(case.runs) > 1)]
+    return [pytest.param(name, id=name, marks=() if name in FEW else pytest.mark.slow) for name in chosen]
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("name", params(compared=True))
+def test_losses_norms_and_weights_are_those_of_a_pipeline(name: str, outcomes: Outcomes) -> None:
+    expected = outcomes[f"{name}-1f1b"]
+    dtype = torch.bfloat16 if "bf16" in CASES[name].keys else torch.float32
+    for run in CASES[name].runs:
+        found = outcomes[f"{name}-{run}"]
+        for key, kind in (("losses", "means"), ("evaluated", "means"), ("norms", "norms")):
+            assert_near(found[key], expected[key], dtype, kind, key)
+        weights = expected.keys() - {"losses", "norms", "evaluated"}
+        assert weights <= found.keys()
+        for each in weights:
+            # AdamW divides by the size of a gradient, so a rounding of a small one is one of a step.
+            atol = 1e-6 if dtype == torch.float32 else 1e-3 * STEPS
+            torch.testing.assert_close(found[each], expected[each], atol=atol, rtol=1e-5)
+    assert len(expected["norms"]) == STEPS and expected["losses"].diff().abs().min() > 0
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("name", params(compared=False))
+def test_neither_processes_nor_slots_change_a_bit(name: str, outcomes: Outcomes) -> None:
+    runs = {run: outcomes[f"{name}-{run}"] for run in CASES[name].runs if run != "replicas"}
+    first, *others = runs.values()
+    for other in others:
+        for each in first:
+            torch.testing.assert_close(
+                other[each], first[each], atol=0, rtol=0, msg=lambda text, each=each: f"{each}: {text}"
+            )

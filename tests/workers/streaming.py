@@ -1,0 +1,44 @@
+"""Trains steps under any schedule, with an evaluation after them (see `cases.py`).
+
+Its cases are {"name", "config": {...}, "slots": [forward, backward, a_round] | null, "steps": number}. Writes
+<folder>/<name>.<rank>.safetensors with "losses", "norms", "evaluated", and the weights of the layers that the rank has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from models.api import read_spec
+from tests.workers.cases import loader_of
+from training.checkpoint.resharding import slices_of
+from training.config.keys import TrainConfig
+from training.options import pipeline_trainer
+from training.plan.auto import divide
+from training.topology import Slots
+from training.trained import with_trained
+
+
+def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+    loader, model_folder = loader_of(config), Path(config.model_path)
+    spec = with_trained(read_spec(model_folder), config)
+    division = divide(config, spec)
+    if case["slots"]:
+        forward, backward, a_round = case["slots"]
+        division = replace(division, slots=Slots(tuple(forward), tuple(backward), a_round))
+    trainer = pipeline_trainer(config).build(config, spec, model_folder, division)
+    losses, norms = [], []
+    for step in range(case["steps"]):
+        losses.append(trainer.train_step(loader, loader.batch(step)))
+        norms.append(float(trainer.engine.get_global_grad_norm()))
+    evaluated = trainer.eval_loss(loader, loader.batch(0))
+    found = {"losses": torch.tensor(losses), "norms": torch.tensor(norms), "evaluated": torch.tensor(evaluated)}
+    for piece in slices_of(trainer.engine):
+        found[piece.name] = piece.master.detach().view(-1)[piece.start :][: piece.numel].float().clone()
+    save_file(found, folder / f"{case['name']}.{torch.distributed.get_rank()}.safetensors")
+    torch.distributed.barrier()
+    trainer.engine.destroy()

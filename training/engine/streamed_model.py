@@ -1,0 +1,196 @@
+"""All layers of a model, whose weights lie in memory that the processes of a host share (`schedule: weight_streaming`).
+
+Each process has every layer as a module. On a CPU its parameters are the shared memory itself. On a GPU they are copied
+to the device for a turn and point back to host memory after it; so a device holds the layers of two turns, the one that
+it computes and the next.
+
+Sums of gradients lie in fp32 in shared memory too. On a GPU they are added up on the device during a turn: they come
+with the weights and go back at its end. Micro-batches are added in their order, whichever process computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from models.adapters import add_idle_weight, save_trained_only
+from models.block_options import BlockOptions
+from models.layers import Activations, Block, Head
+from models.loading import LayerStates, as_trained, build_layer
+from models.loss import MicroBatchLoss
+from models.offload import Returns
+from models.process_groups import RankGroups
+from models.router import n_experts
+from models.spec import ModelSpec
+from training.distributed.processes import gather
+from training.distributed.shared_memory import share_tensors
+from training.engine.gradients import add
+
+
+class StreamedModel(nn.Module):
+    """The layers, under their numbers as names.
+
+    Args:
+        own: layers that this process loads and updates.
+        pool: ranks that share the weights.
+        device: that computes.
+
+    Attributes:
+        weights: `<layer>.<name>` -> what a layer computes with, in shared memory.
+        sums: `<layer>.<name>` -> the sum of a trained weight's gradients, in fp32 and in shared memory.
+        positions: of the blocks, as a list of one.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        own: Sequence[int],
+        pool: Sequence[int],
+        device: torch.device,
+        states: LayerStates,
+        dtype: torch.dtype,
+        blocks: BlockOptions,
+        micro_batch_loss: MicroBatchLoss,
+        groups: RankGroups,
+        read_together: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.spec, self.device, self.dtype, self.micro_batch_loss = spec, device, dtype, micro_batch_loss
+        self.positions = [spec.positions(groups)]
+        with torch.device("meta"):
+            layers = [spec.build(layer, self.positions[0]) for layer in range(spec.n_layers)]
+        kept = {
+            f"{number}.{name}": like
+            for number, layer in enumerate(layers)
+            for name, like in as_trained(spec, layer, dtype).items()
+        }
+        trained = {
+            f"{number}.{name}": torch.empty_like(weight, dtype=torch.float32)
+            for number, layer in enumerate(layers)
+            for name, weight in layer.named_parameters()
+            if weight.requires_grad
+        }
+        self.weights, self.sums = share_tensors(kept, pool, device), share_tensors(trained, pool, device)
+        for number in own:
+            loaded = build_layer(spec, number, states, self.positions[0], dtype, torch.device("cpu"))
+            for name, tensor in loaded.state_dict().items():
+                self.weights[f"{number}.{name}"].copy_(tensor)
+        gather(None)  # all have loaded theirs
+        returns = Returns()
+        for number, layer in enumerate(layers):
+            names = layer.state_dict()
+            layer.load_state_dict({name: self.weights[f"{number}.{name}"] for name in names}, assign=True)
+            for buffer in layer.buffers():
+                buffer.data = buffer.to(device)
+            if spec.trained.lora:
+                save_trained_only(layer)
+            if isinstance(layer, Block):
+                blocks.apply(number, layer, returns)
+            elif isinstance(layer, Head):
+                layer.project_in_loss = True
+            self.add_module(str(number), layer)
+        if not any(f"{number}.{name}" in trained for number in own for name, _ in layers[number].named_parameters()):
+            add_idle_weight(layers[own[0]], dtype)
+
+    def layer(self, number: int) -> nn.Module:
+        """Return a layer by its number."""
+        return self.get_submodule(str(number))
+
+    def loss(self, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
+        """Compute the loss of a micro-batch from what the head gave."""
+        head = self.layer(self.spec.n_layers - 1)
+        assert isinstance(head, Head)
+        return self.micro_batch_loss(head, activations, labels)
+
+    def activations_like(self, rows: int, length: int) -> tuple[Tensor, ...]:
+        """Make what flows from layer to layer for [rows, length], without position ids, on the meta device."""
+        with torch.device("meta"):
+            hidden = torch.empty(rows, length, self.spec.config.hidden_size, dtype=self.dtype)
+            return hidden, *((torch.empty(2, n_experts(self.spec.config)),) if self.spec.family.router else ())
+
+
+@dataclass
+class LoadedLayers:
+    """The weights of a turn's layers, on their way to the device, there, or back in host memory.
+
+    Attributes:
+        sums: `<layer>.<name>` -> the sum of a weight's gradients, where this process adds to it.
+    """
+
+    model: StreamedModel
+    layers: Iterable[int]
+    stream: torch.cuda.Stream | None  # that copies; None on a CPU
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    _weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    _begun: bool = False
+
+    def fetch_weights(self) -> None:
+        """Let the weights come, once."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                for number in self.layers:
+                    for weight in self.model.layer(number).parameters():
+                        self._weights[weight] = weight.data.to(self.model.device, non_blocking=True)
+
+    def fetch_sums(self, begun: bool) -> None:
+        """Let the sums come, or make room for new ones.
+
+        Args:
+            begun: whether this step has added to them.
+        """
+        names = [
+            f"{number}.{name}" for number in self.layers for name, _ in self.model.layer(number).named_parameters()
+        ]
+        found = {name: self.model.sums[name] for name in names if name in self.model.sums}
+        if self.stream is None:
+            self.sums = found
+            return
+        with torch.cuda.stream(self.stream):
+            for name, total in found.items():
+                there = torch.empty_like(total, device=self.model.device)
+                self.sums[name] = there.copy_(total, non_blocking=True) if begun else there
+
+    def use(self) -> None:
+        """Compute with the weights from now on; the device waits until they are there."""
+        if self.stream is None:
+            return
+        computing = torch.cuda.current_stream(self.model.device)
+        computing.wait_stream(self.stream)
+        for weight, there in self._weights.items():
+            weight.data, self._weights[weight] = there, weight.data
+        for tensor in (*self._weights, *self.sums.values()):
+            tensor.record_stream(computing)
+
+    @torch.no_grad()
+    def take_gradients(self, number: int, first: bool) -> None:
+        """Add a layer's gradients to its sums.
+
+        Args:
+            first: whether they are those of the step's first micro-batch.
+        """
+        for name, weight in self.model.layer(number).named_parameters():
+            if (total := self.sums.get(f"{number}.{name}")) is None:
+                continue
+            gradient, weight.grad = weight.grad, None
+            if first:
+                total.zero_() if gradient is None else total.copy_(gradient)
+            elif gradient is not None:
+                add(total, gradient)
+
+    def give_back(self, stream: torch.cuda.Stream | None) -> None:
+        """Let the sums go back to host memory on `stream`, and point the weights there."""
+        if stream is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(stream):
+            for name, total in self.sums.items():
+                self.model.sums[name].copy_(total, non_blocking=True)
+                total.record_stream(stream)
+        for weight, host in self._weights.items():
+            weight.data = host

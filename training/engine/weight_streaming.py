@@ -1,0 +1,206 @@
+"""Train with weights in host memory, which GPUs take turns at (`schedule: weight_streaming`).
+
+The processes of a pipeline are a pool: on one host, with one copy of the weights and of the sums of gradients in memory
+that they share. `training.engine.turns` computes a step. Then each process updates the layers that `parts` gives it, on
+the CPU: it has their fp32 weights and their optimizer states, which it saves as a pipeline without ZeRO does. So a
+checkpoint goes on under any other schedule, and the other way round.
+
+A pool is a replica. Replicas sum the gradients that a process updates with its peers in the other pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
+from torch import Tensor, nn
+
+from data.loader import GlobalBatch, Loader
+from models.adapters import IDLE
+from models.attention.packed import Documents
+from models.checkpoint.layout import layer_file
+from models.process_groups import RankGroup
+from models.spec import ModelSpec
+from training.config.keys import TrainConfig
+from training.distributed.disk import Disk
+from training.distributed.processes import agreed
+from training.distributed.shared_memory import share_tensors
+from training.engine.building import build_model, copy_to_cpu, make_group
+from training.engine.gradients import clip
+from training.engine.handover import bytes_of
+from training.engine.streamed_model import StreamedModel
+from training.engine.trainer import Trainer
+from training.engine.turns import Batch, Turns
+from training.optimizer.optimizers import build_optimizer
+from training.topology import Division
+
+
+class HostEngine:
+    """What a run asks of DeepSpeed's engine: the optimizer of this process's own layers, and their files.
+
+    Args:
+        own: layers that this process updates.
+        pool: the ranks that share the weights, the stage of each being its place.
+        peers: the ranks that update the same layers in the other replicas.
+
+    Attributes:
+        param_names: weight that the optimizer updates -> `<layer>.<name>`.
+        save_non_zero_checkpoint: whether this replica writes files, though not the first.
+    """
+
+    save_non_zero_checkpoint = False
+    checkpoint_engine: Any
+
+    def __init__(
+        self, model: StreamedModel, config: TrainConfig, own: list[int], turns: Turns, pool: list[int], peers: RankGroup
+    ) -> None:
+        self.module, self.device, self.global_steps = model, model.device, 0
+        self.global_rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._own, self._turns, self._peers = own, turns, peers
+        self._stage = pool.index(self.global_rank)
+        self._clipping = config.gradient_clipping or torch.finfo(torch.float32).max
+        self._norm = 0.0
+        tied = model.spec.tied_names or ()
+        self._tied = tied if all(name in model.sums for name in tied) else ()
+        names = [name for name in model.sums if int(name.partition(".")[0]) in own]
+        # One weight where this process has both ends, as in a stage that has them.
+        self._both_ends = [self._tied] if self._tied and {*self._tied} <= {*names} else []
+        names = [name for name in names if name not in [last for _, last in self._both_ends]]
+        # In fp32 the optimizer updates the shared memory itself.
+        self._masters = {name: nn.Parameter(model.weights[name].float()) for name in names}
+        idle = [] if names else [(f"{own[0]}.{IDLE}", model.layer(own[0]).get_parameter(IDLE))]
+        with agreed():
+            self.optimizer = build_optimizer(config, [*self._masters.items(), *idle], model.spec.tied_names)
+        self.basic_optimizer = self.optimizer
+        self.param_names = {weight: name for name, weight in [*self._masters.items(), *idle]}
+        like = {name: torch.empty(1, dtype=torch.float64, device="meta") for name in model.sums}
+        self._squares = share_tensors(like, pool, model.device)
+
+    def step(self) -> None:
+        """Update the weights with the gradients' sums, clipped by the norm of all; all processes call it together.
+
+        As in a pipeline, a step whose norm is not finite changes nothing.
+        """
+        sums, meet = self.module.sums, self._turns.handover.meet
+        for name in [name for name in sums if int(name.partition(".")[0]) in self._own]:
+            if self._peers.size > 1:
+                torch.distributed.all_reduce(sums[name].div_(self._peers.size), group=self._peers.group)
+        meet()
+        gradients = {name: self._gradient(name) for name in self._masters}
+        for name, gradient in gradients.items():
+            self._squares[name].fill_(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+        meet()
+        ends = self._tied[1:]  # which is the first end's gradient again
+        norm = torch.stack([square for name, square in self._squares.items() if name not in ends]).sum().sqrt().float()
+        self._norm = float(norm)
+        if norm.isfinite():
+            for name, weight in self._masters.items():
+                weight.grad = gradients[name]
+            clip(self.optimizer, list(self._masters.values()), self._clipping, norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            with torch.no_grad():
+                for name, weight in self._masters.items():
+                    self.module.weights[name].copy_(weight)
+                for first, last in self._both_ends:
+                    self.module.weights[last].copy_(self._masters[first])
+        self.global_steps += 1
+        meet()
+
+    def _gradient(self, name: str) -> Tensor:
+        """Return the whole gradient of a weight: of both ends, where they are tied."""
+        if name not in self._tied:
+            return self.module.sums[name]
+        first, last = (self.module.sums[end] for end in self._tied)
+        return first + last
+
+    def get_global_grad_norm(self) -> float:
+        """Return the norm of the last step's gradient, before clipping."""
+        return self._norm
+
+    def destroy(self) -> None:
+        """Let go of the weights, as DeepSpeed's engine does."""
+        self.module.weights.clear()
+        self.module.sums.clear()
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+    def zero_optimization(self) -> bool:
+        return False
+
+    def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
+        """Write this process's layers, and its optimizer's file as DeepSpeed writes it without ZeRO."""
+        files = self.checkpoint_engine
+        files.create(CheckpointCommitInfo(tag, folder, save_latest))
+        if self._peers.rank and not self.save_non_zero_checkpoint:
+            return
+        for number in self._own:
+            files.save(copy_to_cpu(self.module.layer(number)), str(Path(folder, tag, layer_file(number))))
+        state = self.optimizer.state_dict()
+        if self.module.dtype != torch.float32:
+            groups = [group["params"] for group in self.optimizer.param_groups]
+            state = {"fp32_groups": groups, "optimizer_state_dict": state}
+        path = Path(folder, tag, f"mp_rank_{self._stage:02d}_model_states.pt")
+        files.save({"optimizer": state, **client_state}, str(path))
+
+
+class WeightStreamingTrainer(Trainer):
+    """A process of a pool; every one makes the tensors of its replica's micro-batches."""
+
+    in_stages = True
+    engine: HostEngine
+
+    def __init__(self, engine: HostEngine, turns: Turns, config: TrainConfig, peers: RankGroup, stage: int) -> None:
+        super().__init__(engine, peers.rank, stage=stage)
+        self._turns, self._seed, self._peers = turns, config.seed, peers
+
+    @classmethod
+    def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> WeightStreamingTrainer:
+        rank, topo = torch.distributed.get_rank(), config.model_topo
+        pool = next(row for row in topo.along("pipe").tolist() if rank in row)
+        stage = pool.index(rank)
+        own = division.topology.layers(stage, spec.n_layers)
+        device = torch.device(get_accelerator().current_device_name())
+        make = partial(StreamedModel, spec, own, pool, device)
+        model = build_model(config, spec, folder, own, make, Division(division.topology))
+        assert division.slots is not None
+        peers = make_group(topo.along("data"), backend="gloo")  # sums lie on the host
+        turns = Turns(model, division.slots, pool)
+        return cls(HostEngine(model, config, own, turns, pool, peers), turns, config, peers, stage)
+
+    def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
+        with self.timings("forward_backward"):
+            loss = self._run(loader, batch, (self._seed, self.engine.global_steps, self.replica))
+        with self.timings("optimizer"):
+            self.engine.step()
+        return loss
+
+    def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
+        loss = self._run(loader, batch)
+        self.engine.module.train()
+        return loss
+
+    def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
+        """Write nothing: `HostEngine.save_checkpoint` wrote all."""
+
+    def _run(self, loader: Loader, batch: GlobalBatch, seed: tuple[int, ...] | None = None) -> float:
+        """Compute a batch, and return the mean loss of all replicas."""
+        documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.replica)]
+        shapes = loader.shapes(batch, self.replica)
+        like = self.engine.module.activations_like
+        sizes = [bytes_of(like(*shape)) for each in range(loader.replicas) for shape in loader.shapes(batch, each)]
+        sent: Iterator[Any] = self.send(loader, batch)
+        if seed:
+            sent = self.timings.each("data", sent)
+        loss = self._turns.run(Batch(sent, documents, shapes, max(sizes), seed))
+        if self._peers.size == 1:
+            return loss
+        mean = torch.tensor(loss, dtype=torch.float64)
+        torch.distributed.all_reduce(mean, group=self._peers.group)
+        return float(mean) / self._peers.size
