@@ -79,7 +79,7 @@ def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor
     if arguments.record:
         from training.proof.recorder import make_recorder
 
-        kind = make_recorder(arguments.record)
+        kind = make_recorder(arguments.record, kind)
     return train_language_model(config, process, monitor, kind)
 
 

@@ -17,6 +17,7 @@ from pydantic import model_validator
 
 from training.config.keys import TrainConfig
 from training.config.sections import DataPath
+from training.schedule.instructions import WEIGHT_STREAMING
 
 LANGUAGE_MODEL_KEYS = frozenset(
     "model_path data_path from_scratch stream_gb max_seq_len truncate packing pack_len dataloader_drop_last "
@@ -44,6 +45,8 @@ class PipelineConfig(TrainConfig):
     def _check_sharing(self) -> PipelineConfig:
         if "model" in self.model_topo.process_topology.axes:
             raise ValueError("model_topo.process_topology.axes: a Pipeline shards no layers; expected no model axis")
+        if self.schedule == WEIGHT_STREAMING:
+            raise ValueError("schedule: only language models can stream their weights; expected 1f1b or dualpipev")
         if self.model_topo.sequence > 1:
             raise ValueError("model_topo.sequence: only language models have sequences to share; expected 1")
         if (stage := self.zero_optimization.stage) > 1:

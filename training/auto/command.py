@@ -38,6 +38,7 @@ from training.plan.command import WIDTH, plan_summary, search_table, show
 from training.plan.plan import Plan
 from training.plan.search import SIZES
 from training.preflight import check_writable
+from training.schedule.instructions import WEIGHT_STREAMING
 
 FILE = "auto.yml"
 OF_A_RUN = ("config.yml", "latest")  # files of a run's folder
@@ -127,6 +128,8 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
         layout_of(folder)
     if config.stream_gb:
         raise ConfigError("stream_gb: --auto looks at all records before it chooses; expected --config for a stream")
+    if config.schedule == WEIGHT_STREAMING:
+        raise ConfigError("schedule: --auto chooses among pipelines; expected --config for weight_streaming")
     choices.add("max_seq_len", *sample_length(spec))
     config = choices.config(train_batch_size=ANY_BATCH)
     reader = RecordReader(config, folder, log)

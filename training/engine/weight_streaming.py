@@ -81,17 +81,20 @@ class HostEngine:
         like = {name: torch.empty(1, dtype=torch.float64, device="meta") for name in model.sums}
         self._squares = share_tensors(like, pool, model.device)
 
-    def step(self) -> None:
-        """Update the weights with the gradients' sums, clipped by the norm of all; all processes call it together.
+    def sum_up(self) -> None:
+        """Sum the gradients over replicas; all processes call it together."""
+        if self._peers.size > 1:
+            for name in [name for name in self.module.sums if int(name.partition(".")[0]) in self._own]:
+                gradient = self.module.sums[name].div_(self._peers.size)
+                torch.distributed.all_reduce(gradient, group=self._peers.group)
+        self._turns.handover.meet()
+
+    def update(self) -> None:
+        """Update the weights with what was summed up, clipped by the norm of all; all processes call it together.
 
         As in a pipeline, a step whose norm is not finite changes nothing.
         """
-        sums, meet = self.module.sums, self._turns.handover.meet
-        for name in [name for name in sums if int(name.partition(".")[0]) in self._own]:
-            if self._peers.size > 1:
-                torch.distributed.all_reduce(sums[name].div_(self._peers.size), group=self._peers.group)
-        meet()
-        gradients = {name: self._gradient(name) for name in self._masters}
+        meet, gradients = self._turns.handover.meet, self.gradients()
         for name, gradient in gradients.items():
             self._squares[name].fill_(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
         meet()
@@ -112,12 +115,13 @@ class HostEngine:
         self.global_steps += 1
         meet()
 
-    def _gradient(self, name: str) -> Tensor:
-        """Return the whole gradient of a weight: of both ends, where they are tied."""
-        if name not in self._tied:
-            return self.module.sums[name]
-        first, last = (self.module.sums[end] for end in self._tied)
-        return first + last
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the weights that this process updates: of both ends, where they are tied."""
+        sums = self.module.sums
+        return {
+            name: sums[self._tied[0]] + sums[self._tied[1]] if name in self._tied else sums[name]
+            for name in self._masters
+        }
 
     def get_global_grad_norm(self) -> float:
         """Return the norm of the last step's gradient, before clipping."""
@@ -178,8 +182,12 @@ class WeightStreamingTrainer(Trainer):
         with self.timings("forward_backward"):
             loss = self._run(loader, batch, (self._seed, self.engine.global_steps, self.replica))
         with self.timings("optimizer"):
-            self.engine.step()
+            self.engine.sum_up()
+            self._update()
         return loss
+
+    def _update(self) -> None:
+        self.engine.update()
 
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
         loss = self._run(loader, batch)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -24,6 +25,8 @@ from models.shard import Shard
 from training.checkpoint.resharding import slices_of
 from training.engine.pipeline import PipelineTrainer
 from training.engine.stage_engine import StageEngine
+from training.engine.trainer import Trainer
+from training.engine.weight_streaming import WeightStreamingTrainer
 
 HOLD = "hold"  # file with the number of the step in which to wait
 HELD = "held"  # file that rank 0 creates when it waits
@@ -31,8 +34,8 @@ HELD = "held"  # file that rank 0 creates when it waits
 Key = TypeVar("Key")
 
 
-class Recorder(PipelineTrainer):
-    """A stage that records its steps.
+class Recording(Trainer):
+    """A trainer that records its steps.
 
     Attributes:
         folder: for the files.
@@ -40,13 +43,18 @@ class Recorder(PipelineTrainer):
 
     folder: ClassVar[Path]
 
-    def _take_optimizer_step(self, engine: StageEngine, lr_kwargs: Any = None) -> None:
-        step, gradients = engine.global_steps + 1, self._gradients()
+    def _record(self, gradients: dict[str, Tensor], take_step: Callable[[], None]) -> None:
+        """Take an optimizer step, and write what it was taken with and what it left.
+
+        Args:
+            gradients: in fp32, without the loss scale.
+        """
+        step = self.engine.global_steps + 1
         self._wait(step)
-        super()._take_optimizer_step(engine, lr_kwargs)
+        take_step()
         masters = {
             (piece.name, piece.offset): piece.master.view(-1)[piece.start : piece.start + piece.numel]
-            for piece in slices_of(engine)
+            for piece in slices_of(self.engine)
             if not piece.name.endswith(f".{IDLE}")
         }
         noted = {
@@ -55,29 +63,15 @@ class Recorder(PipelineTrainer):
             "weights": _copied(self._weights()),
             "cuts": self._cuts(),
         }
-        torch.save(noted, self.folder / f"step-{step}.rank-{engine.global_rank}.pt")
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Copy the gradients of this stage in fp32, without the loss scale; all ranks call it together."""
-        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
-        scale = float(scaler.cur_scale) if scaler else 1.0
-        weights = {name: weight for name, weight in self._weights().items() if weight.requires_grad}
-        return _copied({name: safe_get_full_grad(weight).detach().float() / scale for name, weight in weights.items()})
+        torch.save(noted, self.folder / f"step-{step}.rank-{self.engine.global_rank}.pt")
 
     def _weights(self) -> dict[str, Tensor]:
-        """Get the model's weights on this rank, apart from those of 4 bits."""
-        named = self.engine.module.named_parameters()
-        return {name: each for name, each in named if each.is_floating_point() and not name.endswith(f".{IDLE}")}
+        """Get the weights that this rank has, apart from those of 4 bits."""
+        raise NotImplementedError
 
     def _cuts(self) -> dict[str, Any]:
         """Return the arguments of `Shard` for each weight of which this rank has a shard."""
-        share = self.engine.module.share
-        cuts = {name: share.shard(name) for name in self._weights()}
-        return {
-            name: (cut.shape, cut.side, [(each.start, each.stop) for each in cut.ranges])
-            for name, cut in cuts.items()
-            if cut
-        }
+        return {}
 
     def _wait(self, step: int) -> None:
         hold = self.folder / HOLD
@@ -89,13 +83,51 @@ class Recorder(PipelineTrainer):
                 time.sleep(1)
 
 
+class StreamingRecorder(Recording, WeightStreamingTrainer):
+    """A process of a pool that records its steps."""
+
+    def _update(self) -> None:
+        self._record(_copied(self.engine.gradients()), super()._update)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: self.engine.module.weights[name] for name in self.engine.param_names.values()}
+
+
+class Recorder(Recording, PipelineTrainer):
+    """A stage that records its steps."""
+
+    def _take_optimizer_step(self, engine: StageEngine, lr_kwargs: Any = None) -> None:
+        self._record(self._gradients(), partial(super()._take_optimizer_step, engine, lr_kwargs))
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Copy the gradients of this stage in fp32, without the loss scale; all ranks call it together."""
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        scale = float(scaler.cur_scale) if scaler else 1.0
+        weights = {name: weight for name, weight in self._weights().items() if weight.requires_grad}
+        return _copied({name: safe_get_full_grad(weight).detach().float() / scale for name, weight in weights.items()})
+
+    def _weights(self) -> dict[str, Tensor]:
+        named = self.engine.module.named_parameters()
+        return {name: each for name, each in named if each.is_floating_point() and not name.endswith(f".{IDLE}")}
+
+    def _cuts(self) -> dict[str, Any]:
+        share = self.engine.module.share
+        cuts = {name: share.shard(name) for name in self._weights()}
+        return {
+            name: (cut.shape, cut.side, [(each.start, each.stop) for each in cut.ranges])
+            for name, cut in cuts.items()
+            if cut
+        }
+
+
 def _copied(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     return {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
 
 
-def make_recorder(folder: str) -> type[Recorder]:
-    """Make a trainer class that records to `folder`."""
-    return type("Recorder", (Recorder,), {"folder": Path(folder)})
+def make_recorder(folder: str, kind: type[Trainer]) -> type[Recording]:
+    """Make a trainer class of a kind that records to `folder`."""
+    recorder = StreamingRecorder if issubclass(kind, WeightStreamingTrainer) else Recorder
+    return type("Recorder", (recorder,), {"folder": Path(folder)})
 
 
 class Recorded:

@@ -27,8 +27,18 @@ MERGE_BOMB = ["a0: &a0 {x: 1}", *(f"a{level + 1}: &a{level + 1} {{<<: {NINE[leve
 ADAFACTOR = "optimizer: {type: Adafactor}\nzero_optimization: {stage: 0}\n"
 FP8 = "fp8: true\nbf16: true\n"
 
+STREAMED = "schedule: weight_streaming\n"
+
 # A line of the file, and how the refusal begins behind the file's name.
 MISTAKES = [
+    # Under weight streaming.
+    (
+        f"{STREAMED}model_topo: {{sequence: 2, process_topology: {{dims: [1, 2]}}}}",
+        "model_topo: not with schedule: wei",
+    ),
+    (f"{STREAMED}fp16: {{enabled: true}}\nbf16: {{enabled: false}}", "fp16.enabled: not with schedule: weight_stream"),
+    (f"{STREAMED}offload_activations: true", "offload_activations: not with schedule: weight_streaming; expected fals"),
+    (f"{STREAMED}profile_steps: [1, 2]", "profile_steps: not with schedule: weight_streaming; expected none"),
     # Unknown keys: the nearest one, that of another tool, all of a small section, or no hint at all.
     ("optimiser: {}", "unknown key optimiser; did you mean optimizer?"),
     ("bf16: {enable: true}", "unknown key bf16.enable; did you mean bf16.enabled?"),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.closeness import assert_near
+from tests.models.test_adapters import DEEPSEEK
 from tests.ranks import Ranks, write_samples
 
 STEPS, NORM = 6, 0.5
@@ -24,7 +25,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied": ("llama", {"tie_word_embeddings": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "two-kinds": ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2}),
-    "latent": ("minicpm3", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}),
+    "latent": ("deepseek_v3", DEEPSEEK | {"head_dim": 8, "num_key_value_heads": 4}),
     "dropout": ("llama", {"attention_dropout": 0.5}),
 }
 EACH = ([1, 1, 1, 1], [1, 1, 1, 1], 1)  # a layer a slot, a micro-batch a round
@@ -123,7 +124,7 @@ def test_losses_norms_and_weights_are_those_of_a_pipeline(name: str, outcomes: O
         assert weights <= found.keys()
         for each in weights:
             # AdamW divides by the size of a gradient, so a rounding of a small one is one of a step.
-            atol = 1e-6 if dtype == torch.float32 else 1e-3 * STEPS
+            atol = 1e-3 * STEPS * (1e-3 if dtype == torch.float32 else 1)
             torch.testing.assert_close(found[each], expected[each], atol=atol, rtol=1e-5)
     assert len(expected["norms"]) == STEPS and expected["losses"].diff().abs().min() > 0
 

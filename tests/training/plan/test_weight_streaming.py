@@ -28,7 +28,8 @@ def test_all_layers_are_computed_and_gpus_hardly_wait(gpus: int, tmp_path: Path)
     assert plan is not None and sum(plan.forward) == sum(plan.backward) == spec.n_layers - 1
     work = 64 * (sum(streaming.forward) + sum(streaming.backward))
     assert plan.step.work == pytest.approx(work) and plan.seconds * gpus > work
-    assert plan.bubble < (0.01 if gpus == 1 else 0.12)  # few micro-batches
+    # Few micro-batches: the update alone, for which all wait, is a tenth of the step of eight GPUs.
+    assert plan.bubble < (0.03 if gpus == 1 else 0.2)
     assert plan.memory <= (basis.device.memory or 0)
     assert gpus == 1 or (pipeline.fits and plan.tokens_per_s > 1.05 * pipeline.tokens_per_s)
     assert pipeline.fits == (gpus == 8)  # one such GPU does not hold 16-bit weights and sums of 7 billion parameters

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -33,7 +31,7 @@ def test_one_gpu_never_waits_for_another(a_round: int) -> None:
 def test_too_few_micro_batches_a_round_wait_for_each_other() -> None:
     """A GPU's turn of two is over two micro-batches before what it needs for its next has come through three others."""
     bubbles = [simulate([Slot(1.0)] * 8, 4, 64, a_round, FREE).bubble for a_round in (2, 4, 16)]
-    assert bubbles[0] == pytest.approx(1 / 3, abs=0.03) and bubbles[1] == bubbles[2] < 0.03
+    assert bubbles[0] == pytest.approx(1 / 2, abs=0.03) and bubbles[1] == bubbles[2] < 0.03
 
 
 def test_where_transfers_take_longest_the_link_sets_the_speed() -> None:
@@ -55,19 +53,10 @@ def test_weights_come_while_the_turn_before_computes() -> None:
     assert simulate(slots, 2, 16, 4, link=0.5).seconds >= 8 * 3 / 0.5 > computing
 
 
-def test_the_update_is_waited_for_where_the_next_step_needs_it() -> None:
-    slots = [Slot(1.0, update=2.0), Slot(1.0, update=2.0), Slot(1.0), Slot(1.0)]
+def test_a_step_begins_when_all_layers_are_updated() -> None:
+    slots = [Slot(1.0, update=2.0), Slot(1.0, update=20.0), Slot(1.0), Slot(1.0)]
     plain = simulate([Slot(1.0)] * 4, 1, 8, 8, FREE).seconds
-    assert simulate(slots, 1, 8, 8, FREE).seconds == 2 + plain  # the second slot's update is hidden
-    late = [Slot(1.0, update=2.0), Slot(1.0, update=20.0), Slot(1.0), Slot(1.0)]
-    assert simulate(late, 1, 8, 8, FREE).seconds == 22 + 3 * 8
-
-
-def test_a_long_slot_in_shares_holds_nobody_up() -> None:
-    whole = [*[Slot(1.0)] * 6, Slot(3.0), *[Slot(1.0)] * 7]
-    shares = [*whole[:6], *(Slot(3.0, share=(number, 3)) for number in range(3)), *whole[7:]]
-    bubbles = [simulate(slots, 4, 96, 24, FREE).bubble for slots in (whole, shares)]
-    assert bubbles[0] > 0.1 and bubbles[1] < 0.04
+    assert simulate(slots, 1, 8, 8, FREE).seconds == 22 + plain
 
 
 @pytest.mark.parametrize(("slots", "gpus", "micro_batches", "a_round"), [(4, 4, 8, 8), (5, 2, 8, 3)])
@@ -87,9 +76,6 @@ def test_event_by_event_the_same_comes_out(seed: int) -> None:
         return Slot(**numbers)
 
     slots = [any_slot() for _ in range(gpus + chance.randint(1, 6))]
-    if chance.random() < 0.5:  # one of them in shares
-        shares, at = chance.randint(1, a_round), chance.randrange(len(slots))
-        slots[at : at + 1] = [replace(slots[at], share=(number, shares)) for number in range(shares)]
     found = simulate(slots, gpus, a_round * rounds, a_round, link=2.0)
     assert found.seconds == pytest.approx(by_events(slots, gpus, a_round, rounds, 2.0), rel=1e-9)
 
@@ -109,20 +95,19 @@ class Events:
     """What was done so far.
 
     Attributes:
-        ends: when; of ("update", slot), ("weights", turn), ("come", turn, micro-batch), ("compute", turn, micro-batch),
+        ends: when; of ("update",), ("weights", turn), ("come", turn, micro-batch), ("compute", turn, micro-batch),
             ("go", turn, micro-batch) and ("sums", turn).
     """
 
     def __init__(self, slots: list[Slot], gpus: int, a_round: int, rounds: int, link: float) -> None:
         self._slots, self._gpus, self._a_round, self._link = slots, gpus, a_round, link
         self._turns = len(slots) * rounds
-        updates = accumulate(slot.update for slot in slots)
-        self.ends: dict[tuple[str | int, ...], float] = {("update", n): end for n, end in enumerate(updates)}
+        self.ends: dict[tuple[str | int, ...], float] = {("update",): sum(slot.update for slot in slots)}
         self._free = {(kind, gpu): 0.0 for kind in ("in", "core", "out") for gpu in range(gpus)}
         # What core and outgoing link do is in a fixed order; the incoming link chooses.
         turns = [range(gpu, self._turns, gpus) for gpu in range(gpus)]
-        self._core = [[(turn, m) for turn in own for m in self._batches(turn)] for own in turns]
-        self._out = [[(turn, m) for turn in own for m in [*self._batches(turn), a_round]] for own in turns]  # and sums
+        self._core = [[(turn, m) for turn in own for m in range(a_round)] for own in turns]
+        self._out = [[(turn, m) for turn in own for m in range(a_round + 1)] for own in turns]  # and sums
         self._incoming = [(gpu, 0, 0) for gpu in range(gpus)]  # turn; micro-batches and pieces for the next that came
 
     def options(self, gpu: int) -> Iterator[tuple[float, partial[None]]]:
@@ -135,19 +120,18 @@ class Events:
             yield max(self._free["core", gpu], ready), partial(self._compute, gpu)
         if self._out[gpu]:
             turn, m = self._out[gpu][0]
-            ready = self._after(("compute", turn, min(m, self._batches(turn)[-1])))
+            ready = self._after(("compute", turn, min(m, self._a_round - 1)))
             yield max(self._free["out", gpu], ready), partial(self._go, gpu)
 
     def _comes(self, gpu: int) -> tuple[float, partial[None]]:
         (turn, came, pieces), now = self._incoming[gpu], self._free["in", gpu]
         if turn == gpu and ("weights", gpu) not in self.ends:
-            return max(now, self._after(("update", gpu))), partial(self._weights, gpu)
+            return max(now, self._after(("update",))), partial(self._weights, gpu)
         piece = come = inf
-        batches = self._batches(turn)
-        if turn + self._gpus < self._turns and pieces < len(batches):
+        if turn + self._gpus < self._turns and pieces < self._a_round:
             piece = max(now, self._allowed(turn + self._gpus))
-        if came < len(batches):
-            come = max(now, self._handed(turn, batches[came]))
+        if came < self._a_round:  # the turn before has handed it on, and left its place
+            come = max(now, self._after(("go", turn - 1, came)) if turn else 0.0)
         if piece < come or (pieces < came and piece <= now):
             return piece, partial(self.piece, gpu)
         return come, partial(self._come, gpu)
@@ -158,21 +142,12 @@ class Events:
     def _slot(self, turn: int) -> Slot:
         return self._slots[turn % len(self._slots)]
 
-    def _batches(self, turn: int) -> range:
-        return self._slot(turn).batches(self._a_round)
-
-    def _handed(self, turn: int, batch: int) -> float:
-        """When the last slot before that has this micro-batch hands it on."""
-        first = turn - turn % len(self._slots)
-        before = next((t for t in reversed(range(first, turn)) if batch in self._batches(t)), None)
-        return 0.0 if before is None else self._after(("go", before, batch))
-
     def _allowed(self, turn: int) -> float:
         """When weights of a turn may begin to come: their buffer is free, and the host has what comes."""
         again = turn >= len(self._slots)
-        needs: list[tuple[str | int, ...]] = [("sums", turn - len(self._slots)) if again else ("update", turn)]
+        needs: list[tuple[str | int, ...]] = [("sums", turn - len(self._slots)) if again else ("update",)]
         if (older := turn - 2 * self._gpus) >= 0:
-            needs.append(("compute", older, self._batches(older)[-1]))
+            needs.append(("compute", older, self._a_round - 1))
             needs += [("sums", older)] if self._slot(older).sums else []
         return self._after(*needs)
 
@@ -183,21 +158,18 @@ class Events:
         turn, came, pieces = self._incoming[gpu]
         slot = self._slot(turn + self._gpus)
         size = slot.weights + (slot.sums if turn + self._gpus >= len(self._slots) else 0.0)
-        self._free["in", gpu] = begin + size / len(self._batches(turn)) / self._link
-        if pieces + 1 == len(self._batches(turn)):
+        self._free["in", gpu] = begin + size / self._a_round / self._link
+        if pieces + 1 == self._a_round:
             self.ends["weights", turn + self._gpus] = self._free["in", gpu]
         self._arrived(gpu, turn, came, pieces + 1)
 
     def _come(self, gpu: int, begin: float) -> None:
         turn, came, pieces = self._incoming[gpu]
-        self.ends["come", turn, self._batches(turn)[came]] = self._free["in", gpu] = (
-            begin + self._slot(turn).enters / self._link
-        )
+        self.ends["come", turn, came] = self._free["in", gpu] = begin + self._slot(turn).enters / self._link
         self._arrived(gpu, turn, came + 1, pieces)
 
     def _arrived(self, gpu: int, turn: int, came: int, pieces: int) -> None:
-        number = len(self._batches(turn))
-        whole = came == number and (pieces == number or turn + self._gpus >= self._turns)
+        whole = came == self._a_round and (pieces == self._a_round or turn + self._gpus >= self._turns)
         self._incoming[gpu] = (turn + self._gpus, 0, 0) if whole else (turn, came, pieces)
 
     def _compute(self, gpu: int, begin: float) -> None:
