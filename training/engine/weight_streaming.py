@@ -119,7 +119,7 @@ class HostEngine:
         """Return the gradients of the weights that this process updates: of both ends, where they are tied."""
         sums = self.module.sums
         return {
-            name: sums[self._tied[0]] + sums[self._tied[1]] if name in self._tied else sums[name]
+            name: torch.stack([sums[end] for end in self._tied]).sum(0) if name in self._tied else sums[name]
             for name in self._masters
         }
 

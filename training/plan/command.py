@@ -40,6 +40,8 @@ from training.plan.inputs import MEASURED_FILE, Basis, Workload
 from training.plan.plan import ERROR, Plan
 from training.plan.search import Advice, Feed, advise, feed_of, search
 from training.plan.timing import calibrate
+from training.plan.weight_streaming import Streaming, describe_plan
+from training.schedule.instructions import WEIGHT_STREAMING
 from training.trained import with_trained
 
 DOES_NOT_FIT = 1
@@ -94,15 +96,25 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     known = [f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, full rows"] if shape else []
     for line in [*known, *ignored, *describe_ignored_keys(config, plan=True)]:
         log.print(line)
-    if arguments.search:
+    _show(basis, processes, feed if arguments.search else None, log)
+
+
+def _show(basis: Basis, processes: int, feed: Feed | None, log: Console) -> None:
+    """Show the plan of a config, or with `feed` the fastest plans; exit with 1 where none fits."""
+    config = basis.config
+    if feed or config.schedule == WEIGHT_STREAMING:
+        streamed = Streaming(basis, processes if feed else config.model_topo.stages).best()
+        for line in describe_plan(streamed) if streamed else ["weight streaming: does not fit"]:
+            log.print(line)
+        if not feed:
+            sys.exit(0 if streamed else DOES_NOT_FIT)
+    if feed:
         best = search(basis, processes, feed)
         if not best:
-            log.print("search: nothing fits, whatever the dims and the micro-batch")
+            log.print("search: no pipeline fits, whatever the dims and the micro-batch")
             sys.exit(DOES_NOT_FIT)
         log.print(search_table(best))
-        plan = best[0]
-    else:
-        plan = Plan.make(basis)
+    plan = best[0] if feed else Plan.make(basis)
     show(plan, log)
     if not plan.fits:
         log.print(advice_table(advise(basis), plan))

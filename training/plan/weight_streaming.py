@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from common.quantities import counted
+from common.quantities import counted, duration, gigabytes
 from training.config.deepspeed_config import training_dtype
 from training.config.sections import OptimizerOffload
 from training.metrics.devices import HOST_LINK
@@ -156,6 +156,17 @@ def cut_into_slots(basis: Basis) -> Slots:
         return Slots(tuple(found.forward), tuple(found.backward), found.a_round)
     each = (1,) * (basis.spec.n_layers - 1)
     return Slots(each, each, min(MOST_ROUND, basis.micro_batches))
+
+
+def describe_plan(plan: StreamedPlan) -> list[str]:
+    """Say in lines what a step under weight streaming takes."""
+    device, known = plan.basis.device, []
+    if device.known:
+        known = [f"{duration(plan.seconds)} a step, {plan.tokens_per_s:,.0f} tokens/s"]
+    limit = f" of {gigabytes(device.memory)}" if device.memory else ""
+    memory = f"at most {gigabytes(plan.memory)}{limit} on a device, {gigabytes(plan.host)} of main memory"
+    line = f"weight streaming: {', '.join([*known, f'bubble {plan.bubble:.1%}', memory])}"
+    return [line, *describe(Slots(tuple(plan.forward), tuple(plan.backward), plan.a_round))]
 
 
 def describe(slots: Slots) -> list[str]:

@@ -34,7 +34,7 @@ MISTAKES = [
     # Under weight streaming.
     (
         f"{STREAMED}model_topo: {{sequence: 2, process_topology: {{dims: [1, 2]}}}}",
-        "model_topo: not with schedule: wei",
+        "model_topo: not with schedule: w",
     ),
     (f"{STREAMED}fp16: {{enabled: true}}\nbf16: {{enabled: false}}", "fp16.enabled: not with schedule: weight_stream"),
     (f"{STREAMED}offload_activations: true", "offload_activations: not with schedule: weight_streaming; expected fals"),

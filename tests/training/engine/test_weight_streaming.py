@@ -136,6 +136,4 @@ def test_neither_processes_nor_slots_change_a_bit(name: str, outcomes: Outcomes)
     first, *others = runs.values()
     for other in others:
         for each in first:
-            torch.testing.assert_close(
-                other[each], first[each], atol=0, rtol=0, msg=lambda text, each=each: f"{each}: {text}"
-            )
+            torch.testing.assert_close(other[each], first[each], atol=0, rtol=0, msg=each)
