@@ -34,7 +34,14 @@ def _fetched(where: str, most: int) -> Allowed:
     return Allowed("synchronize a stream", f"{where} > {DEEPSPEED}/zero/partition_parameters.py wait", most, why)
 
 
+TURNS, HANDOVER = "training/engine/turns.py", "training/engine/handover.py"
+STREAMING = [  # by micro-batch and turn
+    Allowed("synchronize an event", f"{TURNS} _wait_for", 60, "no more than two micro-batches are queued"),
+    Allowed("synchronize an event", f"{HANDOVER} _set_after", 60, "a thread that counts what the device has done"),
+    Allowed("tolist", f"{TURNS} _take", 4, "the losses of a turn of the head"),
+]
 STEP = [
+    *STREAMING,
     Allowed("float", f"{ENGINE} train_step", 1, "the step's loss is reported"),
     Allowed("float", "training/loop.py train_step", 1, "the gradient's norm is reported; it came with the loss"),
     Allowed("tolist", "training/distributed/signals.py agreed", 1, "all ranks leave the loop after the same step"),
@@ -94,6 +101,7 @@ STEP = [
     *_of_the_optimizer(NUMBERS, f"{STAGES} complete_grad_norm_calculation_for_cpu_offload", 1, "the sum of these"),
 ]
 EVALUATION = [
+    *STREAMING,
     Allowed("float", f"{ENGINE} eval_loss", 1, "the batch's loss is reported"),
     Allowed("float", f"{ZERO} _mean", 1, "the batch's loss is reported"),
     _fetched("models/layers.py forward", 4),

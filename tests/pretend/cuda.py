@@ -126,12 +126,12 @@ def patch_cuda(watch: Watch) -> None:
             reset_max_memory_allocated reset_max_memory_cached ipc_collect _lazy_call""".split():
         stubs[each] = nothing
 
-    def lock(address: int, *_: Any) -> int:
-        registered.add(address)
+    def lock(address: int, size: int, *_: Any) -> int:
+        registered[address] = size
         return 0
 
     def unlock(address: int) -> int:
-        registered.discard(address)
+        registered.pop(address, None)
         return 0
 
     locking = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=unlock)

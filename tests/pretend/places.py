@@ -26,7 +26,7 @@ class Place(Enum):
 
 
 _places: dict[int, tuple[StorageWeakRef, Place]] = {}  # the weak reference keeps an address from being used again
-registered: set[int] = set()  # addresses of memory of the host that CUDA was told to lock
+registered: dict[int, int] = {}  # address -> bytes of memory of the host that CUDA was told to lock
 MOST = 100_000  # entries before those of freed memory are dropped
 
 
@@ -49,7 +49,9 @@ def tensors_of(values: Any) -> list[Tensor]:
 def place_of(tensor: Tensor) -> Place:
     memory = _memory(tensor)
     entry = _places.get(memory._cdata)
-    return entry[1] if entry else Place.PINNED if memory.data_ptr() in registered else Place.HOST
+    at = memory.data_ptr()
+    locked = any(begin <= at < begin + size for begin, size in registered.items())
+    return entry[1] if entry else Place.PINNED if locked else Place.HOST
 
 
 def on_device(tensor: Tensor) -> bool:

@@ -51,6 +51,7 @@ from training.engine import host_sums
 from training.metrics.reporter import Reporter
 from training.plan.auto import divide
 from training.plan.feedback import StageClock
+from training.schedule.instructions import WEIGHT_STREAMING
 from training.trained import with_trained
 
 STEPS, TOKENS = 4, 8
@@ -91,7 +92,9 @@ def taken(watch: Watch) -> list[Any]:
 
 def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phases:
     folder = Path(config.model_path)
-    loader, spec, kind = loader_of(config), with_trained(read_spec(folder), config), KINDS[case["work"]]
+    loader, spec = loader_of(config), with_trained(read_spec(folder), config)
+    streaming = config.schedule == WEIGHT_STREAMING
+    kind = options.pipeline_trainer(config) if streaming else KINDS[case["work"]]
     if case["kernel"]:
         spec.set_attention(case["kernel"])
     trainer = kind.build(config, spec, folder, divide(config, spec, kind.in_stages))
@@ -100,7 +103,7 @@ def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Ph
     phases: Phases = {"warm-up": found(), "micro_batches": batch.n_micro_batches}
     events = len(Event.alive)
     clock, begin = StageClock(), time.perf_counter()
-    with clock.step(trainer.engine, batch.n_micro_batches) if kind.in_stages else nullcontext():
+    with clock.step(trainer.engine, batch.n_micro_batches) if kind.in_stages and not streaming else nullcontext():
         losses.append(trainer.train_step(loader, batch))
     phases |= {"step": found(), "events": len(Event.alive) - events}
     phases |= {"stage_seconds": clock.seconds, "seconds": time.perf_counter() - begin}

@@ -79,6 +79,7 @@ SHARED: dict[str, dict[str, Any]] = {
 ODD_HEADS = "baichuan2-13b"
 ROUTED = {"aux_router_loss": {"weight": 0.5}}
 LORA: dict[str, Any] = {"lora": {"r": 8, "alpha": 16}}
+STREAMED: dict[str, Any] = {"schedule": "weight_streaming"}
 NF4: dict[str, Any] = RECOMPUTED | {"lora": {"r": 8, "base": "nf4"}}
 FP8: dict[str, Any] = RECOMPUTED | {"lora": {"r": 8, "base": "fp8"}}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,6 +105,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU),
     "llama-tied-sums-on-cpu-fp32": ("llama-tied", SUMS_ON_CPU | {"gradient_clipping": 1.0}),
     "llama-tied-lora-sums-on-cpu": ("llama-tied", BF16 | LORA | SUMS_ON_CPU),
+    "llama-tied-weight-streaming": ("llama-tied", BF16 | STREAMED),
+    "mixtral-weight-streaming": ("mixtral", ROUTED | STREAMED),
     "llama-tied-lion": ("llama-tied", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
 }
 OF_ONE = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in CELLS.items()} | OTHERS
@@ -126,6 +129,7 @@ OF_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-dualpipev-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU | {"schedule": "dualpipev"}),
     "llama-tied-replicas-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU | REPLICAS),
     "llama-tied-layers-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU | LAYERS),
+    "llama-tied-weight-streaming-two": ("llama-tied", BF16 | STREAMED | {"model_topo": topology((2, 1))}),
     "llama-tied-rows-flex": ("llama-tied", BF16 | ROWS | {"kernel": FLEX}),
     "llama-tied-rows-varlen": ("llama-tied", BF16 | ROWS | {"kernel": VARLEN}),
 }
@@ -137,7 +141,7 @@ OF_TWO |= {
 }
 ALWAYS = {  # one of each kind; all others take minutes
     *(f"llama-tied-{cell}" for cell in ("fp16", "offloaded-recomputed", "unsharded-clipped", "optimizer-on-cpu")),
-    *(f"llama-tied-{cell}" for cell in ("unpacked", "zero-0", "zero-3", "generation", "varlen")),
+    *(f"llama-tied-{cell}" for cell in ("unpacked", "zero-0", "zero-3", "generation", "varlen", "weight-streaming")),
     *("bloom-fp32", "bloom-flex", "llama-dynamic-bf16", "mixtral-router-loss"),
     *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "llama-tied-replicas-bf16"),
     *("llama-tied-sums-on-cpu", "llama-tied-1f1b-sums-on-cpu"),
