@@ -40,6 +40,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "lora": PIPE | LORA,
     "late": PIPE | {"resume": "run", "cache_dir": "other-cache"},  # no reference, and the weights of step 3
     "other-loss": PIPE | {"resume": "run", "preference": {"loss": "dpo", "beta": 0.5}},
+    "streamed": PIPE | {"schedule": "weight_streaming", "cache_dir": "cache-of-turns"},  # which makes the reference
     "simpo": PIPE | {"preference": {"loss": "simpo", "beta": 2.0}},
 }
 
@@ -100,6 +101,13 @@ def test_a_run_learns_and_says_what_it_counts(outcomes: dict[str, Any], folder: 
     assert "eval_perplexity" not in evaluated[0]
     best = json.loads((folder / "run" / BEST).read_text())
     assert best["eval_loss"] == min(line["eval_error"] for line in evaluated)
+
+
+def test_turns_at_all_layers_learn_the_same(outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes["streamed"]["error"] is None and MADE in outcomes["streamed"]["printed"]
+    for found, expected in zip(metrics(folder / "streamed"), metrics(folder / "run"), strict=True):
+        for key in (key for key in expected if key.startswith(("loss", "eval_", "rewards/", "logps/", "grad_norm"))):
+            assert found[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["again", "elsewhere"])

@@ -26,10 +26,12 @@ from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
+from training.engine.trainer import Trainer
 from training.errors import USER_ERRORS, RunRefused
 from training.metrics.reporter import Reporter
 from training.metrics.step_metrics import StepMetrics
 from training.optimizer.lr_schedules import LearningRate
+from training.options import pipeline_trainer
 from training.options import train_language_model as run_job
 
 
@@ -60,13 +62,17 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     with patched[0], patched[1], patch.object(RankMonitor, "mark", marked), contextlib.redirect_stdout(printed):
         try:
             with RankMonitor(process, config.model_topo.stage_of(process.rank), config.timeout_minutes) as monitor:
-                ended(lambda: run_job(config, process, monitor, KINDS[case["kind"]]), outcome)
+                ended(lambda: run_job(config, process, monitor, kind_of(case, config)), outcome)
         finally:
             hook.remove()
     outcome["printed"] = printed.getvalue()
     if process.rank == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()
+
+
+def kind_of(case: dict[str, Any], config: TrainConfig) -> type[Trainer]:
+    return pipeline_trainer(config) if case["kind"] == "pipeline" else KINDS[case["kind"]]
 
 
 def ended(run: Callable[[], object], outcome: dict[str, Any]) -> None:
