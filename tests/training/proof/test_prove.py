@@ -143,6 +143,8 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
             {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}},
         ),
         ("chatglm", {"num_layers": 6}, {"bf16": {"enabled": True}, "schedule": "dualpipev", "compile": True}),
+        ("llama", {}, {"schedule": "weight_streaming"}),
+        ("mixtral", MIXTRAL, {"schedule": "weight_streaming", "bf16": {"enabled": True}, "lora": LORA}),
         ("qwen3", {}, {"model_topo": topology((8, 2)), "stream_gb": 1, "max_steps": 50}),
         # Adapters, and a part of the weights.
         ("llama", {}, {"lora": LORA | {"rslora": True}, "model_topo": topology((2, 1), [1, 7])}),
