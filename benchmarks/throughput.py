@@ -13,6 +13,8 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `lora`: a step that trains adapters, over a base in 32 and in 4 bits, against one that trains all weights.
 - `preference`: a step of DPO, and the forward-only pass of its reference, against one of SFT on the same documents, two
   in a row.
+- `streaming`, `streaming64`: weight streaming in two processes against two that do the same without depending on each
+  other, with 8 and 64 layers; "own" is the memory that a process shares with nobody, after a step.
 - `wide`: two processes that share each row (`sequence: 2`) or each layer (a `model` axis) of 8,192 tokens.
 - `zero3`, `packed`, `full`: two stages of one thread against ZeRO-3 in two processes, and against transformers' Trainer
   in one process with both cores. `packed` trains on maths problems and tool dialogues (`benchmarks.tokenizing`), which
@@ -37,6 +39,7 @@ from benchmarks.workers import Turn, Turns
 if TYPE_CHECKING:  # the process that compares needs no torch
     from data.sample_set import SampleSet
     from training.config.keys import TrainConfig
+    from training.engine.trainer import Trainer
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -147,6 +150,14 @@ PREFERRED = {
     "DPO": Way(DPO, (2, 1)),
     "reference": Way(DPO, (2, 1), engine="reference"),
 }
+RECOMPUTED: dict[str, Any] = {"use_grad_ckpt": True, "optimizer": {"type": "SGD", "params": {"lr": 1e-4}}}
+STREAMED = {
+    ONE: Way(PLAIN | RECOMPUTED),
+    "weight streaming": Way(PLAIN | RECOMPUTED | {"schedule": "weight_streaming"}, (2, 1)),
+    "1f1b": Way(PLAIN | RECOMPUTED, (2, 1)),
+    COPIES[0]: Way(PLAIN | RECOMPUTED),
+    COPIES[1]: Way(PLAIN | RECOMPUTED, beside=True),
+}
 SHARED = {
     ONE: Way(PLAIN),
     "two share each row": Way(PLAIN, (1, 2), {"sequence": 2}),
@@ -165,6 +176,8 @@ CASES = {
     "lora": Case(MODEL, 4, 512, 5, TRAINED),
     "preference": Case(MODEL, 4, 512, 5, PREFERRED),
     "wide": Case(SMALL | {"num_hidden_layers": 4}, 1, 8192, 5, SHARED, ideal=2),
+    "streaming": Case(SMALL | {"num_hidden_layers": 8}, 32, 256, 5, STREAMED, ideal=2),
+    "streaming64": Case(SMALL | {"num_hidden_layers": 64}, 8, 256, 3, STREAMED, ideal=2),
     "zero3": against_peer(32, 256, "ZeRO-3", Way({"zero_optimization": ZERO}, (1, 2), engine="zero")),
     "packed": against_peer(64, 1024, "Trainer", TRAINER, BF16, records=True),
     "full": against_peer(32, 512, "Trainer", TRAINER, BF16 | {"train_micro_batch_size_per_gpu": 2, "compile": True}),
@@ -190,7 +203,17 @@ def measure(name: str, folder: Path) -> Report:
         turns.rounds(case.rounds)
         figures = {way: figures_of(turns, way, case) for way in case.ways}
     title = f"{name}: a step of {case.rows} rows of {case.length:,} tokens"
-    columns = ("way", "start, s", "step, s", "tokens/s", "of the first", "of the ideal", "peak, MB", "sent, MB")
+    columns = (
+        "way",
+        "start, s",
+        "step, s",
+        "tokens/s",
+        "of the first",
+        "of the ideal",
+        "peak, MB",
+        "own, MB",
+        "sent, MB",
+    )
     rows = (
         (
             way,
@@ -200,6 +223,7 @@ def measure(name: str, folder: Path) -> Report:
             f"{row['ratio']:.3f}",
             f"{row['of_ideal']:.3f}" if case.ideal > 1 else "",
             f"{row['peak_mb']:,.0f}",
+            f"{row['own_mb']:,.0f}",
             f"{row['sent_mb']:.0f}",
         )
         for way, row in figures.items()
@@ -233,6 +257,7 @@ def figures_of(turns: Turns, way: str, case: Case) -> dict[str, float]:
         "ratio": ratio,
         "of_ideal": ratio / (case.ideal / 2 if way in COPIES else case.ideal),
         "peak_mb": turns.median(way, "peak") / 1e6,
+        "own_mb": turns.median(way, "own") / 1e6,
         "sent_mb": min(step["sent"] for step in turns.ways[way].steps[1:]) / 1e6,
     }
 
@@ -247,9 +272,9 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     from models.api import read_spec
     from training.data_setup import build_loader
     from training.distributed.processes import gather
-    from training.engine.pipeline import PipelineTrainer
     from training.engine.zero import ZeroTrainer
     from training.metrics.peak_memory import peak_memory
+    from training.options import pipeline_trainer
     from training.plan.auto import divide
     from training.preference import loss_of
     from training.trained import with_trained
@@ -265,12 +290,14 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         nonlocal sent
         last, sent = sent, psutil.net_io_counters(pernic=True)["lo"].bytes_sent
         peak = peak_memory() - before
-        return {"sent": sent - last, "peak": peak if way.engine == "trainer" else max(gather(peak))}
+        own = psutil.Process().memory_full_info().uss
+        most = (peak, own) if way.engine == "trainer" else (max(gather(each)) for each in (peak, own))
+        return {"sent": sent - last} | dict(zip(("peak", "own"), most, strict=True))
 
     if way.engine == "trainer":
         train_by_transformers(config, samples_of(asked, config), Turn(folder), TRAINER_BATCH, figures=figures)
         return
-    engine = ZeroTrainer if way.engine == "zero" else PipelineTrainer
+    engine: type[Trainer] = ZeroTrainer if way.engine == "zero" else pipeline_trainer(config)
     with joined(config):
         loader, spec = build_loader(samples_of(asked, config), config), with_trained(read_spec(model), config)
         loader.reference = numpy.zeros((len(loader.data.lengths), 2), numpy.float32)
