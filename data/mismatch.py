@@ -5,7 +5,7 @@ those of the first; m is the most answers that a prompt has. So no prompt meets 
 once, and all of it depends on the samples alone: the reference's log-probabilities are computed once for all epochs,
 and neither batches nor topology change anything.
 
-Cost: every sample is read once, 50,000 a second; 16 bytes a sample.
+Cost: every sample is read once, 60,000 a second (of 400 tokens, in memory); 28 bytes a sample.
 """
 
 from __future__ import annotations

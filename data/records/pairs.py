@@ -53,9 +53,9 @@ def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
     Raises:
         ValueError: it has no preference of this kind.
     """
-    # Pairs become answers that are marked by themselves (`unpaired`), where no mark is given.
-    compared = wanted.kind == "marked" and not _first(MARKS, fields) and (_first(REJECTED, fields) or _ranked(fields))
-    if wanted.kind == "pairs" or compared:
+    # Pairs are taken apart (`unpaired`) where answers are marked by themselves.
+    alone = wanted.kind == "classes" or (_first(MARKS, fields) and not _first(CHOSEN, fields))
+    if wanted.kind == "pairs" or (not alone and (_first(REJECTED, fields) or _ranked(fields))):
         judged, used = _ranked(fields) or _pair(fields)
     else:
         judged, used = _marked(fields, wanted)

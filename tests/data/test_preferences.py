@@ -413,6 +413,11 @@ def test_pairs_are_answers_that_are_marked_by_themselves(
         assert list(half["input_ids"]) == list(sample["input_ids"]) and list(half["labels"]) == list(sample["labels"])
 
 
+def test_a_mark_of_a_whole_pair_is_not_used(load: Any) -> None:
+    dataset = load(ONE_TURN["trl, implicit"] | {"label": 1}, wanted=MARKED)
+    assert dataset.values.tolist() == [1, 0] and list(dataset.unused) == ["label"]
+
+
 def test_the_best_of_a_list_is_desirable_once(load: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     record = {"prompt": Q, "responses": [BAD, GOOD, "No.", GOOD + "!"], "scores": [1, 5, 2, 5]}
     dataset = load(record, wanted=MARKED)

@@ -46,7 +46,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "kto-again": PIPE | KTO | {"resume": "kto"},
     "kto-elsewhere": DATA | KTO | {"resume": "kto", "train_micro_batch_size_per_gpu": 4},
     "kto-lora": PIPE | KTO | LORA,
-    "kto-one-prompt": PIPE | KTO | {"data_path": "one-prompt.json", "eval_share": None},
+    "kto-one-prompt": PIPE | KTO | {"data_path": "one-prompt.json"},
     "apo": PIPE | {"preference": {"loss": "apo_zero_unpaired"}, "data_path": "marked.json"},
 }
 
