@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, overload
+from typing import Any
 
 import numpy
 
@@ -66,13 +66,7 @@ class Mismatched(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @overload
-    def __getitem__(self, number: int) -> Sample: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, number: int | slice) -> Any:
-        if isinstance(number, slice):
-            return [self[place] for place in range(len(self))[number]]
+    def __getitem__(self, number: Any) -> Any:
         asked, answered = self._data.samples[number], self._data.samples[int(self.partners[number])]
         begin, other = int(self._begins[number]), int(self._begins[self.partners[number]])
         ids = numpy.concatenate([asked["input_ids"][:begin], answered["input_ids"][other:]])

@@ -414,7 +414,7 @@ def test_pairs_are_answers_that_are_marked_by_themselves(
 
 
 def test_a_mark_of_a_whole_pair_is_not_used(load: Any) -> None:
-    dataset = load(ONE_TURN["trl, implicit"] | {"label": 1}, wanted=MARKED)
+    dataset = load(ONE_TURN["trl, implicit"] | {"label": False}, wanted=MARKED)
     assert dataset.values.tolist() == [1, 0] and list(dataset.unused) == ["label"]
 
 
