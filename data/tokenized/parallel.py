@@ -203,7 +203,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     if recipe.preference and recipe.preference.kind == "marked" and window is None and marks.min() == marks.max():
         found = "undesirable" if marks[0] == 0 else "desirable"
         silent = sum(tally.silent for tally in total.tallies.values())
-        cut = f" ({silent:,} are left out, as no token within max_seq_len is trained)" if silent else ""
+        cut = f" ({silent:,} left out, as no token within max_seq_len is trained)" if silent else ""
         raise DataError(f"{recipe.names}: all {len(marks):,} answers are {found}{cut}; expected some of either kind")
     digests = samples.column("digest")
     meta = {
