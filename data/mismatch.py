@@ -26,6 +26,7 @@ class Mismatched(Sequence[Sample]):
     Args:
         data: samples of one document, each with a trained token.
         limit: most tokens; what is longer is cut at the end, which leaves at least one of the answer's.
+        what: the samples are, for an error.
 
     Attributes:
         partners: [n], the sample whose answer each has.
@@ -34,7 +35,7 @@ class Mismatched(Sequence[Sample]):
         DataError: more than half of all answers are to the same prompt.
     """
 
-    def __init__(self, data: SampleSet, limit: int) -> None:
+    def __init__(self, data: SampleSet, limit: int, what: str = "data") -> None:
         self._data, self._limit = data, limit
         digests = numpy.empty(len(data.lengths), numpy.uint64)
         self._begins = numpy.empty(len(digests), numpy.int32)  # of the answers
@@ -47,8 +48,8 @@ class Mismatched(Sequence[Sample]):
         most = int(numpy.unique(digests, return_counts=True)[1].max())
         if 2 * most > len(digests):
             raise DataError(
-                f"{most:,} of {len(digests):,} answers are to the same prompt, and kto pairs each prompt with an "
-                "answer to another one; expected at most half of them, or preference.loss: apo_zero_unpaired"
+                f"{what}: {most:,} of {len(digests):,} answers are to the same prompt, and kto pairs each prompt with "
+                "an answer to another one; expected at most half of them, or preference.loss: apo_zero_unpaired"
             )
         order = numpy.argsort(digests, kind="stable")
         self.partners = numpy.empty_like(order)

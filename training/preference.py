@@ -81,8 +81,8 @@ class Preferences(Callback):
         if job.config.preference.unpaired:
             job.log.print(_balance(task.dataset, job.config.preference))
         if job.config.preference.loss == "kto":
-            for _, dataset, loaders in self._missing:
-                mismatched = mismatched_loader(dataset, job.config)
+            for what, dataset, loaders in self._missing:
+                mismatched = mismatched_loader(dataset, job.config, what)
                 for loader in loaders:
                     loader.mismatched = mismatched
         self._start = _from_first(partial(_digest_start, job.config, task))
@@ -187,9 +187,9 @@ def _balance(data: Dataset, section: PreferenceSection) -> str:
     return f"answers: {good:,} desirable, {bad:,} undesirable, weighted {ratio} to 1; KTO's authors advise 1 to 1.33"
 
 
-def mismatched_loader(data: SampleSet, config: TrainConfig) -> Loader:
+def mismatched_loader(data: SampleSet, config: TrainConfig, what: str = "data") -> Loader:
     """Make the loader of the same samples with answers to other prompts, in rows that are long enough for them."""
-    return build_loader(Mismatched(data, config.max_seq_len), config.model_copy(update={"pack_len": None}))
+    return build_loader(Mismatched(data, config.max_seq_len, what), config.model_copy(update={"pack_len": None}))
 
 
 def estimate_kl(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> None:

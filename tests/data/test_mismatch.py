@@ -37,7 +37,9 @@ def test_each_answer_is_used_once_and_with_another_prompt(prompts: list[int]) ->
     samples = of_prompts(prompts)
     most = max(map(prompts.count, prompts))
     if 2 * most > len(prompts):
-        with pytest.raises(DataError, match=f"^{most} of {len(prompts)} answers are to the same prompt, and kto pairs"):
+        with pytest.raises(
+            DataError, match=f"^data: {most} of {len(prompts)} answers are to the same prompt, and kto pairs"
+        ):
             Mismatched(InMemory(samples), 9)
         return
     found = Mismatched(InMemory(samples), 9)
