@@ -80,7 +80,8 @@ class Loader:
         preference: the samples are pairs, or answers with a value, for a loss over whole documents.
 
     Attributes:
-        reference: [n, 2], log-probabilities of each sample's documents under the reference model, where they are known.
+        reference: [n, 1 or 2], log-probabilities of each sample's documents under the reference, where they are known.
+        mismatched: the same samples with answers to other prompts, where the loss needs them (`data.mismatch`).
     """
 
     knows_lengths: ClassVar[bool] = True  # of all samples, before the first step
@@ -104,6 +105,7 @@ class Loader:
         self.data = data
         self.preference = preference
         self.reference: NDArray[numpy.float32] | None = None
+        self.mismatched: Loader | None = None
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.replicas = replicas

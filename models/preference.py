@@ -1,11 +1,11 @@
 """Losses of preferences: functions of the log-probabilities of whole answers.
 
-A sample is a pair of documents in one row, the better answer first, each behind the same prompt. Every loss here is a
-function f of the documents' sums s_d, the log-probabilities of a document's trained tokens. Its gradient is the sum of
-df/ds_d x ds_d/dw over documents, which is that of a cross-entropy where each token of document d counts -df/ds_d times.
-So the lean cross-entropy (`models.lean_loss`) asks for a coefficient a token once it knows the loss of each: there f is
-differentiated, a function of a few numbers. As a pair never leaves its row, no coefficient depends on how a batch is
-cut into micro-batches and replicas.
+A sample is a pair of documents in one row, the better answer first, each behind the same prompt; or one document that
+is marked as desirable or not. Every loss here is a function f of the documents' sums s_d, the log-probabilities of a
+document's trained tokens. Its gradient is the sum of df/ds_d x ds_d/dw over documents, which is that of a cross-entropy
+where each token of document d counts -df/ds_d times. So the lean cross-entropy (`models.lean_loss`) asks for a
+coefficient a token once it knows the loss of each: there f is differentiated, a function of a few numbers. As a pair
+never leaves its row, no coefficient depends on how a batch is cut into micro-batches and replicas.
 
 The reference is the model as it was before training. Its sums come with the samples, made once (`training.preference`).
 
@@ -30,19 +30,22 @@ from models.process_groups import ONE_RANK, RankGroup, add_up, summed
 REWARD_MEASURES = ("rewards/accuracies", "rewards/chosen", "rewards/rejected")
 MEASURES = (*REWARD_MEASURES, "logps/chosen", "logps/rejected")
 CLASS_MEASURES = ("accuracy",)
+# Of desirable answers (chosen) and undesirable ones (rejected); each counts 0 in the sums of the other class.
+UNPAIRED_MEASURES = ("desirable", "kl", *REWARD_MEASURES[1:], *MEASURES[3:])
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One loss of a pair.
+    """One loss of a pair, or of an answer by itself.
 
     Attributes:
-        loss: a name in `LOSSES`.
+        loss: a name in `LOSSES`, or one of `UnpairedLoss`.
         beta: what differences of log-probabilities are multiplied with.
         label_smoothing: share of the pairs expected to be the wrong way round.
         gamma: margin to be exceeded, in the unit of beta times a difference.
         sft_weight: weight of the cross-entropy of the better answers, a mean over tokens.
         length_normalised: whether log-probabilities are those of a token, on average.
+        desirable_weight, undesirable_weight: of the losses of such answers, where they come by themselves.
     """
 
     loss: str = "dpo"
@@ -51,6 +54,8 @@ class Objective:
     gamma: float = 0.0
     sft_weight: float = 0.0
     length_normalised: bool = False
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
     def scores(self, sums: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
         """Compare log-probabilities with the reference's, all [pairs, 2]: better and worse answers."""
@@ -103,7 +108,7 @@ class PreferenceLoss:
         self._router_loss_weight = router_loss_weight
         self._totals: Tensor | None = None
         self.recorded: list[Tensor] | None = None
-        self.measures = MEASURES
+        self.measures: tuple[str, ...] = MEASURES
 
     def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
         """Compute a micro-batch's part of the global loss, in fp32.
@@ -130,11 +135,9 @@ class PreferenceLoss:
                 return torch.zeros_like(each)
             with torch.enable_grad():
                 leaf = sums.requires_grad_()
-                pairs = [numbers.view(-1, 2) for numbers in (leaf, facts[:, 0], lengths)]
-                scores = objective.scores(*pairs)
-                losses = LOSSES[objective.loss](objective, scores)
+                losses, counted = self._judge(leaf, facts, lengths)
                 slopes = torch.autograd.grad(losses.sum(), leaf)[0]
-            self._count(scores.detach(), sums.detach().view(-1, 2))
+            self._totals = added(self._totals, counted)
             better = (member % 2 == 0) * (objective.sft_weight * token_scale / scale)
             value = losses.sum().detach() / self._rows.size + (better * each).sum()
             return better - slopes[member]
@@ -145,9 +148,9 @@ class PreferenceLoss:
         return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
 
     def take(self) -> Tensor:
-        """Return and reset the number of pairs and sums of `MEASURES` over them, fp64; 0 where no loss is computed."""
+        """Return and reset the number of samples, and sums of `measures` over them, fp64; 0 without any loss."""
         totals, self._totals = self._totals, None
-        return torch.zeros(1 + len(MEASURES), dtype=torch.float64) if totals is None else totals.cpu()
+        return torch.zeros(1 + len(self.measures), dtype=torch.float64) if totals is None else totals.cpu()
 
     def _by_document(self, each: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Sum log-probabilities over the trained tokens of each document, and count these: [D] each."""
@@ -157,9 +160,42 @@ class PreferenceLoss:
         sums, lengths = add_up(both, self._rows)
         return sums.clone(), lengths
 
-    def _count(self, scores: Tensor, sums: Tensor) -> None:
+    def _judge(self, sums: Tensor, facts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the loss of each sample, [n], and its measures, from its documents' numbers."""
+        pairs = [numbers.view(-1, 2) for numbers in (sums, facts[:, 0], lengths)]
+        scores = self._objective.scores(*pairs)
         rewards = self._objective.beta * scores
-        self._totals = added(self._totals, torch.cat([rewards[:, :1] > rewards[:, 1:], rewards, sums], dim=1))
+        counted = torch.cat([rewards[:, :1] > rewards[:, 1:], rewards, pairs[0]], dim=1)
+        return LOSSES[self._objective.loss](self._objective, scores), counted
+
+
+class UnpairedLoss(PreferenceLoss):
+    """The loss of a micro-batch of answers that are each marked as desirable (1 in their second fact) or not (0).
+
+    KTO (arXiv:2402.01306, equation 7) is 1 - sigmoid(beta x (s - r - kl)) of a desirable answer and 1 - sigmoid(beta x
+    (kl - s + r)) of an undesirable one, each times its weight; r is the reference's sum and `kl` an estimate of the
+    divergence from the reference. APO-zero (arXiv:2408.06266), as trl has it for single answers, is that without `kl`.
+
+    Attributes:
+        kl: what rewards are compared with; set before each batch, 0 again after `take`.
+    """
+
+    def __init__(self, objective: Objective, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK) -> None:
+        super().__init__(objective, router_loss_weight, rows)
+        self.kl, self.measures = 0.0, UNPAIRED_MEASURES
+
+    def take(self) -> Tensor:
+        self.kl = 0.0
+        return super().take()
+
+    def _judge(self, sums: Tensor, facts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        of, good = self._objective, facts[:, 1] == 1
+        ratios = sums - facts[:, 0]
+        weights = torch.where(good, of.desirable_weight, of.undesirable_weight)
+        losses = weights * torch.sigmoid(torch.where(good, -of.beta, of.beta) * (ratios - self.kl))
+        each = torch.stack([of.beta * ratios, sums], dim=1)[:, :, None] * torch.stack([good, ~good], dim=1)[:, None]
+        counted = torch.stack([good, torch.full_like(ratios, self.kl)], dim=1)
+        return losses, torch.cat([counted, each.flatten(1)], dim=1)
 
 
 class ScoreLoss:

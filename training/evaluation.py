@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from tqdm import tqdm
 
 from common.terminal import paused
-from data.loader import Loader
+from data.loader import GlobalBatch, Loader
 from training.config.keys import TrainConfig
 from training.engine.trainer import Trainer
 
@@ -41,7 +41,10 @@ class Evaluation:
         self._at_start = config.eval_at_start
         self._active = active
         self.loaders = loaders
-        self.best_by = "eval_error" if config.wanted else "eval_loss"  # the smaller, the better
+        self._plain = config.wanted is None
+        right_or_wrong = config.wanted is not None and config.wanted.kind != "marked"
+        self.best_by = "eval_error" if right_or_wrong else "eval_loss"  # the smaller, the better
+        self.before: Callable[[Trainer, Loader, GlobalBatch], None] = lambda *_: None  # called with each batch
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to evaluate after `step`; 0 means before the first one."""
@@ -66,6 +69,7 @@ class Evaluation:
                 for position in range(loader.steps_per_epoch):
                     batch = loader.batch(position)
                     weight = batch.pairs if loader.preference else batch.supervised
+                    self.before(trainer, loader, batch)
                     losses[kind] += trainer.eval_loss(loader, batch) * weight
                     weights[kind] += weight
                     bar.update()
@@ -74,7 +78,7 @@ class Evaluation:
                         return None
         mean = sum(losses.values()) / sum(weights.values())
         found = {"eval_loss": mean}
-        if self.records and self.best_by == "eval_loss":
+        if self.records and self._plain:
             found["eval_perplexity"] = math.exp(min(mean, 700.0))
         if len(losses) > 1:
             found |= {f"eval_loss/{kind}": losses[kind] / weights[kind] for kind in losses}

@@ -6,7 +6,11 @@ log-probabilities of both answers of each; so no second model is held, and no st
 file named by the pairs, the weights and the dtype: beside the tokenized records, for other runs, and in the run's
 folder, for its later starts, whose weights are others.
 
-Cost: a third of an epoch, once; 8 bytes a pair.
+KTO compares each answer with an estimate of the divergence from the reference: the mean, over the samples of the global
+batch, of what log-probabilities of answers to other prompts (`data.mismatch`) have gained, or 0 where they have lost.
+The same pass gives them before each step, and the reference's once.
+
+Cost: a third of an epoch, once; 8 bytes a pair. KTO: twice that, and a forward pass more in each step.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,14 +29,16 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
-from torch import distributed
+from torch import Tensor, distributed
 from tqdm import tqdm
 
 from common import phases
 from common.quantities import duration
 from common.terminal import paused
 from common.whole_files import block_checksum, replacing
-from data.loader import Loader
+from data.loader import GlobalBatch, Loader
+from data.mismatch import Mismatched
+from data.sample_set import SampleSet
 from data.tokenized.dataset import Dataset
 from models.checkpoint.adapter import base_checksum
 from models.checkpoint.layout import resolve
@@ -41,20 +47,21 @@ from models.checkpoint.source import open_source
 from training.callbacks import Callback
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.sections import PreferenceSection
 from training.data_setup import build_loader
 from training.distributed.processes import agreed
 from training.engine.trainer import Trainer
 from training.errors import RunRefused
 
 if TYPE_CHECKING:
-    from data.loader import GlobalBatch
     from training.job import Job
     from training.language_model import LanguageModel
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
 
 Value = TypeVar("Value")
-Sums = NDArray[numpy.float32]  # [samples, 2]: log-probabilities of the better and the worse answer
+# [samples, 2]: log-probabilities of the better and the worse answer; or of the only one, and of that to another prompt.
+Sums = NDArray[numpy.float32]
 
 
 class Preferences(Callback):
@@ -71,11 +78,19 @@ class Preferences(Callback):
         self._missing = [("data", task.dataset, [task.loader])]
         if task.held_out is not None and evaluation:
             self._missing += [("evaluation data", task.held_out, list(evaluation.loaders.values()))]
+        if job.config.preference.unpaired:
+            job.log.print(_balance(task.dataset, job.config.preference))
+        if job.config.preference.loss == "kto":
+            for what, dataset, loaders in self._missing:
+                mismatched = mismatched_loader(dataset, job.config, what)
+                for loader in loaders:
+                    loader.mismatched = mismatched
         self._start = _from_first(partial(_digest_start, job.config, task))
         self._folder = job.save_path if job.disk.owns_folder else None
         for each in tuple(self._missing):
             what, dataset, loaders = each
-            places = [folder / self._name(dataset) for folder in (job.save_path, dataset.folder)]
+            name = self._name(dataset, loaders)
+            places = [folder / name for folder in (job.save_path, dataset.folder)]
             known = _from_first(partial(_read, places, len(dataset)))
             if known is not None:
                 self._missing.remove(each)
@@ -92,30 +107,46 @@ class Preferences(Callback):
             phases.enter(f"reference: log-probabilities of the {what}")
             loader, quiet = build_loader(dataset, run.config), run.progress.log.quiet
             begin = time.monotonic()
-            self._use(log_probabilities(run.trainer, loader, run.mark, quiet), dataset, loaders)
+            sums = log_probabilities(run.trainer, loader, run.mark, quiet)
+            if (others := loaders[0].mismatched) is not None:
+                sums[:, 1] = log_probabilities(run.trainer, others, run.mark, quiet)[:, 0]
+            self._use(sums, dataset, loaders)
             took = duration(time.monotonic() - begin)
             run.progress.log.print(f"reference: log-probabilities of the {what} computed in {took}")
+        if run.evaluation:
+            run.evaluation.before = estimate_kl
+
+    @contextmanager
+    def around_step(self, run: Run, step: int, batch: GlobalBatch) -> Iterator[None]:
+        with run.trainer.timings("forward_backward"):
+            estimate_kl(run.trainer, run.loader, batch)
+        yield
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
         metrics.measures |= _measures(run.trainer)
 
     def on_evaluation(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         found = _measures(run.trainer)
-        right = found[loss_of(run.trainer).measures[0]]
-        metrics |= {"eval_error": 1 - right} | {f"eval_{name}": value for name, value in found.items()}
+        right = found.get("rewards/accuracies", found.get("accuracy"))  # which KTO does not have
+        error = {} if right is None else {"eval_error": 1 - right}
+        metrics |= error | {f"eval_{name}": value for name, value in found.items()}
 
-    def _name(self, dataset: Dataset) -> str:
-        key = hashlib.sha256(json.dumps([dataset.fingerprint(), self._start]).encode()).hexdigest()[:16]
+    def _name(self, dataset: Dataset, loaders: Sequence[Loader]) -> str:
+        others = loaders[0].mismatched
+        cut = [int(others.data.lengths.sum())] if others else []  # max_seq_len cuts more than in the samples
+        key = hashlib.sha256(json.dumps([dataset.fingerprint(), self._start, *cut]).encode()).hexdigest()[:16]
         return f"reference-{key}.safetensors"
 
     def _use(self, sums: Sums, dataset: Dataset, loaders: Sequence[Loader]) -> None:
         """Give the loaders log-probabilities, and keep them for later starts; all ranks call it together."""
         for loader in loaders:
             loader.reference = sums
+            if loader.mismatched:
+                loader.mismatched.reference = sums[:, 1:]
         folders = [dataset.folder] if distributed.get_rank() == 0 else []
         with agreed():
             for folder in [*folders, *([self._folder] if self._folder else [])]:
-                path = folder / self._name(dataset)
+                path = folder / self._name(dataset, loaders)
                 if _read([path], len(dataset)) is None:  # missing, or damaged
                     with writing(folder), replacing(path) as file:
                         file.write(save({"sums": sums}))
@@ -126,30 +157,71 @@ def log_probabilities(
 ) -> Sums:
     """Compute the log-probabilities of all documents' trained tokens, without dropout; all ranks call it together.
 
+    Of samples with one document the second number is 0.
+
     Args:
         loader: of all samples once.
         mark: reports progress to the failure detector.
         quiet: whether another rank shows progress.
     """
-    loss = loss_of(trainer)
     sums = numpy.zeros((len(loader.data.lengths), 2), numpy.float32)
-    own = trainer.groups.tensor.rank == trainer.groups.sequence.rank == 0  # the others of a group compute the same
     hidden = True if quiet else None  # None: only on a terminal
     with paused(), tqdm(total=loader.steps_per_epoch, desc="reference", disable=hidden, leave=False) as bar:
         for step in range(loader.steps_per_epoch):
-            batch, loss.recorded = loader.batch(step), []
-            trainer.eval_loss(loader, batch)
-            found, loss.recorded = loss.recorded, None
-            if found and own:
-                rows = [row for micro_batch in batch.micro_batches[trainer.row_replica] for row in micro_batch]
-                numbers = [number for row in rows for number in row]
-                sums[numbers] = torch.cat(found).view(-1, 2).cpu().numpy()
+            numbers, found = _of_batch(trainer, loader, loader.batch(step))
+            sums[numbers, : found.shape[1]] = found.cpu().numpy()
             bar.update()
             mark("a batch of the reference")
     whole = torch.from_numpy(sums).to(trainer.engine.device)
     distributed.all_reduce(whole)
     result: Sums = whole.cpu().numpy()
     return result
+
+
+def _balance(data: Dataset, section: PreferenceSection) -> str:
+    """Say how many answers of each class there are, and how they weigh against each other."""
+    good = int(data.values.sum(dtype=numpy.float64))
+    bad = len(data) - good
+    weights = (section.desirable_weight or 1) * good, (section.undesirable_weight or 1) * bad
+    ratio = f"{weights[0] / weights[1]:.2f}" if bad else "inf"
+    return f"answers: {good:,} desirable, {bad:,} undesirable, weighted {ratio} to 1; KTO's authors advise 1 to 1.33"
+
+
+def mismatched_loader(data: SampleSet, config: TrainConfig, what: str = "data") -> Loader:
+    """Make the loader of the same samples with answers to other prompts, in rows that are long enough for them."""
+    return build_loader(Mismatched(data, config.max_seq_len, what), config.model_copy(update={"pack_len": None}))
+
+
+def estimate_kl(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> None:
+    """Set what the rewards of a batch are compared with, where the loss is KTO's; all ranks call it together.
+
+    It is the mean over the whole batch, so that the loss does not depend on how it is divided.
+    """
+    if (others := loader.mismatched) is None:
+        return
+    assert others.reference is not None
+    numbers, found = _of_batch(trainer, others, others.batch_of(batch.samples))
+    gained = found.double() - torch.from_numpy(others.reference[numbers]).to(found)
+    total = gained.sum()
+    distributed.all_reduce(total)
+    loss_of(trainer).kl = (total / batch.pairs).clamp(min=0).item()
+
+
+def _of_batch(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> tuple[list[int], Tensor]:
+    """Compute the log-probabilities of a batch's documents; return those that no other rank returns.
+
+    Returns:
+        the numbers of samples, and [samples, documents of each].
+    """
+    loss = loss_of(trainer)
+    loss.recorded = []
+    trainer.eval_loss(loader, batch)
+    found, loss.recorded = loss.recorded, None
+    documents = 2 if loader.data.first.any() else 1
+    if not found or trainer.groups.tensor.rank or trainer.groups.sequence.rank:  # others of a group compute the same
+        return [], torch.empty(0, documents, device=trainer.engine.device)
+    rows = [row for micro_batch in batch.micro_batches[trainer.row_replica] for row in micro_batch]
+    return [number for row in rows for number in row], torch.cat(found).view(-1, documents)
 
 
 def loss_of(trainer: Trainer) -> Any:
@@ -164,7 +236,11 @@ def _measures(trainer: Trainer) -> dict[str, float]:
     distributed.all_reduce(totals)  # ranks that share a row count it alike
     count, *sums = totals.tolist()
     found = {name: value / count for name, value in zip(loss.measures, sums, strict=True)}
-    if "rewards/chosen" in found:
+    if (share := found.pop("desirable", None)) is not None:  # means over the answers of a class, unless it has none
+        shares = {"chosen": share, "rejected": 1 - share, "kl": 1.0}
+        known = {name: shares[name.rpartition("/")[2]] for name in found}
+        found = {name: value / known[name] for name, value in found.items() if known[name]}
+    if {"rewards/chosen", "rewards/rejected"} <= found.keys():
         found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
     return found
 

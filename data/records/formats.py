@@ -18,7 +18,7 @@ from data.records import layouts
 from data.records.chat import SPELLINGS, Chat
 from data.records.fields import check_columns, check_grades, unused_fields
 from data.records.layouts import Layout
-from data.records.pairs import FIELDS, Judged, Wanted, answers_alone, split
+from data.records.pairs import FIELDS, Judged, Wanted, answers_alone, split, unpaired
 from data.records.record import KINDS, Record, explain, json_type
 
 Names = Mapping[str, str]  # what a file calls our fields
@@ -138,7 +138,7 @@ def _judged(
             documents += records
             unused += [field for field in more if field not in unused]
         made.append(answers_alone(each._replace(documents=tuple(documents))))
-    return made, unused
+    return (unpaired(made) if preference.kind == "marked" and made[0].kind == "pair" else made), unused
 
 
 def _read(

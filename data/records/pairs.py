@@ -53,7 +53,9 @@ def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
     Raises:
         ValueError: it has no preference of this kind.
     """
-    if wanted.kind == "pairs":
+    # Pairs are taken apart (`unpaired`) where answers are marked by themselves.
+    alone = wanted.kind == "classes" or (_first(MARKS, fields) and not _first(CHOSEN, fields))
+    if wanted.kind == "pairs" or (not alone and (_first(REJECTED, fields) or _ranked(fields))):
         judged, used = _ranked(fields) or _pair(fields)
     else:
         judged, used = _marked(fields, wanted)
@@ -73,6 +75,8 @@ def _marked(fields: Fields, wanted: Wanted) -> tuple[list[Judged], set[str]]:
     if wanted.kind == "marked":
         if (mark := TRUTHS.get(str(value).lower())) is None:
             raise ValueError(f"{name}: expected true or false, found {value!r:.40}")
+        if "prompt" not in rest and "response" not in rest and "completion" in rest:  # axolotl's: instruction, question
+            rest["response"] = rest.pop("completion")
         return [Judged("marked", (rest,), mark)], {name}
     if isinstance(value, str) and value in wanted.labels:
         return [Judged("class", (rest,), wanted.labels.index(value))], {name}
@@ -248,6 +252,12 @@ def answers_alone(judged: Judged) -> Judged:
     return judged._replace(
         documents=tuple(_untrained(each, shared) if isinstance(each, Chat) else each for each in made)
     )
+
+
+def unpaired(judged: Sequence[Judged]) -> list[Judged]:
+    """Mark the better answer of each pair as desirable and the other as not; one that several pairs have, once."""
+    alone = [Judged("marked", (each.documents[place],), 1.0 - place) for each in judged for place in (0, 1)]
+    return [each for place, each in enumerate(alone) if each not in alone[:place]]
 
 
 def _untrained(chat: Chat, count: int) -> Chat:

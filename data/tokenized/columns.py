@@ -139,7 +139,8 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
     rows: list[tuple[float, ...]] = []
     place = 0
     for each in encoded:
-        tally = tallies.get((each.file, each.kind)) or tallies.setdefault((each.file, each.kind), Tally())
+        kind = ("desirable" if each.value else "undesirable") if each.kind == "marked" else each.kind
+        tally = tallies.get((each.file, kind)) or tallies.setdefault((each.file, kind), Tally())
         tally.records += 1
         tally.empty += each.empty
         tally.control += each.control

@@ -202,7 +202,9 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     marks = samples.column("value")
     if recipe.preference and recipe.preference.kind == "marked" and window is None and marks.min() == marks.max():
         found = "undesirable" if marks[0] == 0 else "desirable"
-        raise DataError(f"{recipe.names}: all {len(marks):,} answers are {found}; expected some of either kind")
+        silent = sum(tally.silent for tally in total.tallies.values())
+        cut = f" ({silent:,} left out, as no token within max_seq_len is trained)" if silent else ""
+        raise DataError(f"{recipe.names}: all {len(marks):,} answers are {found}{cut}; expected some of either kind")
     digests = samples.column("digest")
     meta = {
         "fingerprint": sha256(digests.tobytes()).hexdigest(),

@@ -58,8 +58,9 @@ def test_a_config_is_taken(block: Block, tmp_path: Path) -> None:
     "block", [each for each in blocks("json") if not each.page.startswith("docs/demo")], ids=lambda block: block.place
 )
 def test_a_record_is_taken(block: Block) -> None:
+    wanted = Wanted("pairs") if '"rejected' in block.text else Wanted("marked") if '"kto_tag' in block.text else None
     for record in records_of(block.text):
-        converted = convert(record, preference=Wanted("pairs") if '"rejected' in block.text else None)
+        converted = convert(record, preference=wanted)
         assert (converted.records or converted.judged) and not converted.unused
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import models.lean_loss
 from models.layers import Head
 from models.loss import IGNORED
-from models.preference import LOSSES, MEASURES, Objective, PreferenceLoss
+from models.preference import LOSSES, MEASURES, UNPAIRED_MEASURES, Objective, PreferenceLoss, UnpairedLoss
 from tests.closeness import assert_near
 
 WIDTH, WORDS, PAIRS, BETA = 8, 11, 6, 0.3
@@ -86,8 +86,9 @@ class Batch:
             loss = loss - OBJECTIVES[name].sft_weight * chosen.sum() / self.trained
         return loss
 
-    def found(self, loss: PreferenceLoss, *pairs_of: range) -> Tensor:
-        """The sum of the parts of micro-batches of one row each."""
+    def found(self, loss: PreferenceLoss, *pairs_of: range, values: Tensor | None = None) -> Tensor:
+        """The sum of the parts of micro-batches of one row each; `values` are of documents."""
+        values = torch.zeros(2 * PAIRS) if values is None else values
         total = torch.zeros(())
         head = Bare(self.weight)
         for pairs in pairs_of:
@@ -101,7 +102,8 @@ class Batch:
                 documents[begin : begin + size] = number
                 labels[begin + 2 : begin + size] = ids[begin + 2 : begin + size]
                 begin += size
-            facts = torch.stack([self.reference[list(pairs)].flatten(), torch.zeros(len(sizes))], dim=1)
+            its = self.reference[list(pairs)].flatten(), values.view(-1, 2)[list(pairs)].flatten()
+            facts = torch.stack(its, dim=1)
             scales = torch.tensor(1 / PAIRS), torch.tensor(0.0), documents[None], facts, torch.tensor(1 / self.trained)
             total = total + loss(head, (hidden[None],), (labels[None], *scales))
         return total
@@ -149,6 +151,34 @@ def test_only_the_sums_are_recorded_for_a_reference() -> None:
     assert [len(each) for each in loss.recorded] == [4, 0, 2 * PAIRS - 4]
     assert_near(torch.cat(loss.recorded), torch.stack(sums))
     assert loss.take()[0] == 0
+
+
+@pytest.mark.parametrize("cut", [(0, 6), (0, 1, 4, 6), (0, 0, 5, 6)], ids=str)
+@pytest.mark.parametrize("kl", [0.0, 1.7])
+def test_kto_and_every_gradient(kl: float, cut: tuple[int, ...]) -> None:
+    """Of twelve answers, every third is desirable; without `kl` it is trl's apo_zero_unpaired."""
+    beta = 0.05  # by which no answer is so sure that 1 - sigmoid has few digits in fp32
+    batch, good = Batch(reference=True), torch.arange(2 * PAIRS) % 3 == 0
+    sums = torch.stack([batch.log_probabilities(pair, document).sum() for pair in range(PAIRS) for document in (0, 1)])
+    ratios = sums - batch.reference.flatten()
+    values = [1.5 * (1 - torch.sigmoid(beta * (each - kl))) for each in ratios[good]]
+    values += [0.5 * (1 - torch.sigmoid(beta * (kl - each))) for each in ratios[~good]]
+    expected = torch.stack(values).sum() / PAIRS  # the scale that the batch sends
+    wanted = torch.autograd.grad(expected, batch.leaves())
+    loss = UnpairedLoss(Objective("kto", beta, desirable_weight=1.5, undesirable_weight=0.5))
+    loss.kl = kl
+    found = batch.found(loss, *(range(*bounds) for bounds in pairwise(cut)), values=good.float())
+    assert_near(found, expected)
+    for gradient, other in zip(torch.autograd.grad(found, batch.leaves()), wanted, strict=True):
+        assert_near(gradient, other)
+    count, *means = loss.take().tolist()
+    classes = [numbers[each].sum().item() for numbers in (beta * ratios, sums) for each in (good, ~good)]
+    assert count == 2 * PAIRS and dict(zip(UNPAIRED_MEASURES, means, strict=True)) == pytest.approx(
+        {"desirable": 4, "kl": 12 * kl}
+        | dict(zip("rewards/chosen rewards/rejected logps/chosen logps/rejected".split(), classes, strict=True)),
+        rel=1e-5,
+    )
+    assert loss.kl == 0 and loss.take().tolist() == [0.0] * (1 + len(UNPAIRED_MEASURES))
 
 
 def test_a_sure_answer_has_a_finite_gradient() -> None:

@@ -1,7 +1,7 @@
 """Train preferences with trl, for `test_trl.py`: by_trl.py MODEL RECORDS FOLDER SETTINGS, with records in a JSON list.
 
-Writes FOLDER/losses.json and the trained weights as FOLDER/weights.safetensors. SETTINGS is JSON: the trainer and what
-its config gets besides.
+Writes FOLDER/losses.json, FOLDER/log.json with all that trl logs of each step, and the trained weights as
+FOLDER/weights.safetensors. SETTINGS is JSON: the trainer and what its config gets besides.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def main() -> None:
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     Path(folder, "losses.json").write_text(json.dumps(losses))
+    Path(folder, "log.json").write_text(json.dumps([line for line in trainer.state.log_history if "loss" in line]))
     state = trainer.model.state_dict()
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     save_file(

@@ -31,6 +31,7 @@ MADE, KNOWN = (
     "reference: log-probabilities of the data are known",
 )
 LORA = {"lora": {"r": 2, "alpha": 8}}
+KTO = {"preference": {"loss": "kto", "beta": 0.2, "desirable_weight": 1.5}, "data_path": "marked.json"}
 JOBS: dict[str, dict[str, Any]] = {
     "run": PIPE,
     "again": PIPE | {"resume": "run"},  # the cache has the reference
@@ -42,6 +43,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "other-loss": PIPE | {"resume": "run", "preference": {"loss": "dpo", "beta": 0.5}},
     "streamed": PIPE | {"schedule": "weight_streaming", "cache_dir": "cache-of-turns"},  # which makes the reference
     "simpo": PIPE | {"preference": {"loss": "simpo", "beta": 2.0}},
+    "kto": PIPE | KTO,
+    "kto-again": PIPE | KTO | {"resume": "kto"},
+    "kto-elsewhere": DATA | KTO | {"resume": "kto", "train_micro_batch_size_per_gpu": 4},
+    "kto-lora": PIPE | KTO | LORA,
+    "kto-one-prompt": PIPE | KTO | {"data_path": "one-prompt.json"},
+    "apo": PIPE | {"preference": {"loss": "apo_zero_unpaired"}, "data_path": "marked.json"},
 }
 
 
@@ -62,11 +69,18 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
         for n in range(30)
     ]
     (folder / "pairs.json").write_text(json.dumps(pairs))
+    marked = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for n, pair in enumerate(pairs)
+        for name in (("chosen", "rejected") if n % 3 else ("chosen",))
+    ]
+    (folder / "marked.json").write_text(json.dumps(marked))
+    (folder / "one-prompt.json").write_text(json.dumps([each | {"prompt": "How many?"} for each in marked]))
     cases = []
     for name, keys in JOBS.items():
         config = {
             "model_path": str(model),
-            "data_path": str(folder / "pairs.json"),
+            "data_path": "pairs.json",
             "save_path": str(folder / name),
             "preference": {"loss": "dpo", "beta": 0.2},
             "max_seq_len": 200,
@@ -79,6 +93,7 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
             "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
             "tensorboard": {"enabled": False},
         } | keys
+        config["data_path"] = str(folder / str(config["data_path"]))
         config["cache_dir"] = str(folder / keys.get("cache_dir", "cache"))
         if "resume" in keys:
             config["resume"] = str(step_folder(folder / keys["resume"], TAKEN_UP_AT))
@@ -110,18 +125,47 @@ def test_turns_at_all_layers_learn_the_same(outcomes: dict[str, Any], folder: Pa
             assert found[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["again", "elsewhere"])
+def test_kto_learns_and_says_what_it_counts(outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes["kto"]["error"] is None and MADE in outcomes["kto"]["printed"]
+    assert "answers: 2" in outcomes["kto"]["printed"] and "undesirable, weighted" in outcomes["kto"]["printed"]
+    done = steps(folder / "kto")
+    first, last = done[1], done[STEPS]
+    assert first["kl"] == pytest.approx(0, abs=1e-4)
+    of_desirable = (first["loss"] - 0.5) * 8 / 0.25  # each answer weighs 0.5 before it is learnt, or 0.75
+    assert 0 < of_desirable < 8 and of_desirable == pytest.approx(round(of_desirable), abs=1e-2)
+    assert last["loss"] < first["loss"] and last["kl"] >= 0 and any(line["kl"] > 0 for line in done.values())
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"]) and (
+        last["rewards/margins"] > 0
+    )
+    assert "desirable" not in last and "rewards/accuracies" not in last
+    evaluated = [line for line in metrics(folder / "kto") if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == [TAKEN_UP_AT, STEPS]
+    assert all({"eval_kl", "eval_rewards/chosen"} <= line.keys() for line in evaluated)
+    assert not {"eval_error", "eval_perplexity"} & evaluated[0].keys()
+    best = json.loads((folder / "kto" / BEST).read_text())
+    assert best["eval_loss"] == min(line["eval_loss"] for line in evaluated)
+    assert all(line["kl"] == 0 for line in steps(folder / "apo").values())
+    assert steps(folder / "kto-lora")[1]["loss"] == pytest.approx(first["loss"], abs=1e-4)
+
+
+def test_kto_is_refused_where_prompts_have_no_other_answers(outcomes: dict[str, Any]) -> None:
+    error = outcomes["kto-one-prompt"]["error"]
+    assert error.startswith("data: ") and "answers are to the same prompt, and kto pairs each prompt" in error
+
+
+@pytest.mark.parametrize("name", ["again", "elsewhere", "kto-again", "kto-elsewhere"])
 def test_a_resumed_run_goes_on_with_the_reference_of_the_start(
     name: str, outcomes: dict[str, Any], folder: Path
 ) -> None:
     assert outcomes[name]["error"] is None and KNOWN in outcomes[name]["printed"]
-    expected = weights(folder / "run")
-    if name == "again":
-        assert losses(folder / name) == losses(folder / "run")
+    run = "kto" if name.startswith("kto") else "run"
+    expected = weights(folder / run)
+    if name.endswith("again"):
+        assert losses(folder / name) == losses(folder / run)
         torch.testing.assert_close(weights(folder / name), expected, rtol=0, atol=0)
-        assert evaluations(folder / name)[STEPS] == evaluations(folder / "run")[STEPS]
+        assert evaluations(folder / name)[STEPS] == evaluations(folder / run)[STEPS]
     else:
-        assert losses(folder / name) == pytest.approx(losses(folder / "run"), rel=1e-4)
+        assert losses(folder / name) == pytest.approx(losses(folder / run), rel=1e-4)
         assert_near(weights(folder / name), expected)
 
 

@@ -13,6 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.chat.prompts import Prompts
+from data.mismatch import Mismatched
+from data.records.pairs import Wanted
+from data.tokenized.dataset import load_dataset
 from models.conversion.to_huggingface import pp_to_hg
 from models.preference import LOSSES, Objective
 from tests.closeness import assert_near
@@ -25,6 +29,7 @@ pytestmark = [pytest.mark.launched, pytest.mark.longest]
 # What trl needs that the project does not; with all of its own it would bring another torch.
 PACKAGES = ("--no-deps", "trl==1.16.0", "datasets", "multiprocess", "dill", "xxhash", "pandas", "python-dateutil")
 STEPS, LR = 6, 1e-3
+MEASURES = ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
 # Nothing stands behind an answer but its end, as trl trains all that follows the prompt.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }} {{ message.content }}"
@@ -47,6 +52,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # ours, and theirs
         {"trainer": "CPO", "loss_type": "simpo", "simpo_gamma": 0.6, "cpo_alpha": 0.0},
     ),
 }
+MARKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "kto": (
+        {"loss": "kto", "desirable_weight": 1.3, "undesirable_weight": 0.8},
+        {"trainer": "KTO", "loss_type": "kto", "desirable_weight": 1.3, "undesirable_weight": 0.8},
+    ),
+    "apo": ({"loss": "apo_zero_unpaired"}, {"trainer": "KTO", "loss_type": "apo_zero_unpaired"}),
+}
+CASES |= MARKED
 CASES["reward"] = {"loss": "reward", "center_weight": 0.02}, {"trainer": "Reward", "center_rewards_coefficient": 0.02}
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "1x1": {"model_topo": topology((1, 1))},
@@ -56,7 +69,11 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "dualpipev": {"model_topo": topology((2, 1)), "schedule": "dualpipev"},
     "unpacked": {"model_topo": topology((2, 1)), "packing": False},
 }
-WAYS = [(name, "2x1") for name in CASES] + [("dpo and sft", topology) for topology in TOPOLOGIES if topology != "2x1"]
+WAYS = (
+    [(name, "2x1") for name in CASES]
+    + [("kto", "2x2"), ("kto", "sequence")]
+    + [("dpo and sft", topology) for topology in TOPOLOGIES if topology != "2x1"]
+)
 
 
 @pytest.fixture(scope="session")
@@ -96,19 +113,47 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def marked(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Ours, and theirs in an order in which the answer before a record's is the one that we pair its prompt with."""
+    folder = tmp_path_factory.mktemp("marked")
+    ours, theirs = folder / "ours.json", folder / "theirs.json"
+    made = [
+        {
+            "prompt": [{"role": "user", "content": f"How many stages has run {number}?"}],
+            "completion": [{"role": "assistant", "content": f"It has {number}." * (1 + number % 3)}],
+            "label": number % 3 > 0,
+        }
+        for number in range(8)
+    ]
+    ours.write_text(json.dumps(made))
+    how = {"preference": Wanted("marked"), "cache_dir": folder}
+    samples = load_dataset(str(ours), models["kto"], 256, Prompts("chat_template"), **how)  # type: ignore[arg-type]
+    partners, order = Mismatched(samples, 256).partners.tolist(), [0]
+    while (after := partners[order[-1]]) != 0:
+        order.append(after)
+    assert len(order) == len(made)
+    theirs.write_text(json.dumps([made[number] for number in reversed(order)]))
+    return ours, theirs
+
+
+@pytest.fixture(scope="module")
 def theirs(
-    python: Path, models: dict[str, Path], records: Path, tmp_path_factory: pytest.TempPathFactory
+    python: Path,
+    models: dict[str, Path],
+    records: Path,
+    marked: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Any]:
     """What trl makes of a case, once for all topologies."""
-    made: dict[str, tuple[list[float], dict[str, torch.Tensor]]] = {}
+    made: dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = {}
 
-    def get(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    def get(name: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
         if name not in made:
             folder = tmp_path_factory.mktemp("theirs")
             settings = CASES[name][1] | beta(name) | {"learning_rate": LR, "max_steps": STEPS}
-            run_trl(python, models[name], records, folder, settings)
-            losses = json.loads((folder / "losses.json").read_text())
-            made[name] = losses, load_file(folder / "weights.safetensors")
+            run_trl(python, models[name], marked[1] if name in MARKED else records, folder, settings)
+            log = json.loads((folder / "log.json").read_text())
+            made[name] = log, load_file(folder / "weights.safetensors")
         return made[name]
 
     return get
@@ -129,14 +174,20 @@ def run_trl(python: Path, model: Path, records: Path, folder: Path, settings: di
 
 @pytest.mark.parametrize(("name", "where"), WAYS)
 def test_losses_and_weights_equal_trl(
-    name: str, where: str, theirs: Callable[..., Any], models: dict[str, Path], records: Path, tmp_path: Path
+    name: str,
+    where: str,
+    theirs: Callable[..., Any],
+    models: dict[str, Path],
+    records: Path,
+    marked: tuple[Path, Path],
+    tmp_path: Path,
 ) -> None:
     keys = TOPOLOGIES[where]
     section = CASES[name][0] | beta(name)
     path = write_config(
         tmp_path / "run.yml",
         model_path=str(models[name]),
-        data_path=str(records),
+        data_path=str(marked[0] if name in MARKED else records),
         save_path=str(tmp_path / "run"),
         preference=section,
         train_batch_size=8,
@@ -149,8 +200,13 @@ def test_losses_and_weights_equal_trl(
     processes = keys["model_topo"]["process_topology"]["dims"]
     result = deepspeed(processes[0] * processes[1], "train_ds.py", "--config", path)
     assert result.returncode == 0, result.stdout + result.stderr
-    losses, weights = theirs(name)
-    assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(losses, rel=2e-5, abs=2e-6)
+    log, weights = theirs(name)
+    own = metrics(tmp_path / "run")
+    assert [line["loss"] for line in own] == pytest.approx([line["loss"] for line in log], rel=2e-5, abs=2e-6)
+    for measure in MEASURES if name in MARKED else ():
+        expected = pytest.approx([line[measure] for line in log], rel=1e-4, abs=1e-4)
+        assert [line[measure] for line in own] == expected, measure
+    assert name != "kto" or max(line["kl"] for line in own) > 0.01
     pp_to_hg(tmp_path / "run", tmp_path / "hf")
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == weights.keys()

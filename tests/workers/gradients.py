@@ -4,7 +4,7 @@ Its cases are {"name", "config": {...}, "kind": "pipeline" | "zero"}, and
 "kernel", that of the attention, where it is not the usual one; writes
 <folder>/<name>.stage<k>.safetensors with the gradient of every parameter under `<layer>.<name>`, and
 <folder>/<name>.json with the step's loss and norm. Of preferences with a reference that file has the log-probabilities
-of this model too, and the step compares with others: `shifted` ones.
+of this model too, and the step compares with others: `shifted` ones, of answers to other prompts less 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.plan.auto import divide
-from training.preference import log_probabilities
+from training.preference import estimate_kl, log_probabilities, mismatched_loader
 from training.trained import with_trained
 
 
@@ -63,7 +63,12 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     known: list[list[float]] = []
     if config.preference and config.preference.needs_reference:
         sums = log_probabilities(trainer, build_loader(loader.data, config))
+        if config.preference.loss == "kto":
+            others = loader.mismatched = mismatched_loader(loader.data, config)
+            sums[:, 1:] = log_probabilities(trainer, others)[:, :1]
+            others.reference = shifted(sums)[:, 1:] - 1
         known, loader.reference = sums.tolist(), shifted(sums)
+    estimate_kl(trainer, loader, loader.batch(0))
     loss = trainer.train_step(loader, loader.batch(0))
     if engine.global_rank % config.model_topo.replicas == 0:
         save_file(gradients, folder / f"{name}.stage{trainer.stage}.safetensors")

@@ -355,7 +355,9 @@ class TrainConfig(Section):
         """Which judged records are trained on; None for plain ones."""
         if self.labels:
             return Wanted("classes", tuple(self.labels))
-        return Wanted("pairs") if self.preference else None
+        if self.preference:
+            return Wanted("marked" if self.preference.unpaired else "pairs")
+        return None
 
     @property
     def scores(self) -> list[str]:
@@ -365,7 +367,7 @@ class TrainConfig(Section):
     @property
     def sample_limit(self) -> int:
         """Most tokens of a sample: a pair is two documents."""
-        return self.max_seq_len * (2 if self.preference else 1)
+        return self.max_seq_len * (2 if self.wanted == Wanted("pairs") else 1)
 
     @property
     def least_micro_batches(self) -> int:

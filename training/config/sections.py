@@ -205,13 +205,18 @@ class LoraSection(Section):
 BETA = 0.1
 
 
-class PreferenceSection(Section):
-    """`preference`: learn from pairs of answers, a better and a worse one (docs/preferences.md)."""
+UNPAIRED = ("kto", "apo_zero_unpaired")
 
-    loss: Literal["dpo", "cdpo", "ipo", "simpo", "orpo", "reward"] = "dpo"
+
+class PreferenceSection(Section):
+    """`preference`: learn from pairs of answers, or from good and bad ones (docs/preferences.md)."""
+
+    loss: Literal["dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "apo_zero_unpaired", "reward"] = "dpo"
     """`dpo` (arXiv:2305.18290), `cdpo` (dpo with `label_smoothing`), `ipo` (arXiv:2310.12036), `simpo`
-    (arXiv:2405.14734) or `orpo` (arXiv:2403.07691); the last two need no reference model. `reward` trains a reward
-    model, which gives an answer a number (docs/preferences.md#reward-models-and-classes)."""
+    (arXiv:2405.14734) or `orpo` (arXiv:2403.07691); the last two need no reference model. `kto` (arXiv:2402.01306) and
+    `apo_zero_unpaired` (arXiv:2408.06266) learn from single answers that are marked as desirable or not
+    (docs/preferences.md#single-answers). `reward` trains a reward model, which gives an answer a number
+    (docs/preferences.md#reward-models-and-classes)."""
 
     beta: float = Field(default=BETA, gt=0)
     """How much a difference of log-probabilities counts; for `orpo` the weight of its odds ratio. SimPO's authors take
@@ -223,6 +228,12 @@ class PreferenceSection(Section):
     gamma: float | None = Field(default=None, ge=0)
     """`simpo`: the margin by which `beta` times the difference should exceed 0; 0.5 where left out."""
 
+    desirable_weight: float | None = Field(default=None, gt=0)
+    """`kto` and `apo_zero_unpaired`: weight of the loss of a desirable answer; 1 where left out."""
+
+    undesirable_weight: float | None = Field(default=None, gt=0)
+    """`kto` and `apo_zero_unpaired`: weight of the loss of an undesirable answer; 1 where left out."""
+
     center_weight: float = Field(default=0.0, ge=0)
     """`reward`: weight of the squared sum of a pair's rewards, which keeps them around 0."""
 
@@ -231,18 +242,23 @@ class PreferenceSection(Section):
     left out."""
 
     length_normalised: bool | None = None
-    """Whether the log-probability of an answer is divided by its tokens; false for `dpo` and `cdpo`, true for the
-    others where left out."""
+    """Whether the log-probability of an answer is divided by its tokens; true for `ipo`, `simpo` and `orpo`, false for
+    the others where left out."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares with the model as it was before training."""
-        return self.loss in ("dpo", "cdpo", "ipo")
+        return self.loss in ("dpo", "cdpo", "ipo", *UNPAIRED)
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether each answer is marked by itself."""
+        return self.loss in UNPAIRED
 
     @property
     def objective(self) -> dict[str, Any]:
         """The arguments of `models.preference.Objective`."""
-        return self.model_dump(exclude={"center_weight"})
+        return self.model_dump(exclude={"center_weight"}, exclude_none=True)
 
     @model_validator(mode="after")
     def _fill_in(self) -> PreferenceSection:
@@ -252,6 +268,13 @@ class PreferenceSection(Section):
                 raise ValueError(f"{key}: expected only with loss: {loss}, as {self.loss} does not use it")
             if getattr(self, key) is None:
                 setattr(self, key, usual if self.loss == loss else 0.0)
+        for key in ("desirable_weight", "undesirable_weight"):
+            if not self.unpaired and getattr(self, key) is not None:
+                raise ValueError(f"{key}: expected only with loss: kto or apo_zero_unpaired, not with {self.loss}")
+            if self.unpaired and getattr(self, key) is None:
+                setattr(self, key, 1.0)
+        if self.unpaired and (self.sft_weight or self.length_normalised):
+            raise ValueError(f"sft_weight and length_normalised: {self.loss} has no use for them; leave them out")
         if self.loss != "reward" and self.center_weight:
             raise ValueError(f"center_weight: expected only with loss: reward, as {self.loss} does not use it")
         if self.loss == "reward" and (self.beta != BETA or self.sft_weight or self.length_normalised):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.block_options import BlockOptions
 from models.loss import MicroBatchLoss, micro_batch_loss
-from models.preference import Objective, PreferenceLoss, ScoreLoss
+from models.preference import Objective, PreferenceLoss, ScoreLoss, UnpairedLoss
 from models.process_groups import NO_GROUPS, ONE_RANK, RankGroup, RankGroups
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
@@ -97,7 +97,8 @@ def _loss_of(config: TrainConfig, router_weight: float, rows: RankGroup) -> Micr
         center = config.preference.center_weight if config.preference else 0.0
         return ScoreLoss(not config.labels, center, router_weight, rows)
     if config.preference:
-        return PreferenceLoss(Objective(**config.preference.objective), router_weight, rows)
+        kind = UnpairedLoss if config.preference.unpaired else PreferenceLoss
+        return kind(Objective(**config.preference.objective), router_weight, rows)
     return partial(
         micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight, rows=rows
     )

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data.sample_set import Sample
+from data.mismatch import Mismatched
+from data.sample_set import InMemory, Sample
 from models import load_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
@@ -36,6 +37,7 @@ from tests.workers.gradients import shifted
 pytestmark = pytest.mark.launched
 
 ROW, BETA = 128, 0.4
+LIMIT = 40  # which cuts some prompts with answers to others
 LORA: dict[str, Any] = {"r": 2, "alpha": 6}
 LOSSES: dict[str, dict[str, Any]] = {
     "dpo": {"loss": "dpo", "beta": BETA},
@@ -44,6 +46,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "ipo": {"loss": "ipo", "beta": BETA},
     "simpo": {"loss": "simpo", "beta": 2.0, "gamma": 0.3},
     "orpo": {"loss": "orpo", "beta": BETA},
+    "kto": {"loss": "kto", "beta": BETA, "desirable_weight": 1.5, "undesirable_weight": 0.7},
+    "apo": {"loss": "apo_zero_unpaired", "beta": BETA},
 }
 
 
@@ -54,6 +58,10 @@ class Case(NamedTuple):
     variant: str = ""
     keys: dict[str, Any] = {}
     long: bool = True
+
+    @property
+    def unpaired(self) -> bool:
+        return self.loss in ("kto", "apo")
 
     @property
     def name(self) -> str:
@@ -70,6 +78,13 @@ CASES = [
     Case("dpo_and_sft", (1, 2), variant="sequence", keys={"sequence": 2}, long=False),
     Case("dpo_and_sft", (2, 2), long=False),
     Case("dpo_and_sft", variant="dualpipev", keys={"schedule": "dualpipev"}, long=False),
+    *(Case("kto", dims, long=False) for dims in ((2, 1), (2, 2))),
+    Case("kto", (1, 2), variant="sequence", keys={"sequence": 2}, long=False),
+    Case("kto", variant="dualpipev", keys={"schedule": "dualpipev"}, long=False),
+    Case("kto", (2, 2), variant="unpacked", keys={"packing": False}),
+    Case("kto", (1, 2), variant="zero3", keys={"zero_optimization": {"stage": 3}}),
+    Case("kto", model="untied", variant="lora", keys={"lora": LORA}),
+    Case("kto", (1, 1, 2), model="untied", variant="model"),
     Case("dpo_and_sft", (1, 1, 2), model="untied", variant="model"),
     Case(dims=(1, 2), variant="zero3", keys={"zero_optimization": {"stage": 3}}),
     Case(model="untied", variant="lora", keys={"lora": LORA}),
@@ -110,6 +125,18 @@ def pairs(folder: Path) -> list[Sample]:
             labels += [-100] * len(prompt) + answer
         made.append({"input_ids": ids, "labels": labels, "first": first})
     (folder / "samples.json").write_text(json.dumps(made))
+    (folder / "singles.json").write_text(json.dumps(singles(made)))
+    return made
+
+
+def singles(pairs: list[Sample]) -> list[Sample]:
+    """The documents of pairs by themselves, the better ones as desirable; one answer is a single token."""
+    made: list[Sample] = []
+    for pair in pairs:
+        for value, its in enumerate((slice(pair["first"], None), slice(0, pair["first"]))):
+            made.append({"input_ids": pair["input_ids"][its], "labels": pair["labels"][its], "value": float(value)})
+    short = 1 + next(place for place, label in enumerate(made[0]["labels"]) if label != -100)
+    made[0]["input_ids"], made[0]["labels"] = made[0]["input_ids"][:short], made[0]["labels"][:short]
     return made
 
 
@@ -164,10 +191,11 @@ def config(case: Case, model: Path, adapter: Path, folder: Path) -> dict[str, An
         keys["lora"] = keys["lora"] | {"start_from": str(adapter)}
     return {
         "model_path": str(model),
-        "data_path": str(folder / "samples.json"),
+        "data_path": str(folder / ("singles.json" if case.unpaired else "samples.json")),
+        "max_seq_len": LIMIT if case.unpaired else 128,
         "save_path": str(folder),
         "preference": LOSSES[case.loss],
-        "train_batch_size": 8,
+        "train_batch_size": 16 if case.unpaired else 8,
         "train_micro_batch_size_per_gpu": 2 * sequence // case.dims[1],
         "pack_len": ROW,
         "gradient_clipping": 0.0,
@@ -215,6 +243,33 @@ def alone(model: CausalLM, pairs: list[Sample], case: Case) -> Outcome:
     return Outcome(loss.item(), gradients, reference, float(torch.nn.utils.get_total_norm(gradients.values())))
 
 
+def alone_unpaired(model: CausalLM, samples: list[Sample], case: Case) -> Outcome:
+    """One process's outcome, by the formula of KTO."""
+    sums = torch.stack([log_probabilities(model, each["input_ids"], each["labels"]).sum() for each in samples])
+    reference, kl = torch.stack([sums.detach(), torch.zeros(len(sums))], dim=1), torch.tensor(0.0)
+    if case.loss == "kto":
+        prompts = [each["labels"].count(-100) for each in samples]
+        cut = 0
+        for place, partner in enumerate(Mismatched(InMemory(samples), LIMIT).partners.tolist()):
+            answer = samples[partner]["input_ids"][prompts[partner] :]
+            ids = samples[place]["input_ids"][: prompts[place]] + answer
+            labels = [-100] * prompts[place] + answer
+            cut += len(ids) > LIMIT
+            reference[place, 1] = log_probabilities(model, ids[:LIMIT], labels[:LIMIT]).sum().detach()
+        assert cut
+        kl = (reference - torch.from_numpy(shifted(reference.numpy())) + 1)[:, 1].mean()
+        assert kl > 0.5
+    ratios = sums - torch.from_numpy(shifted(reference.numpy()))[:, 0]
+    good = torch.tensor([each["value"] == 1 for each in samples])
+    desirable = 1 - torch.sigmoid(BETA * (ratios - kl))
+    undesirable = 1 - torch.sigmoid(BETA * (kl - ratios))
+    weights = (1.5, 0.7) if case.loss == "kto" else (1.0, 1.0)
+    loss = torch.where(good, weights[0] * desirable, weights[1] * undesirable).mean()
+    loss.backward()
+    gradients = {name.removeprefix("layers."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(loss.item(), gradients, reference, float(torch.nn.utils.get_total_norm(gradients.values())))
+
+
 def log_probabilities(model: CausalLM, ids: list[int], labels: list[int]) -> Tensor:
     hidden = model.activations(torch.tensor([ids]))[0]
     logits = model.head.project(model.head.norm(hidden))[0, :-1]
@@ -227,7 +282,8 @@ def log_probabilities(model: CausalLM, ids: list[int], labels: list[int]) -> Ten
 def test_every_gradient_of_preferences_equals_one_process(
     case: Case, outcomes: dict[str, Outcome], models: Callable[[Case], Any], pairs: list[Sample]
 ) -> None:
-    expected, found = alone(models(case)[2](), pairs, case), outcomes[case.name]
+    model, found = models(case)[2](), outcomes[case.name]
+    expected = alone_unpaired(model, singles(pairs), case) if case.unpaired else alone(model, pairs, case)
     assert_near(found.loss, expected.loss, case.dtype, "means")
     assert found.reference.numel() == 0 or numpy.ptp(expected.reference.numpy()) > 1
     if case.loss in ("simpo", "orpo"):
