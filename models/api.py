@@ -11,10 +11,9 @@ import torch
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.adapters import Trained
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
-from models.checkpoint.adapter import AdaptedStates, base_folder, check_base, open_factors, read_peft_config
+from models.checkpoint.adapter import AdaptedStates, adapted_spec, base_folder, check_base, open_factors
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
@@ -89,7 +88,7 @@ def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[Mod
         return spec, source
     adapter = resolve(adapter, adapter=True)
     check_base(adapter, source)
-    spec = spec.training(Trained(read_peft_config(adapter)))
+    spec = adapted_spec(adapter, spec)
     return spec, AdaptedStates(source, spec, open_factors(adapter, spec))
 
 

@@ -7,6 +7,7 @@ weights that are trained, and nothing of the base.
 
 from __future__ import annotations
 
+import json
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,18 +15,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from models.adapters import ALL_LINEAR, Lora, base_of, ends_with, fresh_factors, is_factor, is_transposed, merged
+from models.adapters import (
+    ALL_LINEAR,
+    Lora,
+    Trained,
+    base_of,
+    ends_with,
+    fresh_factors,
+    is_factor,
+    is_transposed,
+    merged,
+)
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, layer_file, resolve
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
 from models.config_json import read_json
 from models.errors import CheckpointError
+from models.family import HEAD_WEIGHT
 from models.quantized_base import Fp8
+from models.scores import LABELS, labels_of
 from models.spec import ModelSpec
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 CHECKSUM = "base_checksum"  # in a checkpoint's ADAPTER, and in the metadata of weights for peft, which it passes over
 PEFT_PREFIX = "base_model.model."
+SCORES, WORDS = "SEQ_CLS", "CAUSAL_LM"  # peft's task_type
 # What peft can do to an adapter beside what Pipetune knows, with the value of each that changes nothing.
 PLAIN = {
     "peft_type": "LORA",
@@ -107,7 +121,8 @@ class AdaptedStates:
             self._read_trained(layer)
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        return self._base.read_layer(layer) | self._read_trained(layer)
+        read = self._base.read_layer(layer) | self._read_trained(layer)
+        return {name: read[name] for name in self._spec.shapes(layer)}  # a language model's head may have more
 
     def read_fp8(self, layer: int) -> dict[str, tuple[Tensor, Fp8]]:
         """Read the base's weights of a layer that are stored in fp8 as they are."""
@@ -170,6 +185,27 @@ class MergedStates:
 
     def describe(self, layer: int, name: str) -> str:
         return self._adapted.describe(layer, name)
+
+
+def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
+    """Get a model with the adapters in a folder of either kind, and a head that scores where they have one.
+
+    Raises:
+        CheckpointError: the folder holds no usable adapter.
+    """
+    if read_json(folder / ADAPTER).get("task_type") == SCORES and not base.labels:
+        base = base.scoring(_labels(folder, base))
+    return base.training(Trained(read_peft_config(folder)))
+
+
+def _labels(folder: Path, base: ModelSpec) -> list[str]:
+    """List what an adapter's scores stand for: as its run or its export says, else numbered."""
+    if not is_peft(folder):
+        return labels_of(read_json(folder / "config.json"))
+    file, spec = SafetensorsFile(folder / PEFT_WEIGHTS), base.scoring([""])
+    head = _found(file, peft_name(spec, spec.n_layers - 1, HEAD_WEIGHT), f"{folder / PEFT_WEIGHTS}")
+    known: list[str] = json.loads(file.metadata.get(LABELS, "[]"))
+    return known or [f"LABEL_{number}" for number in range(len(head))]
 
 
 def open_factors(folder: Path, spec: ModelSpec) -> Factors:
@@ -259,7 +295,7 @@ def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
     modules, weights = adapted_paths(spec)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": SCORES if spec.labels else WORDS,
         "base_model_name_or_path": base,
         "r": lora.r,
         "lora_alpha": lora.alpha,
