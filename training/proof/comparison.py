@@ -80,6 +80,7 @@ class Comparison:
         mean_bound, gradient_bound = choose_bounds(self._dtype, small.spec.n_layers, recurrent)
         self.loss = Row("loss", mean_bound)
         self.norm = Row("norm of the gradient", mean_bound)
+        self.answers = Row("log-probabilities of answers", mean_bound)
         self.gradients = Row("gradients", gradient_bound)
         self.flat = Row("gradients that say nothing", 0.0)
         self.updates = Row("updates of the weights", UPDATE_BOUND)
@@ -91,7 +92,9 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        return [value for value in vars(self).values() if isinstance(value, Row)]
+        rows = [value for value in vars(self).values() if isinstance(value, Row)]
+        config = self._small.config
+        return rows if config.preference and not config.scores else [row for row in rows if row is not self.answers]
 
     def compare_reference(self, show: Callable[[int], None]) -> None:
         """Compare each step of the run, its checkpoints and evaluations with the reference.
@@ -100,12 +103,14 @@ class Comparison:
             show: takes the number of completed steps.
         """
         numbers, tied = self._run.read_numbers(), self._small.spec.tied_names
-        reference = Reference(self._small.config, self._small.samples)
+        reference = Reference(self._small.config, self._small.samples, self._small.evaluated)
         for step in range(1, STEPS + 1):
             noted, place = Recorded(self._run.notes, step), self._place(step)
             expected = reference.step(step, noted.gradients)
             self.loss.note(relative_difference(numbers["loss"].get(step), expected.loss), place(""))
             self.norm.note(relative_difference(numbers["grad_norm"].get(step), expected.norm), place(""))
+            for name, value in expected.answers.items():
+                self.answers.note(relative_difference(numbers[name].get(step), value), place(""))
             compare(self.gradients, place, noted.gradients, expected.gradients, tied)
             for name, gradient in noted.gradients.items():
                 self.flat.note(float(is_flat(gradient)), place(name))
@@ -114,7 +119,7 @@ class Comparison:
             for rank, weights in enumerate(noted.weights):
                 compare_bits(self.replicas, place, weights, noted.slice_for_rank(rank, reference.fixed | rounded))
             if step % SAVED == 0:
-                loss = reference.evaluate(self._small.evaluated)
+                loss = reference.evaluate()
                 self.evaluation.note(relative_difference(numbers["eval_loss"].get(step), loss), place(""))
                 if tied and tied[0] in rounded:  # the files have both ends, even if a stage holds them as one tensor
                     rounded[tied[1]] = rounded[tied[0]]
