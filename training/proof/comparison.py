@@ -7,8 +7,9 @@ fp32 but each value between operations is rounded, so the bound is 8 x sqrt(laye
 of many terms are rounded: 100 x sqrt(layers) x 2^-23. Key biases, whose gradients nearly cancel, reach three quarters
 of it, most weights a fifth. Losses and norms are means, in which most errors cancel: 2^-23 x 32, 2^-7 and 2^-10. States
 of linear attention amplify errors (half a rounding of the embeddings changes gradients of transformers' own model by
-2^-10), so in fp32 their bounds are 64 times as wide. The optimizer always computes in fp32: 2^-23 x 1024. Where the
-bits must be the same, the bound is 0.
+2^-10), so in fp32 their bounds are 64 times as wide. A preference of sums over answers (DPO) feels their rounding times
+beta: the bounds of its losses and norms are 1 + 20 beta times as wide (in bf16 one rounding was seen for 0.1). The
+optimizer always computes in fp32: 2^-23 x 1024. Where the bits must be the same, the bound is 0.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from training.proof.small_run import SAVED, STEPS, SmallRun
 ROUNDINGS = {torch.float32: (32, 100), torch.bfloat16: (1, 8), torch.float16: (1, 8)}
 RECURRENT = {torch.float32: 64}  # factor for blocks with recurrent states
 UPDATE_BOUND = 1024 * torch.finfo(torch.float32).eps
+SUMMED = 20  # per beta of a preference, see above
 WEIGHT_SHARE = 1e-3  # of a weight, added to the norm of its update
 Tensors = Mapping[str, Tensor]
 
@@ -78,14 +80,17 @@ class Comparison:
         self._small, self._run, self._dtype = small, run, training_dtype(small.config)
         recurrent = LINEAR in small.spec.positions().kinds
         mean_bound, gradient_bound = choose_bounds(self._dtype, small.spec.n_layers, recurrent)
-        self.loss = Row("loss", mean_bound)
-        self.norm = Row("norm of the gradient", mean_bound)
+        preference, factor = small.config.preference, 1.0
+        if preference and not (preference.length_normalised or small.config.scores):
+            factor += SUMMED * preference.beta
+        self.loss = Row("loss", factor * mean_bound)
+        self.norm = Row("norm of the gradient", factor * mean_bound)
         self.answers = Row("log-probabilities of answers", mean_bound)
         self.gradients = Row("gradients", gradient_bound)
         self.flat = Row("gradients that say nothing", 0.0)
         self.updates = Row("updates of the weights", UPDATE_BOUND)
         self.replicas = Row("weights of every replica", 0.0)
-        self.evaluation = Row("loss of the evaluation", mean_bound)
+        self.evaluation = Row("loss of the evaluation", factor * mean_bound)
         self.saved = Row("weights in the checkpoint", 0.0)
         self.resumed_loss = Row("loss after kill and resume", 0.0)
         self.resumed = Row("weights after kill and resume", 0.0)
