@@ -43,12 +43,12 @@ def pair_loss(objective: dict[str, Any], sums: Tensor, reference: Tensor, length
     kind, beta, smoothing = objective["loss"], objective["beta"], objective["label_smoothing"]
     scores = (sums - reference) / (lengths if objective["length_normalised"] else 1)
     if kind == "ipo":
-        return (scores[0] - scores[1] - 0.5 / beta) ** 2
+        return (scores[0] - scores[1] - 0.5 / beta).square()
     if kind == "orpo":
         odds = torch.special.logit(scores.exp())
-        return -beta * F.logsigmoid(odds[0] - odds[1])
-    margin = beta * (scores[0] - scores[1]) - objective["gamma"]
-    return (1 - smoothing) * F.softplus(-margin) + smoothing * F.softplus(margin)
+        return F.softplus(odds[1] - odds[0]) * beta
+    margin = (scores[0] - scores[1]) * beta - objective["gamma"]
+    return F.softplus(-margin) * (1 - smoothing) + F.softplus(margin) * smoothing
 
 
 def score_loss(scores: Tensor, value: float, center_weight: float) -> Tensor:
@@ -60,4 +60,4 @@ def score_loss(scores: Tensor, value: float, center_weight: float) -> Tensor:
     if len(scores) == 1:
         return F.cross_entropy(scores, torch.tensor([int(value)]))
     better, worse = scores[:, 0]
-    return F.softplus(worse + value - better) + center_weight * (better + worse) ** 2
+    return F.softplus(worse + value - better) + (better + worse).square() * center_weight

@@ -111,9 +111,8 @@ class Reference:
             group["lr"] = own_rate(self._config, number) * group.get("lr_ratio", 1.0)
         self._optimizer.step()
         after = {name: weight.detach().clone() for name, weight in self._masters.items()}
-        means = zip(ANSWERS, answers.tolist(), strict=True) if self._pairs else ()
-        own_gradients = dict(zip(self._weights, own, strict=True))
-        return Step(loss.item(), norm.item(), own_gradients, before, after, dict(means))
+        means = dict(zip(ANSWERS, answers.tolist(), strict=True)) if self._pairs else {}
+        return Step(loss.item(), norm.item(), dict(zip(self._weights, own, strict=True)), before, after, means)
 
     @torch.no_grad()
     def evaluate(self) -> float:

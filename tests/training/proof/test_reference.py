@@ -127,7 +127,7 @@ def test_preferences_and_scores_are_those_of_transformers(
     kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     logits = [model(input_ids=torch.tensor([each["input_ids"]])).logits[0] for each in samples]
-    judged: list[Sample] = [sample | {"value": float(n % 3)} for n, sample in enumerate(samples)]  # type: ignore[misc]
+    judged: list[Sample] = [{**sample, "value": float(n % 3)} for n, sample in enumerate(samples)]
     if name != "classes":
         halves = list(zip(samples[::2], samples[1::2], strict=True))
         judged = [
