@@ -7,7 +7,6 @@ weights that are trained, and nothing of the base.
 
 from __future__ import annotations
 
-import json
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,25 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from models.adapters import (
-    ALL_LINEAR,
-    Lora,
-    Trained,
-    base_of,
-    ends_with,
-    fresh_factors,
-    is_factor,
-    is_transposed,
-    merged,
-)
+from models.adapters import ALL_LINEAR, Lora, base_of, ends_with, fresh_factors, is_factor, is_transposed, merged
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, layer_file, resolve
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
 from models.config_json import read_json
 from models.errors import CheckpointError
-from models.family import HEAD_WEIGHT
 from models.quantized_base import Fp8
-from models.scores import LABELS, labels_of
 from models.spec import ModelSpec
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -185,27 +172,6 @@ class MergedStates:
 
     def describe(self, layer: int, name: str) -> str:
         return self._adapted.describe(layer, name)
-
-
-def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
-    """Get a model with the adapters in a folder of either kind, and a head that scores where they have one.
-
-    Raises:
-        CheckpointError: the folder holds no usable adapter.
-    """
-    if read_json(folder / ADAPTER).get("task_type") == SCORES and not base.labels:
-        base = base.scoring(_labels(folder, base))
-    return base.training(Trained(read_peft_config(folder)))
-
-
-def _labels(folder: Path, base: ModelSpec) -> list[str]:
-    """List what an adapter's scores stand for: as its run or its export says, else numbered."""
-    if not is_peft(folder):
-        return labels_of(read_json(folder / "config.json"))
-    file, spec = SafetensorsFile(folder / PEFT_WEIGHTS), base.scoring([""])
-    head = _found(file, peft_name(spec, spec.n_layers - 1, HEAD_WEIGHT), f"{folder / PEFT_WEIGHTS}")
-    known: list[str] = json.loads(file.metadata.get(LABELS, "[]"))
-    return known or [f"LABEL_{number}" for number in range(len(head))]
 
 
 def open_factors(folder: Path, spec: ModelSpec) -> Factors:

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from models.api import read_spec
-from models.checkpoint.adapter import LayerFiles, MergedStates, adapted_spec, base_folder, check_base
+from models.api import adapted_spec, read_spec
+from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, check_base
 from models.checkpoint.layout import ADAPTER, CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.side_files import copy_files, paths_of

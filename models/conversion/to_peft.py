@@ -8,12 +8,11 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.api import read_spec
+from models.api import adapted_spec, read_spec
 from models.checkpoint.adapter import (
     CHECKSUM,
     PEFT_WEIGHTS,
     LayerFiles,
-    adapted_spec,
     peft_config,
     peft_name,
     to_peft,
