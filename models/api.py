@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -14,17 +15,28 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from models.adapters import Trained
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
-from models.checkpoint.adapter import AdaptedStates, base_folder, check_base, open_factors, read_peft_config
+from models.checkpoint.adapter import (
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+    SCORES,
+    AdaptedStates,
+    base_folder,
+    check_base,
+    is_peft,
+    open_factors,
+    read_peft_config,
+)
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
-from models.config_json import model_fields, reason_of
+from models.checkpoint.tensor_files import SafetensorsFile
+from models.config_json import model_fields, read_json, reason_of
 from models.derived import proven
 from models.derived.outline import Underivable
 from models.errors import CheckpointError
 from models.process_groups import RankGroup
 from models.router import experts_implementation
-from models.scores import OWN_FIELDS, labels_of, scoring_family
+from models.scores import LABELS, OWN_FIELDS, SCORE, labels_of, scoring_family
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare, obstacle
 
@@ -68,6 +80,28 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
     return spec
 
 
+def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
+    """Get a model with the adapters in a folder of either kind, and a head that scores where they have one.
+
+    Raises:
+        CheckpointError: the folder holds no usable adapter.
+    """
+    if read_json(folder / ADAPTER).get("task_type") == SCORES and not base.labels:
+        base = base.scoring(_labels(folder))
+    return base.training(Trained(read_peft_config(folder)))
+
+
+def _labels(folder: Path) -> list[str]:
+    """List what an adapter's scores stand for: as its run or its export says, else numbered."""
+    if not is_peft(folder):
+        return labels_of(read_json(folder / "config.json"))
+    file, name = SafetensorsFile(folder / PEFT_WEIGHTS), f"{PEFT_PREFIX}{SCORE}.weight"
+    if name not in file:
+        raise CheckpointError(f"{folder / PEFT_WEIGHTS}: no {name}; expected the head of a model that scores texts")
+    known: list[str] = json.loads(file.metadata.get(LABELS, "[]"))
+    return known or [f"LABEL_{number}" for number in range(file.info(name).shape[0])]
+
+
 def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[ModelSpec, Any]:
     """Open a model's weights, or those of a base and an adapter.
 
@@ -89,7 +123,7 @@ def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[Mod
         return spec, source
     adapter = resolve(adapter, adapter=True)
     check_base(adapter, source)
-    spec = spec.training(Trained(read_peft_config(adapter)))
+    spec = adapted_spec(adapter, spec)
     return spec, AdaptedStates(source, spec, open_factors(adapter, spec))
 
 

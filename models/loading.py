@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.layers import Block
 from models.process_groups import ONE_RANK
-from models.quantized_base import FP8, quantize
+from models.quantized_base import FP8, Fp8, quantize
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare
 
@@ -75,17 +75,21 @@ class NewScores:
         spec: of the model that scores.
     """
 
-    def __init__(self, base: LayerStates, spec: ModelSpec, seed: int) -> None:
+    def __init__(self, base: Any, spec: ModelSpec, seed: int) -> None:
         self._base, self._fresh, self._head = base, SeededStates(spec, seed), spec.n_layers - 1
 
     def check_layer(self, layer: int) -> None:
         self._base.check_layer(layer)
 
     def describe(self, layer: int, name: str) -> str:
-        return self._base.describe(layer, name)
+        return str(self._base.describe(layer, name))
+
+    def read_fp8(self, layer: int) -> dict[str, tuple[Tensor, Fp8]]:
+        found: dict[str, tuple[Tensor, Fp8]] = self._base.read_fp8(layer)
+        return found
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        read = self._base.read_layer(layer)
+        read: dict[str, Tensor] = self._base.read_layer(layer)
         if layer < self._head:
             return read
         fresh = self._fresh.read_layer(layer)

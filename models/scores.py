@@ -18,7 +18,7 @@ from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT, Family, Rule
 from models.layers import Head
 
-KIND = "ForSequenceClassification"
+KIND, SCORE = "ForSequenceClassification", "score"
 LABELS = "id2label"
 OWN_FIELDS = ("architectures", LABELS, "label2id", "num_labels", "problem_type")  # of a config.json of this kind
 
@@ -42,7 +42,7 @@ def labels_of(raw: dict[str, Any]) -> list[str]:
 
 def scoring_family(family: Family) -> Family:
     """Give a family the other head."""
-    rule = Rule("score.weight", HEAD_WEIGHT)
+    rule = Rule(f"{SCORE}.weight", HEAD_WEIGHT)
     return replace(family, head=(rule, *family.head), projection=ScoringHead, head_bias=False)
 
 

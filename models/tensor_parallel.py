@@ -125,7 +125,8 @@ class TensorShare:
             if is_factor(name) and not is_part.model_parallel and self.shard(f"{layer}.{base_of(name)}"):
                 self._sum_gradient(weight)  # what it meets is of this process's rows or columns
         if isinstance(module, Head):
-            module.ranks, module.words = self.ranks, self._spec.config.vocab_size
+            if not self._spec.labels:
+                module.ranks, module.words = self.ranks, self._spec.config.vocab_size
         elif isinstance(module, Embedding):
             words = module.embed_tokens
             vars(words)["forward"] = partial(self._look_up, words)
@@ -277,7 +278,8 @@ def plan_of(spec: ModelSpec) -> dict[str, str]:
         owner, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind in HEAD_NORMS and f"{owner}.q_proj" in plan and tuple(shape) == (head,):
             plan.setdefault(f"{owner}.{kind}", REPLICATED)
-    return ENDS | plan
+    ends = {name: way for name, way in ENDS.items() if name != "lm_head" or not spec.labels}  # few rows lie whole
+    return ends | plan
 
 
 def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
@@ -285,7 +287,7 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
     if size == 1:
         return None
     plan, heads, experts = plan_of(spec), key_heads(spec.config), n_experts(spec.config)
-    if plan.keys() == ENDS.keys() or set(plan.values()) - SUPPORTED:
+    if plan.keys() <= ENDS.keys() or set(plan.values()) - SUPPORTED:
         return f"{spec.family.name} has no plan by which layers are cut; expected 1 process to a layer"
     if heads < size:
         too_few = f"{heads} heads of keys (num_key_value_heads) are not enough"

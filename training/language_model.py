@@ -67,7 +67,7 @@ class LanguageModel(Task):
         language = self._read_spec(folder)
         if not config.scores:
             language.check_writes(folder)
-        spec = with_trained(language.scoring(config.scores) if config.scores else language, config)
+        spec = with_trained(language, config)
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)

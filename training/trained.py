@@ -28,7 +28,7 @@ from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
 from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import FP8, NF4, PACKAGE
-from models.scores import labels_of
+from models.scores import SCORE, labels_of
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -37,19 +37,22 @@ few = partial(first_few, most=12)  # names that fit into a message
 
 
 def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
-    """Say in a model's spec what the config trains of it.
+    """Say in a model's spec what the config trains of it: a model that scores texts where it asks for one.
 
     Raises:
         ConfigError: a name or a pattern matches nothing, or nothing is left to train.
     """
     lora = config.lora
+    if config.scores:
+        spec = spec.scoring(config.scores)
     if lora is None and not config.freeze:
         return spec
     adapters = None
     if lora is not None:
         names = lora.model_dump(include={"r", "alpha", "dropout", "rslora", "experts", "base"})
         targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
-        adapters = Lora(targets=targets, modules_to_save=tuple(lora.modules_to_save), **names)
+        whole = tuple(dict.fromkeys([*lora.modules_to_save, *(SCORE for _ in spec.labels)]))  # as peft has it
+        adapters = Lora(targets=targets, modules_to_save=whole, **names)
     trained = spec.training(Trained(adapters, tuple(pattern.pattern for pattern in config.freeze)))
     _check(spec, trained)
     if adapters and adapters.base:
@@ -74,23 +77,27 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
     """Open the weights of a run's layers: those of `folder`, a model or a checkpoint, or fresh ones."""
     if config.from_scratch:
         return SeededStates(spec, config.seed)
+    origin = folder if config.lora is None else find_model(config.model_path)
+    language = spec.language
+    if language and labels_of(read_json(origin / "config.json")):  # the run's own checkpoint
+        language = None
+    given = open_source(origin, language or spec.base)
+    base = NewScores(given, spec.base, config.seed) if language else given
     if config.lora is None:
-        if spec.language and not labels_of(read_json(folder / "config.json")):
-            return NewScores(open_source(folder, spec.language), spec, config.seed)
-        return open_source(folder, spec)
-    base = open_source(find_model(config.model_path), spec.base)
+        return base
     if (folder / ADAPTER).is_file():
         return AdaptedStates(base, spec, LayerFiles(folder))
     if config.lora.start_from is None:
         return AdaptedStates(base, spec, None, config.seed)
     start = resolve(config.lora.start_from, adapter=True)
-    check_base(start, base)
+    check_base(start, given)
     return AdaptedStates(base, spec, open_factors(start, spec))
 
 
 def adapter_file(spec: ModelSpec, base: Path) -> dict[str, bytes]:
     """Make the file that names an adapter's settings and its base, for a checkpoint."""
-    settings = peft_config(spec, str(base.resolve())) | {CHECKSUM: base_checksum(open_source(base, spec.base))}
+    source = open_source(base, spec.language or spec.base)
+    settings = peft_config(spec, str(base.resolve())) | {CHECKSUM: base_checksum(source)}
     return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
 
 
@@ -101,7 +108,7 @@ def check_same_base(adapter: Path, base: Path, spec: ModelSpec) -> None:
         ConfigError: the weights differ.
     """
     try:
-        check_base(adapter, open_source(base, spec.base))
+        check_base(adapter, open_source(base, spec.language or spec.base))
     except CheckpointError as error:
         raise ConfigError(f"model_path: {error}, or another save_path") from None
 

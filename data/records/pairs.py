@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from data.records.chat import ROLES, Chat
 from data.records.fields import EMPTY, graded
-from data.records.record import Instruct, Passage, Pretrain, Record, RefQA
+from data.records.record import Instruct, Passage, Pretrain, Record, RefQA, Tokenized
 
 Fields = dict[str, Any]
 
@@ -95,8 +95,10 @@ def _pair(fields: Fields) -> tuple[list[Judged], set[str]]:
     margin, of_margin = _margin(fields)
     used = {*filter(None, (good, bad)), *of_margin}
     rest = {name: value for name, value in fields.items() if name not in used}
-    if good is not None:
-        known = (fields[good], fields[bad])
+    known: tuple[Any, Any] = fields.get(good or ""), fields[bad]
+    if all(isinstance(each, dict) and "input_ids" in each for each in known):  # ready-made tokens
+        documents = rest | known[0], rest | known[1]
+    elif good is not None:
         documents = _with_answer(rest, good, known[0], known), _with_answer(rest, bad, known[1], known)
     else:  # ms-swift: a plain record, and what else might have been answered
         documents = rest, _answered_else(rest, bad, fields[bad])
@@ -231,11 +233,13 @@ def _is_number(value: Any) -> bool:
 def answers_alone(judged: Judged) -> Judged:
     """Return records of which the answers are trained and nothing of their prompts; of a class the whole document.
 
+    Ready-made tokens say by themselves what is trained.
+
     Raises:
         ValueError: the records have no answers.
     """
     made = judged.documents
-    if judged.kind == "class":
+    if judged.kind == "class" or all(isinstance(each, Tokenized) for each in made):
         return judged._replace(documents=tuple(map(_passage, made)))
     if not all(
         isinstance(each, (Chat, Instruct)) or (isinstance(each, RefQA) and len(each.rounds) == 2) for each in made

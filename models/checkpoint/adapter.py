@@ -26,6 +26,7 @@ from models.spec import ModelSpec
 PEFT_WEIGHTS = "adapter_model.safetensors"
 CHECKSUM = "base_checksum"  # in a checkpoint's ADAPTER, and in the metadata of weights for peft, which it passes over
 PEFT_PREFIX = "base_model.model."
+SCORES, WORDS = "SEQ_CLS", "CAUSAL_LM"  # peft's task_type
 # What peft can do to an adapter beside what Pipetune knows, with the value of each that changes nothing.
 PLAIN = {
     "peft_type": "LORA",
@@ -107,7 +108,8 @@ class AdaptedStates:
             self._read_trained(layer)
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
-        return self._base.read_layer(layer) | self._read_trained(layer)
+        read = self._base.read_layer(layer) | self._read_trained(layer)
+        return {name: read[name] for name in self._spec.shapes(layer)}  # a language model's head may have more
 
     def read_fp8(self, layer: int) -> dict[str, tuple[Tensor, Fp8]]:
         """Read the base's weights of a layer that are stored in fp8 as they are."""
@@ -259,7 +261,7 @@ def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
     modules, weights = adapted_paths(spec)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": SCORES if spec.labels else WORDS,
         "base_model_name_or_path": base,
         "r": lora.r,
         "lora_alpha": lora.alpha,

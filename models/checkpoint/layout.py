@@ -199,7 +199,7 @@ def side_files(folder: Path) -> list[str]:
     """
     if manifest := Manifest.read(folder):
         return manifest.side_files
-    own = (*_INDEXES, MANIFEST, LATEST)
+    own = (*_INDEXES, MANIFEST, LATEST, ADAPTER, RECORD)
     paths = [*sorted(folder.iterdir()), *sorted((folder / TEMPLATES).glob("*.jinja"))]
     found = (path for path in paths if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES)
     names = (path.relative_to(folder).as_posix() for path in found if not path.name.startswith("."))

@@ -22,9 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from models.adapters import Trained
-from models.api import read_spec
-from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, check_base, read_peft_config
+from models.api import adapted_spec, read_spec
+from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, check_base
 from models.checkpoint.layout import ADAPTER, CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.side_files import copy_files, paths_of
@@ -35,7 +34,6 @@ from models.config_json import write_json
 from models.conversion.check import odd_prefix, write_compat
 from models.conversion.to_peft import write_adapter
 from models.errors import CheckpointError
-from models.spec import ModelSpec
 from models.weight_map import WeightMap
 
 logger = logging.getLogger("pipetune")
@@ -123,7 +121,7 @@ class Export:
         if options.layout == "native" and self.spec.family.translate and not self.native:
             problem = f"{self.spec.family.name} has no layout without remote code, as transformers has no such model"
             raise CheckpointError(f"{folder}: {problem}; expected --layout original")
-        self.source = merged_source(folder, self.spec) if options.merge else PipelineSource(folder, self.spec)
+        self.source = merged_source(folder) if options.merge else PipelineSource(folder, self.spec)
         paths_of(folder, side_files(folder))  # or the end of the export would refuse them
         self.manifest = Manifest.read(folder)
         self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None
@@ -227,11 +225,12 @@ class Export:
         return with_dtype(config, self.options.dtype) if self.options.dtype else config
 
 
-def merged_source(folder: Path, spec: ModelSpec) -> MergedStates:
+def merged_source(folder: Path) -> MergedStates:
     """Open the adapter in a run's checkpoint, and its base, as one model."""
-    base = open_source(base_folder(folder), spec)
+    where = base_folder(folder)
+    base = open_source(where, read_spec(where))
     check_base(folder, base)
-    return MergedStates(base, spec.training(Trained(read_peft_config(folder))), LayerFiles(folder))
+    return MergedStates(base, adapted_spec(folder, base.spec), LayerFiles(folder))
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.adapters import Trained
-from models.api import read_spec
+from models.api import adapted_spec, read_spec
 from models.checkpoint.adapter import (
     CHECKSUM,
     PEFT_WEIGHTS,
     LayerFiles,
     peft_config,
     peft_name,
-    read_peft_config,
     to_peft,
 )
 from models.checkpoint.layout import ADAPTER, side_files
 from models.checkpoint.side_files import copy_files
 from models.config_json import read_json, write_json
 from models.errors import CheckpointError
+from models.scores import LABELS
 
 TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece")
 
@@ -33,7 +33,7 @@ def write_adapter(folder: Path, target: Path) -> None:
         CheckpointError: the checkpoint is damaged, or peft has no names for its layers.
     """
     base = read_spec(folder)
-    spec = base.training(Trained(read_peft_config(folder)))
+    spec = adapted_spec(folder, base)
     if base.family.translate:
         raise CheckpointError(
             f"{folder}: {base.family.name}'s own code joins layers that have adapters of their own here, so peft has "
@@ -44,6 +44,7 @@ def write_adapter(folder: Path, target: Path) -> None:
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
             saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
     settings = read_json(folder / ADAPTER)
-    save_file(saved, target / PEFT_WEIGHTS, metadata={"format": "pt", CHECKSUM: settings[CHECKSUM]})
+    notes = {"format": "pt", CHECKSUM: settings[CHECKSUM]} | ({LABELS: json.dumps(base.labels)} if base.labels else {})
+    save_file(saved, target / PEFT_WEIGHTS, metadata=notes)
     write_json(target / ADAPTER, peft_config(spec, settings["base_model_name_or_path"]))
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])

@@ -224,6 +224,20 @@ def test_answers_of_several_turns_are_trained_from_where_they_differ(
     assert trained == [[f"{GOOD}<|im_end|>", "Yes.<|im_end|>"], [f"{BAD}<|im_end|>", "No.<|im_end|>"]]
 
 
+def test_a_pair_of_token_ids_is_trained_as_its_labels_say(load: Any) -> None:
+    chosen, rejected = ({"input_ids": [5, 6, *more], "labels": [-100, 6, *more]} for more in ([7, 8], [9]))
+    (sample,) = map(listed, load({"chosen": chosen, "rejected": rejected, "margin": 2}).samples)
+    assert sample == {
+        "input_ids": [5, 6, 7, 8, 5, 6, 9],
+        "labels": [-100, 6, 7, 8, -100, 6, 9],
+        "first": 4,
+        "value": 2.0,
+    }
+    assert "prompt" in refusal({"prompt": Q, "chosen": chosen, "rejected": rejected})
+    assert "rejected" in refusal({"chosen": chosen, "rejected": {"input_ids": []}})
+    assert "expected a prompt beside it" in refusal({"chosen": chosen, "rejected": BAD})
+
+
 def test_a_ranked_list_is_its_best_answer_against_each_worse_one(load: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     dataset = load({"prompt": Q, "responses": ["b", "best", "equal", "c"], "scores": [2, 4, 4, 1]})
     pairs = [[supervised(runs_of(half, tokenizer))[0] for half in halves(sample)] for sample in dataset.samples]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification
 
 from models import load_model
 from models.api import read_spec
+from models.checkpoint.adapter import peft_name, to_peft
 from models.conversion.to_gguf import hg_to_gguf
 from models.conversion.to_onnx import hg_to_onnx
 from models.errors import CheckpointError
@@ -55,6 +58,46 @@ def test_scores_equal_transformers(name: str, tmp_path: Path) -> None:
     assert ours.spec.labels == ["LABEL_0", "LABEL_1", "LABEL_2"] and not ours.spec.tied
     with torch.no_grad():
         assert_near(ours(ids)[0, -1], theirs(ids).logits[0])
+
+
+@pytest.mark.parametrize("base", ["scores", "words"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_an_adapter_of_pefts_has_its_scores_and_gradients(
+    name: str, base: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """peft trains the head beside the factors, whatever model is under them."""
+    changes = {"num_local_experts": 4, "num_experts_per_tok": 2} if name == "mixtral" else {"tie_word_embeddings": True}
+    folder = (
+        save_scoring(tmp_path / "model", name, 3, **changes) if base == "scores" else make_checkpoint(name, **changes)
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, attn_implementation="eager")
+    targets = "all-linear" if name == "llama" else ["q_proj"]
+    experts = None if name == "llama" else ["experts.gate_up_proj"]
+    theirs: Any = get_peft_model(
+        model, LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=6, target_modules=targets, target_parameters=experts)
+    )
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            if weight.requires_grad:
+                weight.copy_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
+    theirs.save_pretrained(str(tmp_path / "adapter"))
+    ours = load_model(folder, torch.float32, adapter=tmp_path / "adapter")
+    assert ours.spec.labels == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    ids = torch.randint(3, 500, (1, 17), generator=torch.Generator().manual_seed(1))
+    found, expected = ours(ids)[0, -1], theirs.eval()(ids).logits[0]
+    assert_near(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    gradients, wanted = dict[str, Any](), dict[str, Any]()
+    for layer, part in enumerate(ours.layers):
+        for path, weight in part.named_parameters():
+            if weight.grad is not None:
+                gradients[peft_name(ours.spec, layer, path)] = to_peft(path, weight.grad)
+    for path, weight in theirs.named_parameters():
+        if weight.requires_grad:
+            wanted[path.replace(".default", "").replace(".modules_to_save", "")] = weight.grad
+    assert "base_model.model.score.weight" in wanted
+    assert_near(gradients, wanted)
 
 
 def test_a_language_model_becomes_one_with_other_rows(tmp_path: Path) -> None:

@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from data.tokenized.sample_file import SampleFile
 from models import load_model
-from models.conversion.to_huggingface import pp_to_hg
+from models.adapters import Lora, Trained
+from models.api import read_spec
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from tests.closeness import assert_near
 from tests.launching import metrics, topology
+from tests.models.adapters import save_adapter
 from tests.models.test_scores import save_scoring
 from tests.ranks import Ranks
 from training.checkpoint.folder import step_folder
@@ -31,6 +35,8 @@ STEPS, LR, CENTER = 6, 1e-4, 0.02
 PIPE = {"model_topo": topology((2, 1))}
 REWARD: dict[str, Any] = {"preference": {"loss": "reward", "center_weight": CENTER}}
 CLASSES: dict[str, Any] = {"labels": ["even", "odd", "none"]}
+LORA: dict[str, Any] = {"r": 2, "alpha": 6}
+SHARED = {"model_topo": {"process_topology": {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}}}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "reward": ("reward", REWARD | PIPE),
     "reward-dualpipev": ("reward", REWARD | PIPE | {"schedule": "dualpipev"}),
@@ -38,10 +44,31 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "classes": ("classes", CLASSES | PIPE),
     "classes-replicas": ("classes", CLASSES | {"model_topo": topology((1, 2))}),
     "classes-again": ("classes", CLASSES | PIPE | {"resume": "classes"}),
+    "reward-shared": ("reward", REWARD | SHARED),
+    "classes-shared": ("classes", CLASSES | SHARED),
+    "reward-adapter": ("reward", REWARD | PIPE | {"lora": LORA}),
+    "reward-adapter-shared": ("reward", REWARD | SHARED | {"lora": LORA}),
+    "classes-adapter": ("classes", CLASSES | {"model_topo": topology((1, 2)), "lora": LORA}),
     "from-language": ("language", REWARD | PIPE),
+    "adapter-of-language": ("language", REWARD | PIPE | {"lora": LORA, "schedule": "dualpipev"}),
+    "adapter-again": (
+        "language",
+        REWARD | {"model_topo": topology((1, 2)), "lora": LORA, "resume": "adapter-of-language"},
+    ),
     "scores-as-words": ("reward", {"preference": {"loss": "dpo"}} | PIPE),
 }
-EQUAL = ("reward", "reward-dualpipev", "reward-sequence", "classes", "classes-replicas")
+EQUAL = (
+    *(
+        "reward",
+        "reward-dualpipev",
+        "reward-sequence",
+        "reward-shared",
+        "classes",
+        "classes-replicas",
+        "classes-shared",
+    ),
+    *("reward-adapter", "reward-adapter-shared", "classes-adapter"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +86,15 @@ def models(folder: Path, make_checkpoint: Callable[..., Path]) -> dict[str, Path
 
 
 @pytest.fixture(scope="module")
-def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path]) -> dict[str, Any]:
+def adapters(models: dict[str, Path]) -> dict[str, Path]:
+    """Random adapters to start from, as with a B of zeros nothing reaches A."""
+    lora = Lora(**LORA, modules_to_save=("score",))
+    kinds = ("reward", "classes")
+    return {kind: save_adapter(read_spec(models[kind]).training(Trained(lora)), models[kind]) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path], adapters: dict[str, Path]) -> dict[str, Any]:
     pairs = [
         {
             "prompt": f"How many has {n}?",
@@ -92,6 +127,8 @@ def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path]) -> dict[str, A
             },
             "tensorboard": {"enabled": False},
         } | keys
+        if "lora" in keys and model in adapters:
+            config["lora"] = LORA | {"start_from": str(adapters[model])}
         if "resume" in keys:
             config["resume"] = str(step_folder(folder / keys["resume"], 3))
         cases.append({"name": name, "kind": "pipeline", "config": config, "events": {}})
@@ -100,15 +137,19 @@ def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path]) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def by_torch(outcomes: dict[str, Any], folder: Path, models: dict[str, Path]) -> Callable[[str], Any]:
+def by_torch(
+    outcomes: dict[str, Any], folder: Path, models: dict[str, Path], adapters: dict[str, Path]
+) -> Callable[[str, bool], Any]:
     """Losses and weights of transformers' class after as many steps of torch's optimizer, on the run's own tokens."""
-    made: dict[str, tuple[list[float], dict[str, Tensor]]] = {}
+    made: dict[tuple[str, bool], tuple[list[float], dict[str, Tensor]]] = {}
 
-    def get(kind: str) -> tuple[list[float], dict[str, Tensor]]:
-        if kind not in made:
+    def get(kind: str, adapted: bool) -> tuple[list[float], dict[str, Tensor]]:
+        if (kind, adapted) not in made:
             model = AutoModelForSequenceClassification.from_pretrained(models[kind], attn_implementation="eager")
-            made[kind] = trained(model, kind, folder)
-        return made[kind]
+            if adapted:
+                model = PeftModel.from_pretrained(model, adapters[kind], is_trainable=True)
+            made[kind, adapted] = trained(model, kind, folder)
+        return made[kind, adapted]
 
     return get
 
@@ -148,13 +189,16 @@ def documents_of(folder: Path, pairs: bool) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_losses_and_weights_equal_transformers(
-    name: str, outcomes: dict[str, Any], by_torch: Callable[[str], Any], folder: Path
+    name: str, outcomes: dict[str, Any], by_torch: Callable[[str, bool], Any], folder: Path, models: dict[str, Path]
 ) -> None:
     assert outcomes[name]["error"] is None
-    losses, weights = by_torch(JOBS[name][0])
+    (kind, _), adapted = JOBS[name], "lora" in JOBS[name][1]
+    losses, weights = by_torch(kind, adapted)
     assert [line["loss"] for line in metrics(folder / name)] == pytest.approx(losses, rel=2e-5)
     pp_to_hg(folder / name, folder / f"{name}-hf")
-    exported = AutoModelForSequenceClassification.from_pretrained(folder / f"{name}-hf")
+    exported = AutoModelForSequenceClassification.from_pretrained(models[kind] if adapted else folder / f"{name}-hf")
+    if adapted:
+        exported = PeftModel.from_pretrained(exported, folder / f"{name}-hf")
     assert_near(dict(exported.state_dict()), dict(weights))
 
 
@@ -185,6 +229,37 @@ def test_a_language_model_becomes_a_reward_model(
         assert_near(load_model(folder / "from-language")(ids)[0, -1], exported(ids).logits[0])
     began = AutoModelForCausalLM.from_pretrained(models["language"]).model.embed_tokens.weight
     assert (exported.model.embed_tokens.weight - began).abs().max() < 2 * STEPS * LR
+
+
+def test_an_adapter_of_a_language_model_scores_by_peft_and_merged(
+    outcomes: dict[str, Any], folder: Path, models: dict[str, Path]
+) -> None:
+    """Its folder has the head, which is trained from the seed; the base stays as it was."""
+    assert outcomes["adapter-of-language"]["error"] is None
+    run, ids = (
+        folder / "adapter-of-language",
+        torch.randint(3, 500, (1, 17), generator=torch.Generator().manual_seed(1)),
+    )
+    pp_to_hg(run, folder / "adapter-hf")
+    pp_to_hg(run, folder / "merged-hf", options=ExportOptions(merge=True))
+    settings = json.loads((folder / "adapter-hf" / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    base = AutoModelForSequenceClassification.from_pretrained(models["language"], num_labels=1)
+    merged = AutoModelForSequenceClassification.from_pretrained(folder / "merged-hf").eval()
+    assert merged.config.id2label == {0: "reward"}
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(base, folder / "adapter-hf").eval()(ids).logits[0]
+        ours = load_model(run), load_model(models["language"], adapter=folder / "adapter-hf")
+        assert all(model.spec.labels == ["reward"] for model in ours)
+        for scores in (*(model(ids)[0, -1] for model in ours), merged(ids).logits[0]):
+            assert_near(scores, expected)
+
+
+def test_an_adapter_with_a_head_goes_on_in_another_topology(outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes["adapter-again"]["error"] is None
+    lines = {line["step"]: line["loss"] for line in metrics(folder / "adapter-of-language")}
+    found = [line["loss"] for line in metrics(folder / "adapter-again")]
+    assert found == pytest.approx([lines[step] for step in (4, 5, 6)], rel=1e-5) and lines[6] < lines[1]
 
 
 def test_a_model_that_scores_is_no_language_model(outcomes: dict[str, Any]) -> None:

@@ -4,12 +4,14 @@ Its cases are {"name", "config": {...}, "kind": "pipeline" | "zero"}, and
 "kernel", that of the attention, where it is not the usual one; writes
 <folder>/<name>.stage<k>.safetensors with the gradient of every parameter under `<layer>.<name>`, and
 <folder>/<name>.json with the step's loss and norm. Of preferences with a reference that file has the log-probabilities
-of this model too, and the step compares with others: `shifted` ones, of answers to other prompts less 1.
+of this model too, and the step compares with others: `shifted` ones, of answers to other prompts less 1. A "fault" is
+one of `preference_faults`.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,12 @@ from torch.nn.attention import flex_attention
 from models.adapters import IDLE
 from models.api import read_spec
 from tests.workers.cases import loader_of
+from tests.workers.preference_faults import FAULTS
 from tests.workers.zero import KINDS
+from training import preference
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.plan.auto import divide
-from training.preference import estimate_kl, log_probabilities, mismatched_loader
 from training.trained import with_trained
 
 
@@ -61,15 +64,16 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
 
     engine._take_model_step = keep_gradients
     known: list[list[float]] = []
-    if config.preference and config.preference.needs_reference:
-        sums = log_probabilities(trainer, build_loader(loader.data, config))
-        if config.preference.loss == "kto":
-            others = loader.mismatched = mismatched_loader(loader.data, config)
-            sums[:, 1:] = log_probabilities(trainer, others)[:, :1]
-            others.reference = shifted(sums)[:, 1:] - 1
-        known, loader.reference = sums.tolist(), shifted(sums)
-    estimate_kl(trainer, loader, loader.batch(0))
-    loss = trainer.train_step(loader, loader.batch(0))
+    with FAULTS[case["fault"]]() if case.get("fault") else nullcontext():
+        if config.preference and config.preference.needs_reference:
+            sums = preference.log_probabilities(trainer, build_loader(loader.data, config))
+            if config.preference.loss == "kto":
+                others = loader.mismatched = preference.mismatched_loader(loader.data, config)
+                sums[:, 1:] = preference.log_probabilities(trainer, others)[:, :1]
+                others.reference = shifted(sums)[:, 1:] - 1
+            known, loader.reference = sums.tolist(), shifted(sums)
+        preference.estimate_kl(trainer, loader, loader.batch(0))
+        loss = trainer.train_step(loader, loader.batch(0))
     if engine.global_rank % config.model_topo.replicas == 0:
         save_file(gradients, folder / f"{name}.stage{trainer.stage}.safetensors")
     if engine.global_rank == 0:

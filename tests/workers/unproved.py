@@ -1,6 +1,7 @@
 """Run train_ds.py with a fault in its ranks that raises no error: only a proof finds it.
 
-usage: FAULT=<kind> unproved.py <arguments of train_ds.py>. The kinds are the functions below.
+usage: FAULT=<kind> unproved.py <arguments of train_ds.py>. The kinds are the functions below, and those of
+`preference_faults.py`.
 """
 
 from __future__ import annotations
@@ -128,5 +129,11 @@ FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        FAULTS[os.environ["FAULT"]]()
+        from tests.workers import preference_faults
+
+        fault = os.environ["FAULT"]
+        if fault in preference_faults.FAULTS:
+            preference_faults.FAULTS[fault]().__enter__()
+        else:
+            FAULTS[fault]()
     train_ds.main()

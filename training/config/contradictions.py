@@ -149,13 +149,8 @@ def _of_scores(config: Any) -> Iterator[str]:
         yield f"labels: expected at least two different names, found {', '.join(config.labels)}"
     if config.labels and config.preference:
         yield "labels: a classifier learns from classes, not from preferences; expected labels or preference"
-    if not config.scores:
-        return
-    key = "labels" if config.labels else "preference.loss"
-    if config.lora:
-        yield f"{key}: adapters are trained of language models only; expected no lora, or freeze"
-    if config.model_topo.tensor > 1:
-        yield f"{key}: a row of scores cannot be divided; expected no model axis"
+    if config.labels and config.aux_max_z_loss.weight:
+        yield "aux_max_z_loss.weight: has no effect on classes; leave it out"
 
 
 def of_optimizer(config: Any) -> Iterator[str]:

@@ -7,8 +7,9 @@ fp32 but each value between operations is rounded, so the bound is 8 x sqrt(laye
 of many terms are rounded: 100 x sqrt(layers) x 2^-23. Key biases, whose gradients nearly cancel, reach three quarters
 of it, most weights a fifth. Losses and norms are means, in which most errors cancel: 2^-23 x 32, 2^-7 and 2^-10. States
 of linear attention amplify errors (half a rounding of the embeddings changes gradients of transformers' own model by
-2^-10), so in fp32 their bounds are 64 times as wide. The optimizer always computes in fp32: 2^-23 x 1024. Where the
-bits must be the same, the bound is 0.
+2^-10), so in fp32 their bounds are 64 times as wide. A preference of sums over answers (DPO) feels their rounding times
+beta: the bounds of its losses and norms are 1 + 20 beta times as wide (in bf16 one rounding was seen for 0.1). The
+optimizer always computes in fp32: 2^-23 x 1024. Where the bits must be the same, the bound is 0.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from training.proof.small_run import SAVED, STEPS, SmallRun
 ROUNDINGS = {torch.float32: (32, 100), torch.bfloat16: (1, 8), torch.float16: (1, 8)}
 RECURRENT = {torch.float32: 64}  # factor for blocks with recurrent states
 UPDATE_BOUND = 1024 * torch.finfo(torch.float32).eps
+SUMMED = 20  # per beta of a preference, see above
 WEIGHT_SHARE = 1e-3  # of a weight, added to the norm of its update
 Tensors = Mapping[str, Tensor]
 
@@ -78,20 +80,26 @@ class Comparison:
         self._small, self._run, self._dtype = small, run, training_dtype(small.config)
         recurrent = LINEAR in small.spec.positions().kinds
         mean_bound, gradient_bound = choose_bounds(self._dtype, small.spec.n_layers, recurrent)
-        self.loss = Row("loss", mean_bound)
-        self.norm = Row("norm of the gradient", mean_bound)
+        preference, factor = small.config.preference, 1.0
+        if preference and not (preference.length_normalised or small.config.scores):
+            factor += SUMMED * preference.beta
+        self.loss = Row("loss", factor * mean_bound)
+        self.norm = Row("norm of the gradient", factor * mean_bound)
+        self.answers = Row("log-probabilities of answers", mean_bound)
         self.gradients = Row("gradients", gradient_bound)
         self.flat = Row("gradients that say nothing", 0.0)
         self.updates = Row("updates of the weights", UPDATE_BOUND)
         self.replicas = Row("weights of every replica", 0.0)
-        self.evaluation = Row("loss of the evaluation", mean_bound)
+        self.evaluation = Row("loss of the evaluation", factor * mean_bound)
         self.saved = Row("weights in the checkpoint", 0.0)
         self.resumed_loss = Row("loss after kill and resume", 0.0)
         self.resumed = Row("weights after kill and resume", 0.0)
 
     @property
     def rows(self) -> list[Row]:
-        return [value for value in vars(self).values() if isinstance(value, Row)]
+        rows = [value for value in vars(self).values() if isinstance(value, Row)]
+        config = self._small.config
+        return rows if config.preference and not config.scores else [row for row in rows if row is not self.answers]
 
     def compare_reference(self, show: Callable[[int], None]) -> None:
         """Compare each step of the run, its checkpoints and evaluations with the reference.
@@ -100,12 +108,14 @@ class Comparison:
             show: takes the number of completed steps.
         """
         numbers, tied = self._run.read_numbers(), self._small.spec.tied_names
-        reference = Reference(self._small.config, self._small.samples)
+        reference = Reference(self._small.config, self._small.samples, self._small.evaluated)
         for step in range(1, STEPS + 1):
             noted, place = Recorded(self._run.notes, step), self._place(step)
             expected = reference.step(step, noted.gradients)
             self.loss.note(relative_difference(numbers["loss"].get(step), expected.loss), place(""))
             self.norm.note(relative_difference(numbers["grad_norm"].get(step), expected.norm), place(""))
+            for name, value in expected.answers.items():
+                self.answers.note(relative_difference(numbers[name].get(step), value), place(""))
             compare(self.gradients, place, noted.gradients, expected.gradients, tied)
             for name, gradient in noted.gradients.items():
                 self.flat.note(float(is_flat(gradient)), place(name))
@@ -114,7 +124,7 @@ class Comparison:
             for rank, weights in enumerate(noted.weights):
                 compare_bits(self.replicas, place, weights, noted.slice_for_rank(rank, reference.fixed | rounded))
             if step % SAVED == 0:
-                loss = reference.evaluate(self._small.evaluated)
+                loss = reference.evaluate()
                 self.evaluation.note(relative_difference(numbers["eval_loss"].get(step), loss), place(""))
                 if tied and tied[0] in rounded:  # the files have both ends, even if a stage holds them as one tensor
                     rounded[tied[1]] = rounded[tied[0]]

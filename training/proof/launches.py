@@ -16,6 +16,7 @@ import psutil
 from common.parent import end_with_this_process, without_sigterm
 from training.errors import RunRefused
 from training.metrics.reporter import METRICS_FILE, read_metrics
+from training.proof.preferences import ANSWERS
 from training.proof.recorder import HELD, HOLD
 
 POLL = 0.05  # seconds
@@ -69,8 +70,8 @@ class Start:
                 _kill(process)
 
     def read_numbers(self) -> dict[str, dict[int, float]]:
-        """Read losses and norms: name -> step -> number."""
-        found: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}, "eval_loss": {}}
+        """Read losses, norms and log-probabilities: name -> step -> number."""
+        found: dict[str, dict[int, float]] = {name: {} for name in ("loss", "grad_norm", "eval_loss", *ANSWERS)}
         for values in read_metrics(self.folder / METRICS_FILE):
             for name, by_step in found.items():
                 if values.get(name) is not None:

@@ -1,10 +1,11 @@
 """Compute the same training in one process: one module, fp32, one sample at a time, torch's optimizer.
 
 There are no stages, replicas, micro-batches, packing, padding, recomputation and no DeepSpeed, and the loss is torch's
-cross-entropy over all logits. Adapters are added to the weights under them. Each step is checked by itself. Loss and
-gradients are computed from the reference's own weights, rounded to the run's precision. The update uses the run's
-gradients, as Adam turns rounding errors of a tiny gradient into full steps. The first weights are those of the file, so
-if each step's gradients and update are right, the whole run is.
+cross-entropy over all logits, or a formula of preferences (`training.proof.preferences`). Adapters are added to the
+weights under them. Each step is checked by itself. Loss and gradients are computed from the reference's own weights,
+rounded to the run's precision. The update uses the run's gradients, as Adam turns rounding errors of a tiny gradient
+into full steps. The first weights are those of the file, so if each step's gradients and update are right, the whole
+run is.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from models.quantized_base import round_to_nf4
 from models.router import router_loss, top_k
 from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
-from training.data_setup import training_loader
+from training.data_setup import build_loader, training_loader
 from training.errors import ConfigError
+from training.proof.preferences import ANSWERS, documents, pair_loss, score_loss
 from training.trained import initial_states, with_trained
 
 
@@ -42,6 +44,7 @@ class Step:
     Attributes:
         gradients, before, weights: `<layer>.<name>` -> gradient, weight before and after the update; a tied model has
             only those of the embedding.
+        answers: of preferences, the mean log-probabilities of the better and the worse answers, as metrics name them.
     """
 
     loss: float
@@ -49,16 +52,21 @@ class Step:
     gradients: dict[str, Tensor]
     before: dict[str, Tensor]
     weights: dict[str, Tensor]
+    answers: dict[str, float]
 
 
 class Reference:
-    """Trains like the run in `config`, in this process."""
+    """Trains like the run in `config`, in this process.
 
-    def __init__(self, config: TrainConfig, samples: Sequence[Sample]) -> None:
+    Args:
+        samples, evaluated: to train on, and to evaluate on.
+    """
+
+    def __init__(self, config: TrainConfig, samples: Sequence[Sample], evaluated: Sequence[Sample] = ()) -> None:
         folder, dtype, cpu = Path(config.model_path), training_dtype(config), torch.device("cpu")
         spec = with_trained(read_spec(folder), config)
         spec.config._experts_implementation = "eager"
-        self._config, self._samples = config, samples
+        self._config, self._samples, self._evaluated = config, samples, evaluated
         self._router_weight = router_loss_weight(config, spec)
         self._loader = training_loader(InMemory(samples), config, spec)
         begin = CausalLM(spec, initial_states(config, spec, folder), dtype, cpu)
@@ -80,6 +88,9 @@ class Reference:
         self._adapted = [self._take_out(name) for name in self._weights if name.endswith("lora_A")]
         self._masters = {name: value.clone().requires_grad_() for name, value in trained.items()}
         self._optimizer = own_optimizer(config, self._masters, spec.tied_names)
+        self._round()
+        with torch.no_grad():  # what the model says of all answers before the first step
+            self._begin = [self._log_probabilities(samples), self._log_probabilities(evaluated)]
 
     def step(self, number: int, gradients: dict[str, Tensor]) -> Step:
         """Compute step `number`, from 1.
@@ -88,7 +99,7 @@ class Reference:
             gradients: the run's, for the update.
         """
         self._round()
-        loss = self._loss(self._loader.batch(number - 1))
+        loss, answers = self._loss(self._loader.batch(number - 1), self._samples, self._begin[0])
         own = torch.autograd.grad(loss, list(self._weights.values()), materialize_grads=True)
         norm = torch.stack([gradient.square().sum() for gradient in own]).sum().sqrt()
         before = {name: weight.detach().clone() for name, weight in self._masters.items()}
@@ -100,37 +111,76 @@ class Reference:
             group["lr"] = own_rate(self._config, number) * group.get("lr_ratio", 1.0)
         self._optimizer.step()
         after = {name: weight.detach().clone() for name, weight in self._masters.items()}
-        return Step(loss.item(), norm.item(), dict(zip(self._weights, own, strict=True)), before, after)
+        means = dict(zip(ANSWERS, answers.tolist(), strict=True)) if self._pairs else {}
+        return Step(loss.item(), norm.item(), dict(zip(self._weights, own, strict=True)), before, after, means)
 
     @torch.no_grad()
-    def evaluate(self, samples: Sequence[Sample]) -> float:
-        """Return the mean cross-entropy of the trained tokens."""
+    def evaluate(self) -> float:
+        """Return the mean loss of the trained tokens, or of the pairs or documents, that are evaluated on."""
         self._round()
-        return sum(self._tokens(sample)[0].item() for sample in samples) / _supervised(samples)
+        loader = build_loader(InMemory(self._evaluated), self._config)
+        total, weights = 0.0, 0
+        for batch in map(loader.batch, range(loader.steps_per_epoch)):
+            weight = batch.pairs if self._config.wanted else batch.supervised
+            total += self._loss(batch, self._evaluated, self._begin[1], auxiliary=False)[0].item() * weight
+            weights += weight
+        return total / weights
 
-    def _loss(self, batch: GlobalBatch) -> Tensor:
-        total = torch.zeros(())
-        supervised = _supervised([self._samples[number] for number in batch.samples])
+    @property
+    def _pairs(self) -> bool:
+        """Whether answers have log-probabilities that are compared."""
+        return bool(self._config.preference and not self._config.scores)
+
+    def _loss(
+        self, batch: GlobalBatch, samples: Sequence[Sample], begin: Tensor, auxiliary: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of a global batch, and the mean log-probabilities of better and worse answers, [2]."""
+        total, answers = torch.zeros(()), torch.zeros(2)
+        supervised = _supervised([documents(samples[number])[0] for number in batch.samples])
         for rows in (rows for replica in batch.micro_batches for rows in replica):
             numbers = [number for row in rows for number in row]
-            sums = torch.zeros(())
-            for sample in (self._samples[number] for number in numbers):
-                cross_entropy, z, routed = self._tokens(sample)
-                total = total + (cross_entropy + self._config.aux_max_z_loss.weight * z) / supervised
-                sums = sums + routed
-            if self._router_weight and numbers:  # the router loss is one of a micro-batch
-                share = sum(len(self._samples[number]["input_ids"]) for number in numbers) / batch.tokens
+            routed = torch.zeros(())
+            for number in numbers:
+                of_sample, of_tokens, sums, its_routed = self._sample(samples[number], begin[number], auxiliary)
+                total = total + of_sample / batch.pairs + of_tokens / supervised
+                routed, answers = routed + its_routed, answers + sums.detach() / batch.pairs
+            if auxiliary and self._router_weight and numbers:  # the router loss is one of a micro-batch
+                share = sum(len(samples[number]["input_ids"]) for number in numbers) / batch.tokens
                 chosen = top_k(self._model.spec.config)
-                total = total + self._router_weight * share * router_loss(sums, chosen)
-        return total
+                total = total + self._router_weight * share * router_loss(routed, chosen)
+        return total, answers
 
-    def _tokens(self, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a sample's summed cross-entropy and z-loss over trained tokens, and its router sums."""
-        hidden, _, *routed = self._model.activations(torch.tensor([sample["input_ids"]]))
-        head = self._model.head
-        logits, targets = head.project(head.norm(hidden))[0, :-1], torch.tensor(sample["labels"][1:])
-        largest = torch.log_softmax(logits[targets >= 0], dim=-1).amax(dim=-1)
-        return F.cross_entropy(logits, targets, reduction="sum"), largest.square().sum(), sum(routed, torch.zeros(()))
+    def _sample(self, sample: Sample, begin: Tensor, auxiliary: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a sample's loss, its summed loss of tokens, its answers' log-probabilities, and its router sums."""
+        config, none = self._config, torch.zeros(())
+        found = [self._document(each) for each in documents(sample)]
+        routed = sum((each for *_, each in found), none)
+        if config.scores:
+            center = config.preference.center_weight if config.preference else 0.0
+            scores = torch.stack([logits[-1] for logits, *_ in found])
+            return score_loss(scores, sample.get("value", 0.0), center), none, torch.zeros(2), routed
+        each = [-F.cross_entropy(logits[:-1], targets, reduction="none") for logits, targets, _ in found]
+        sums = torch.stack([numbers.sum() for numbers in each])
+        if config.preference:
+            lengths = torch.tensor([int((targets >= 0).sum()) for _, targets, _ in found])
+            objective = config.preference.objective
+            loss = pair_loss(objective, sums, begin * config.preference.needs_reference, lengths)
+            return loss, -objective["sft_weight"] * sums[0], sums, routed
+        ((logits, targets, _),) = found
+        largest = torch.log_softmax(logits[:-1][targets >= 0], dim=-1).amax(dim=-1)
+        return none, config.aux_max_z_loss.weight * auxiliary * largest.square().sum() - sums[0], none, routed
+
+    def _document(self, document: Sample) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a document's logits [S, V], what all tokens but the last should predict [S - 1], and router sums."""
+        hidden, _, *routed = self._model.activations(torch.tensor([document["input_ids"]]))
+        logits = self._model.head.project(self._model.head.norm(hidden))[0]
+        return logits, torch.tensor(document["labels"][1:]), sum(routed, torch.zeros(()))
+
+    def _log_probabilities(self, samples: Sequence[Sample]) -> Tensor:
+        """Compute the log-probabilities of all answers, [samples, 2]; 0 where none are compared."""
+        if not (self._pairs and samples):
+            return torch.zeros(len(samples), 2)
+        return torch.stack([self._sample(each, torch.zeros(2), False)[2] for each in samples])
 
     def _take_out(self, factor: str) -> tuple[nn.Module, str, Tensor, str]:
         """Make the weight under an adapter a plain tensor, in whose place sums can be set."""

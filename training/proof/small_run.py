@@ -37,8 +37,9 @@ from training.config.model_topo import ModelTopo
 from training.data_setup import RecordReader, training_loader
 from training.errors import ConfigError
 from training.proof.launches import Start
+from training.proof.preferences import documents, record
 from training.streamed import stream_of
-from training.trained import with_trained
+from training.trained import adapter_file, with_trained
 
 MODEL, ADAPTER, DATA, EVALUATION = "model", "adapter", "data.jsonl", "evaluation.jsonl"  # in the folder
 STEPS, SAVED = 4, 2  # steps; the step to resume from
@@ -101,11 +102,14 @@ class SmallRun:
         spec = with_trained(spec, small)
         if small.lora:
             write_model(folder / ADAPTER, spec, config.seed)
+            for name, content in adapter_file(spec, model).items():
+                (folder / ADAPTER / name).write_bytes(content)
         differs += lines
         words = int(spec.config.vocab_size)
-        samples, evaluated = ([shorten(sample, words) for sample in each] for each in (samples, evaluated))
+        samples, evaluated = (distinct([shorten(sample, words) for sample in each]) for each in (samples, evaluated))
         for name, each in ((DATA, samples), (EVALUATION, evaluated)):
-            (folder / name).write_text("".join(json.dumps(sample) + "\n" for sample in each), encoding="utf-8")
+            lines = [json.dumps(record(sample, bool(config.labels))) + "\n" for sample in each]
+            (folder / name).write_text("".join(lines), encoding="utf-8")
         sizes = [f"{spec.n_layers} of {whole.n_layers} layers"]
         for name, meaning in (("hidden_size", "hidden"), ("vocab_size", "vocabulary")):
             sizes.append(f"{meaning} {getattr(spec.config, name):,} of {getattr(whole.config, name):,}")
@@ -153,13 +157,15 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     """Make the config of the small run in `folder`, and a line for each difference from the user's.
 
     Raises:
-        ConfigError: the run keeps no fp32 weights to compare.
+        ConfigError: the run keeps no fp32 weights to compare, or its loss has no formula here.
     """
     for name in ("bf16", "fp16"):
         if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
             raise ConfigError(f"--prove: {name}.{key} leaves no fp32 weights to compare; expected none of it")
-    if config.preference:
-        raise ConfigError("--prove: proves fine-tuning; expected preference=null beside it, to prove all other keys")
+    if config.preference and config.preference.unpaired:
+        raise ConfigError(
+            f"--prove: preference.loss: {config.preference.loss} has no formula here; expected one of pairs"
+        )
     values, before, lr = config.dump(), config.model_topo, config.optimizer.params.get("lr", LR)
     exact_router = spec.has_experts and training_dtype(config) is not torch.float32
     ordered = torch.cuda.is_available() and not config.deterministic
@@ -218,7 +224,7 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         "trackers": [],
     }
     if config.packing:
-        values["pack_len"] = 2 * LENGTH
+        values["pack_len"] = (4 if config.preference else 2) * LENGTH
     return TrainConfig.model_validate(values), [line for changed, line in changes if changed]
 
 
@@ -281,7 +287,23 @@ def _read_samples(
 
 
 def shorten(sample: Sample, words: int) -> Sample:
-    """Cut a sample to `LENGTH` tokens around its first trained one, with ids modulo `words`."""
+    """Cut a sample's documents to `LENGTH` tokens around the first trained one of each, with ids modulo `words`."""
+    parts = [_shorten(each, words) for each in documents(sample)]
+    made = sample.copy()
+    made["input_ids"] = [each for part in parts for each in part["input_ids"]]
+    made["labels"] = [each for part in parts for each in part["labels"]]
+    if len(parts) > 1:
+        made["first"] = len(parts[0]["input_ids"])
+    return made
+
+
+def distinct(samples: list[Sample]) -> list[Sample]:
+    """Leave out pairs that have become equal, as the run would."""
+    parts = [documents(sample) for sample in samples]
+    return [sample for sample, its in zip(samples, parts, strict=True) if len(its) == 1 or its[0] != its[1]]
+
+
+def _shorten(sample: Sample, words: int) -> Sample:
     ids, labels = ([int(each) for each in numbers] for numbers in (sample["input_ids"], sample["labels"]))
     first = next((place for place, label in enumerate(labels) if place and label != IGNORED), 0)
     begin = max(0, min(first - LENGTH // 4, len(ids) - LENGTH))

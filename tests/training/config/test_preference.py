@@ -66,7 +66,7 @@ def test_what_a_loss_does_not_use_is_refused(section: dict[str, Any], expected: 
         ({"labels": ["a", "b"]}, "labels: a classifier learns from classes"),
         ({"labels": ["a"], "preference": None}, "labels: expected at least two different names, found a"),
         ({"labels": ["a", "a"], "preference": None}, "labels: expected at least two different names, found a, a"),
-        ({"labels": ["a", "b"], "preference": None, "lora": {}}, "labels: adapters are trained of language models"),
+        ({"labels": ["a", "b"], "preference": None, "aux_max_z_loss": {"weight": 1e-4}}, "aux_max_z_loss.weight: "),
     ],
 )
 def test_what_contradicts_preferences_is_refused(keys: dict[str, Any], expected: str) -> None:

@@ -33,6 +33,7 @@ from tests.models.adapters import save_adapter
 from tests.ranks import Ranks
 from tests.training.engine.test_gradients import MODELS, PARTS
 from tests.workers.gradients import shifted
+from tests.workers.preference_faults import FAULTS
 
 pytestmark = pytest.mark.launched
 
@@ -58,6 +59,7 @@ class Case(NamedTuple):
     variant: str = ""
     keys: dict[str, Any] = {}
     long: bool = True
+    fault: str = ""
 
     @property
     def unpaired(self) -> bool:
@@ -65,7 +67,8 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "-".join(word for word in (self.loss, self.model, "x".join(map(str, self.dims)), self.variant) if word)
+        words = self.loss, self.model, "x".join(map(str, self.dims)), self.variant, self.fault
+        return "-".join(filter(None, words))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,6 +99,9 @@ CASES = [
     Case("ipo", variant="dualpipev", keys={"schedule": "dualpipev"}),
     Case("simpo", (2, 2), model="gemma2"),
     Case("dpo", (4, 1), model="phi3"),
+]
+FAULTY = [
+    Case("dpo_and_sft", (1, 1), "untied", "lora", {"lora": LORA}, long=False, fault=fault) for fault in ("", *FAULTS)
 ]
 UNDER_TEST = [pytest.param(case, id=case.name, marks=pytest.mark.longest if case.long else ()) for case in CASES]
 
@@ -163,11 +169,12 @@ def outcomes(
 ) -> dict[str, Outcome]:
     """All cases that this session asks for."""
     del pairs  # already on disk
-    chosen = [case for case in CASES if case.name in asked]
+    chosen = [case for case in (*CASES, *FAULTY) if case.name in asked]
     for processes in sorted({math.prod(case.dims) for case in chosen}):
         described = [
             {
                 "name": case.name,
+                "fault": case.fault,
                 "kind": "zero" if case.variant == "zero3" else "pipeline",
                 "config": config(case, models(case)[0], models(case)[1], folder),
             }
@@ -282,8 +289,25 @@ def log_probabilities(model: CausalLM, ids: list[int], labels: list[int]) -> Ten
 def test_every_gradient_of_preferences_equals_one_process(
     case: Case, outcomes: dict[str, Outcome], models: Callable[[Case], Any], pairs: list[Sample]
 ) -> None:
-    model, found = models(case)[2](), outcomes[case.name]
+    model = models(case)[2]()
     expected = alone_unpaired(model, singles(pairs), case) if case.unpaired else alone(model, pairs, case)
+    assert_equal(expected, outcomes[case.name], case)
+
+
+@pytest.mark.parametrize("case", FAULTY, ids=lambda case: case.name)
+def test_a_fault_of_preferences_is_seen(
+    case: Case, outcomes: dict[str, Outcome], models: Callable[[Case], Any], pairs: list[Sample]
+) -> None:
+    """The comparison that holds without a fault fails with each of them."""
+    expected = alone(models(case)[2](), pairs, case)
+    if not case.fault:
+        assert_equal(expected, outcomes[case.name], case)
+        return
+    with pytest.raises(AssertionError):
+        assert_equal(expected, outcomes[case.name], case)
+
+
+def assert_equal(expected: Outcome, found: Outcome, case: Case) -> None:
     assert_near(found.loss, expected.loss, case.dtype, "means")
     assert found.reference.numel() == 0 or numpy.ptp(expected.reference.numpy()) > 1
     if case.loss in ("simpo", "orpo"):

@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import error_lines, eventually, run, start, topology, write_config
+from tests.workers.preference_faults import FAULTS
 from training.metrics.run_info import machine
 from training.proof.command import CERTIFICATE
 
@@ -52,6 +53,18 @@ class Proofs:
             "model_topo": topology((2, 1), [5, 3]),
         }
         return write_config(self.folder / "run.yml", **(defaults | keys))
+
+    def judged(self, classes: bool = False, **keys: Any) -> Path:
+        """The config of a run on pairs, or on texts with a class."""
+        numbers = range(1, 41)
+        pairs = [
+            {"prompt": f"How many has {n}?", "chosen": f"It has {n}." * (n % 3 + 1), "rejected": "No" * (n % 5 + 1)}
+            for n in numbers
+        ]
+        texts = [{"text": f"{'What a day it is. ' * (n % 4)}Day {n}", "label": n % 3} for n in numbers]
+        path = self.folder / "judged.json"
+        path.write_text(json.dumps(texts if classes else pairs))
+        return self.config(**({"model_topo": topology((2, 1), [5, 3]), "data_path": str(path)} | keys))
 
     def prove(self, config: Path, script: str = "train_ds.py", **environment: str) -> subprocess.CompletedProcess[str]:
         result = run(sys.executable, script, "--config", config, "--prove", TMPDIR=str(self.temporary), **environment)
@@ -174,6 +187,47 @@ def test_every_way_to_train_is_proved(family: str, model: dict[str, Any], keys: 
     result = proofs.prove(proofs.config(family, model, **({"model_topo": topology((2, 1))} | keys)))
     assert result.returncode == 0, result.stdout + result.stderr
     assert proofs.failed() == {}
+
+
+DPO: dict[str, Any] = {"loss": "dpo", "sft_weight": 0.2}
+REWARD = {"loss": "reward", "center_weight": 0.1}
+CLASSES = ["even", "odd", "none"]
+
+
+@LAUNCHED
+@pytest.mark.longest
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"preference": DPO},
+        {"preference": {"loss": "dpo"}, "lora": LORA, "bf16": {"enabled": True}},
+        {"preference": {"loss": "cdpo"}, "schedule": "dualpipev", "model_topo": topology((2, 1))},
+        {"preference": {"loss": "ipo"}, "packing": False},
+        {"preference": {"loss": "simpo"}, "model_topo": topology((2, 2))},
+        {"preference": {"loss": "orpo"}, "bf16": {"enabled": True}, "model_topo": SHARED},
+        {"preference": REWARD, "packing": "dataset"},
+        {"preference": REWARD, "lora": LORA, "model_topo": SHARED},
+        {"labels": CLASSES, "bf16": {"enabled": True}, "model_topo": SHARED},
+        {"labels": CLASSES, "lora": LORA, "model_topo": topology((1, 2))},
+    ],
+    ids=str,
+)
+def test_preferences_and_scores_are_proved(keys: dict[str, Any], proofs: Proofs) -> None:
+    result = proofs.prove(proofs.judged("labels" in keys, **keys))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert proofs.failed() == {}
+    rows = {row["what"] for row in proofs.certificate()["rows"]}
+    assert ("log-probabilities of answers" in rows) == (keys.get("preference", REWARD)["loss"] != "reward")
+
+
+@LAUNCHED
+@pytest.mark.longest
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_preferences_is_found(fault: str, proofs: Proofs) -> None:
+    config = proofs.judged(preference={"loss": "dpo"}, lora=LORA)
+    result = proofs.prove(config, "tests/workers/unproved.py", FAULT=fault)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert proofs.failed().keys() & {"loss", "log-probabilities of answers"}
 
 
 @LAUNCHED
