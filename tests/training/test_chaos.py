@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import FAQ
 from tests.disks import fill, small_disk
-from tests.launching import DEEPSPEED, Launch, error_lines, topology, write_config
+from tests.launching import DEEPSPEED, Launch, error_lines, supervised, topology, write_config
 from tests.training.checkpoint.test_resume import finished, losses
 from training.checkpoint.folder import RECORD, step_folders
 from training.distributed.processes import free_port
@@ -100,7 +100,7 @@ class DisturbedRun:
         return Launch(sys.executable, "-c", OBEYING_FILE_MODES, *DEEPSPEED, *words, environment=environment)
 
     def finish(self) -> None:
-        done = self.start().end()
+        done = supervised(2, "train_ds.py", "--config", self.config)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
     def losses(self) -> list[tuple[int, float]]:
