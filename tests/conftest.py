@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.tiers import KEPT
+from tests.tiers import KEPT, NOTHING, RARE
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
@@ -123,8 +123,10 @@ def pytest_configure() -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Let one worker run a whole file, and one all that share launched processes; see `tests.tiers` for the mark."""
-    kept = KEPT.get(str(item.path.relative_to(ROOT)))
-    if kept is not None and not re.search(kept, item.name) and not item.get_closest_marker("longest"):
+    path = str(item.path.relative_to(ROOT))
+    if re.search(RARE.get(path, NOTHING), item.name):
+        item.add_marker(pytest.mark.longest)
+    elif not re.search(KEPT.get(path, ""), item.name) and not item.get_closest_marker("longest"):
         item.add_marker(pytest.mark.slow)
     group = "ranks" if "ranks" in getattr(item, "fixturenames", ()) else str(item.path)
     item.add_marker(pytest.mark.xdist_group(group))

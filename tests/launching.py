@@ -29,6 +29,8 @@ from torch import Tensor
 from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import ROOT
 from training.distributed.processes import free_port
+from training.launch.start import SUPERVISOR
+from training.launch.supervisor import JOB
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -248,6 +250,18 @@ def deepspeed(processes: int, *words: str | Path) -> subprocess.CompletedProcess
     return start_deepspeed(processes, *words).end()
 
 
+def start_supervised(processes: int, *words: str | Path) -> Launch:
+    """Start `train_ds.py ...` in N processes as `python train_ds.py` does: 5 s sooner than by DeepSpeed's launcher."""
+    place = {"hosts": {"": list(range(processes))}, "shapes": [(processes, [], "")], "port": None, "environment": {}}
+    job = json.dumps(place | {"save_path": "", "max_restarts": 0, "patience": IDLE, "signals": []})
+    return start(sys.executable, "-c", SUPERVISOR, *words, **{JOB: job, "DS_ACCELERATOR": "cpu"})
+
+
+def supervised(processes: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The same, to its end."""
+    return start_supervised(processes, *words).end()
+
+
 def torchrun(processes: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc_per_node N ...`"""
     return run(*TORCHRUN, "--nproc_per_node", str(processes), "--master_port", str(free_port()), *words)
@@ -272,8 +286,8 @@ def topology(dims: Sequence[int], parts: Sequence[int] | None = None) -> dict[st
 
 
 def metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    """The lines of a run's metrics.jsonl; of a run under way without one that is not yet whole."""
+    *lines, _ = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines]
 
 

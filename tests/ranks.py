@@ -1,7 +1,7 @@
 """Launched processes that many tests share, as a start costs more than most cases do.
 
-The processes of `tests/workers/cases.py` start through the real launcher with the first cases for N of them, and stay
-for whatever comes next. A case that fails ends them; the next cases get new ones.
+The processes of `tests/workers/cases.py` start as those of a run do, with the first cases for N of them, and stay for
+whatever comes next. A case that fails ends them; the next cases get new ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from data.sample_set import Sample
-from tests.launching import Launch, start_deepspeed
+from tests.launching import Launch, start_supervised
 
 LENGTHS = (5, 60, 17, 8, 41, 23, 55, 12)
 
@@ -62,7 +62,7 @@ class Ranks:
 
     def _start(self, processes: int) -> tuple[Launch, Path, int]:
         notes = Path(mkdtemp(dir=self._folder))
-        return start_deepspeed(processes, "tests/workers/cases.py", notes, str(os.getpid())), notes, 0
+        return start_supervised(processes, "tests/workers/cases.py", notes, str(os.getpid())), notes, 0
 
     def __enter__(self) -> Ranks:
         return self

@@ -1,8 +1,8 @@
-"""What stays in `make test` of the tests that multiply: one good case of each behaviour.
+"""Which cases of the tests that multiply run where, by file: a regular expression that is searched in a case's name.
 
-A newcomer waits for `make test`. Where one test runs over many families, topologies or settings, the cases named here
-stay there, and the others run in `make test-slow`. A case with a mark of its own keeps it. By file, a regular
-expression that is searched in the name of a test with its case.
+A newcomer waits for `make test`. Where one test runs over many families, topologies or settings, `KEPT` names the cases
+that stay there, one good one of each behaviour; the others run in `make test-slow`. What `RARE` names has every trait
+in common with some other case and runs in `make test-all` alone. A case with a mark of its own keeps it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KEPT: dict[str, str] = {
     "tests/training/test_starts.py": (
         r"\[packed\]|moe-to-1x2|another_model|max_steps|left_out_step_does_not.*-1\]|made_up_for|short_row"
     ),
-    "tests/training/distributed/test_rendezvous.py": r"^(?!test_ranks_that_cannot_meet|test_the_allocator)",
+    "tests/training/distributed/test_rendezvous.py": r"^(?!test_ranks_that_cannot_meet|test_an_allocator)",
     "tests/training/launch/test_slurm.py": r"^(?!test_a_task_that_does_not_come|test_tasks_meet)",
     "tests/training/engine/test_steps.py": r"\[sgd-2x1\]|^test_[^\[]*$",
     "tests/training/metrics/test_tracking.py": r"^(?!test_a_full_disk.*(a while|the end))",
@@ -61,4 +61,30 @@ KEPT: dict[str, str] = {
     "tests/training/metrics/test_utilization.py": r"^(?!test_all_ranks_get)",
     "tests/training/demo/test_stages.py": r"^(?!.*phi3-long)",
     "tests/training/checkpoint/test_background.py": NOTHING,
+}
+RARE: dict[str, str] = {
+    "tests/docs/test_api.py": r"test_what_trains\[[05]\]",
+    "tests/models/attention/test_kernels.py": (
+        r"\[(mixtral|qwen2|qwen3_moe|phi3|olmo2|glm4?|baichuan2-7b|chatglm3)-.*(cudnn|torch_varlen-False|flash_attention_3)"
+    ),
+    "tests/models/test_block_options.py": r"test_compiled_blocks.*\[(llama-tied-kept|mixtral-recomputed)\]",
+    "tests/test_quickstart.py": r"words[12]",
+    "tests/training/demo/test_stages.py": r"\[(llama-dynamic-2x2|both)\]",
+    "tests/training/distributed/test_faults.py": (
+        r"\[(pipeline-\d|zero-0(-bf16)?|zero-2(-bf16)?|zero-3)-gradient_clipping\]|\[zero-1(-bf16.*)?\]|\[zero-3-bf16\]"
+    ),
+    "tests/training/engine/test_gradients.py": (
+        r"\[tied-(compiled|dualpipev_compiled-|flex-|dualpipev_flex|dualpipev_unpacked|without_zero|bf16-2x2|sequence-2x2"
+        r"|sequence_unpacked-2x2)|\[mixtral-dualpipev_(default|uneven|recompute|fp32-2x2)|\[few_key_heads-fp32"
+    ),
+    "tests/training/engine/test_zero.py": r"\[linear-3\]|test_the_layer_files.*\[(untied|bf16)-3\]",
+    "tests/training/test_early_signals.py": r"imports_end.*\[(15-train_ds_z|2-train_ds.py|1-.*(zero|launches))",
+    "tests/training/test_exactness.py": (
+        r"\[(1x1-5-stage1-micro([14]of8-padded|1of8-.*t)|2x1-1\+4|2x1-3\+2-stage1-micro(4of8-padded|2of8-dataset)|4x1-2\+"
+        r"|1x2-5-stage1-micro4|1x1-zero-stage0|1x2-zero-(stage2-micro[24]|stage3-micro1of8-[pd]|stage0-micro1of8-batch))"
+    ),
+    "tests/training/test_gdgpt_config.py": r"\[zero\]",
+    "tests/training/test_starts.py": (
+        r"\[(lion|lion-unpacked|zero-1-dropout|moe-to-zero-2)\]|left_out_step_does_not.*\[(pipeline-0-bf16|zero-[02])\]"
+    ),
 }

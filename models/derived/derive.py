@@ -186,9 +186,8 @@ def _ends(config: PreTrainedConfig, outline: Outline, dtype: torch.dtype) -> tup
 
 def _ratio(one: Tensor, other: Tensor) -> float | None:
     """Find the constant ratio of two tensors; None if there is none."""
-    quotient = (one / other).flatten()
-    constant = torch.allclose(quotient, quotient[0].expand_as(quotient), rtol=1e-6)
-    return float(quotient.median()) if constant else None
+    ratio = (one / other).nanmedian()  # a random number may be 0
+    return ratio.item() if torch.allclose(one, ratio * other, rtol=1e-6, atol=0.0) else None
 
 
 def _block(made: dict[str, Made], config: PreTrainedConfig, index: int) -> nn.Module:

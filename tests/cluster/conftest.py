@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.hosts import Host, Hosts, lacking
 from tests.conftest import FAQ
-from tests.launching import deepspeed, metrics, topology, write_config
+from tests.launching import metrics, supervised, topology, write_config
 
 
 def filled(disk: Path, model: Path) -> Path:
@@ -50,5 +50,5 @@ def alone(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
         model_topo=topology((2, 1)),
         max_steps=4,
     )
-    assert deepspeed(2, "train_ds.py", "--config", config).returncode == 0
+    assert supervised(2, "train_ds.py", "--config", config).returncode == 0
     return [line["loss"] for line in metrics(folder / "run")]

@@ -109,7 +109,7 @@ def test_two_hosts_train_as_one(
     assert [line["loss"] for line in metrics(run_folder)] == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_two_hosts_answer_as_one_process(
     hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -141,16 +141,12 @@ def remove_model(disk: Path) -> None:
 
 
 # Of what tests/training/test_preflight.py has ranks of one host refuse.
+@pytest.mark.longest
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(reverse_records, "samples of data_path: ", id="records", marks=pytest.mark.slow),
-        pytest.param(
-            remove_model,
-            "host node2: /mnt/model: not found; expected a model folder",
-            id="no model",
-            marks=pytest.mark.longest,
-        ),
+        pytest.param(reverse_records, "samples of data_path: ", id="records"),
+        pytest.param(remove_model, "host node2: /mnt/model: not found; expected a model folder", id="no model"),
     ],
 )
 def test_what_differs_is_named_before_training(

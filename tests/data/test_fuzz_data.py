@@ -267,12 +267,16 @@ def tries(count: int) -> settings:
     )
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [150, pytest.param(900, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.longest)]
+)
 def test_a_spoiled_record_is_read_or_refused(count: int) -> None:
     tries(count)(given(**RECORD_ARGUMENTS)(record_body))()
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [150, pytest.param(900, marks=pytest.mark.slow), pytest.param(4000, marks=pytest.mark.longest)]
+)
 def test_damage_costs_no_record_that_it_does_not_touch(count: int, tmp_path: Path) -> None:
     @tries(count)
     @given(**FILE_ARGUMENTS)
@@ -282,7 +286,9 @@ def test_damage_costs_no_record_that_it_does_not_touch(count: int, tmp_path: Pat
     check()
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [50, pytest.param(300, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.longest)]
+)
 def test_a_damaged_binary_file_is_reported(count: int, tmp_path: Path) -> None:
     @tries(count)
     @given(**PACKED_ARGUMENTS)

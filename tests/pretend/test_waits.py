@@ -141,11 +141,11 @@ OF_TWO |= {
 }
 ALWAYS = {  # one of each kind; all others take minutes
     *(f"llama-tied-{cell}" for cell in ("fp16", "offloaded-recomputed", "unsharded-clipped", "optimizer-on-cpu")),
-    *(f"llama-tied-{cell}" for cell in ("unpacked", "zero-0", "zero-3", "generation", "varlen", "weight-streaming")),
+    *(f"llama-tied-{cell}" for cell in ("unpacked", "zero-3", "generation", "varlen", "weight-streaming")),
     *("bloom-fp32", "bloom-flex", "llama-dynamic-bf16", "mixtral-router-loss"),
-    *("llama-tied-1f1b", "llama-tied-dualpipev-bf16", "llama-tied-replicas-bf16"),
+    *("llama-tied-dualpipev-bf16", "llama-tied-replicas-bf16"),
     *("llama-tied-sums-on-cpu", "llama-tied-1f1b-sums-on-cpu"),
-    *("llama-tied-lora", "llama-tied-nf4", "llama-tied-fp8", "mixtral-lora", "llama-tied-lora-1f1b"),
+    *("llama-tied-lora", "llama-tied-nf4", "llama-tied-fp8"),
     *("llama-tied-rows-bf16-recomputed", "llama-tied-layers-bf16-recomputed", "mixtral-spread"),
 }
 

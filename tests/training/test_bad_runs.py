@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 
+import train_ds
 from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import FAQ
-from tests.launching import deepspeed, error_lines, run, topology, torchrun, write_config
+from tests.launching import deepspeed, error_lines, run, supervised, topology, torchrun, write_config
 
 pytestmark = pytest.mark.launched
 
@@ -92,13 +93,13 @@ def test_mistakes_found_by_a_launched_run(
     assert_refused(deepspeed(2, "train_ds.py", "--config", config(tmp_path, model, **keys)), *words)
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_a_wrong_record_names_file_number_and_field(tmp_path: Path, model: Path) -> None:
     path = config(tmp_path, model)
     records = json.loads(FAQ.read_text(encoding="utf-8"))[:3]
     records[1] = {"type": "conversation", "rounds": [["ask", "?"], ["answer", "!"]]}
     (tmp_path / "data.json").write_text(json.dumps(records))
-    result = deepspeed(2, "train_ds.py", "--config", path)
+    result = supervised(2, "train_ds.py", "--config", path)
     assert_refused(result, "data.json", "record 2", "rounds[1][0]", "expected 'ask' or 'ans'")
 
 
@@ -106,14 +107,14 @@ def test_a_wrong_record_names_file_number_and_field(tmp_path: Path, model: Path)
 def test_a_layer_that_only_the_second_stage_misses(tmp_path: Path, pipeline_model: Path) -> None:
     (pipeline_model / "layer_04-model_states.pt").unlink()
     path = config(tmp_path, pipeline_model)
-    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "layer_04-model_states.pt", "not found")
+    assert_refused(supervised(2, "train_ds.py", "--config", path), "layer_04-model_states.pt", "not found")
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, pipeline_model: Path) -> None:
     plant_pickle(pipeline_model / "layer_03-model_states.pt", tmp_path / "ran")
     path = config(tmp_path, pipeline_model)
-    assert_refused(deepspeed(2, "train_ds.py", "--config", path), "layer_03-model_states.pt", "refused")
+    assert_refused(supervised(2, "train_ds.py", "--config", path), "layer_03-model_states.pt", "refused")
     assert not (tmp_path / "ran").exists()
 
 
@@ -164,17 +165,26 @@ def test_mistakes_found_by_a_run_that_starts_itself(
 
 
 @pytest.mark.slow
-def test_inspect_needs_no_launcher(tmp_path: Path, model: Path) -> None:
+def test_inspect_needs_no_launcher(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = config(tmp_path, model)
-    result = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2")
-    assert result.returncode == 0, result.stderr
-    assert "sample 1" in result.stdout and "sample 2" in result.stdout and "sample 3" not in result.stdout
-    assert "What is Pipetune?" in result.stdout
+
+    def inspected(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["train_ds.py", "--config", str(path), "--inspect", "2", *words])
+        train_ds.main()
+        return capsys.readouterr().out
+
+    printed = inspected()
+    assert "sample 1" in printed and "sample 2" in printed and "sample 3" not in printed
+    assert "What is Pipetune?" in printed
     page = tmp_path / "samples.html"
-    written = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2", "--html", page)
-    assert written.returncode == 0, written.stderr
-    assert f"2 samples in {page}" in written.stdout
+    assert f"2 samples in {page}" in inspected("--html", str(page))
     assert "What is Pipetune?" in re.sub("<[^>]*>", "", page.read_text(encoding="utf-8"))  # each token is an element
     (tmp_path / "data.json").write_text('[{"type": "instruct",\n "instruct": 1 2}]')
-    broken = run(sys.executable, "train_ds.py", "--config", path, "--inspect", "2")
-    assert_refused(broken, "data.json", "record 1: not JSON", "character 37")
+    with pytest.raises(SystemExit, match="2"):
+        inspected()
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    for word in ("data.json", "record 1: not JSON", "character 37"):
+        assert word in line

@@ -14,7 +14,7 @@ from models.checkpoint.publish import hidden_folder
 from tests.accidents import killed_at
 from tests.conftest import FAQ
 from tests.disks import fill, small_disk
-from tests.launching import deepspeed, error_lines, metrics, topology, write_config
+from tests.launching import error_lines, metrics, supervised, topology, write_config
 from training.checkpoint.folder import RECORD, step_folder
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
@@ -35,20 +35,20 @@ def test_a_full_disk_at_the_start_and_at_the_next(make_checkpoint: Callable[...,
         )
         start = (2, "train_ds.py", "--config", config)
         filler = fill(disk)
-        refused = deepspeed(*start)
+        refused = supervised(1, *start[1:], "model_topo.process_topology.dims=[1, 1]")
         assert_one_line(refused.stderr, error_lines(refused), refused.returncode)
         filler.unlink()
-        assert deepspeed(*start).returncode == 0
+        assert supervised(*start).returncode == 0
         steps = len(metrics(disk / "run"))
         files = contents(disk / "run")
 
         filler = fill(disk)
-        longer = deepspeed(*start, f"max_steps={steps + 2}", "n_epoches=3")
+        longer = supervised(*start, f"max_steps={steps + 2}", "n_epoches=3")
         assert_one_line(longer.stderr, error_lines(longer), longer.returncode)
         assert {path: data for path, data in contents(disk / "run").items() if path in files} == files
         filler.unlink()
         left_by_a_kill(disk / "run")
-        again = deepspeed(*start, f"max_steps={steps + 2}", "n_epoches=3")
+        again = supervised(*start, f"max_steps={steps + 2}", "n_epoches=3")
         assert again.returncode == 0, again.stdout + again.stderr
         assert [line["step"] for line in metrics(disk / "run")] == list(range(1, steps + 3))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import FAQ
-from tests.launching import deepspeed, metrics, topology, write_config
+from tests.launching import metrics, supervised, topology, write_config
 from tests.training.config.test_deepspeed_keys import PIPELINE, ZERO
 
 STAGES = {"model_topo": topology((2, 1))}
@@ -31,7 +31,7 @@ def test_gdgpts_file_trains_and_names_once_what_has_no_effect(
     model = make_checkpoint("llama", num_hidden_layers=2)
     paths = {"model_path": str(model), "data_path": str(FAQ), "save_path": str(tmp_path / "run")}
     sizes = {"max_seq_len": 64, "max_steps": 1, "train_batch_size": 4}
-    result = deepspeed(2, door, "--config", write_config(tmp_path / "run.yml", **keys | paths | sizes))
+    result = supervised(2, door, "--config", write_config(tmp_path / "run.yml", **keys | paths | sizes))
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert result.stdout.count(ignored) == 1
     assert len(metrics(tmp_path / "run")) == 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import FAQ, SHARED
-from tests.launching import deepspeed, metrics, topology, write_config
+from tests.launching import metrics, supervised, topology, write_config
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -58,7 +58,7 @@ def runs(
             scheduler={"type": "WarmupCosineLR", "params": {"warmup_num_steps": 3}},
             model_topo=topology([2, 1]),
         )
-        result = deepspeed(2, "train_ds.py", "--config", path)
+        result = supervised(2, "train_ds.py", "--config", path)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         logs[name] = result.stdout
         found[name] = metrics(path.with_suffix(""))

@@ -23,14 +23,14 @@ from models import load_model
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import FAQ
-from tests.launching import deepspeed, metrics, run, topology, torchrun, write_config
+from tests.launching import deepspeed, metrics, run, supervised, topology, torchrun, write_config
 from tests.models.helpers import assert_same_bits, joined, read_weights, side_files
 from training.model_card import write_card
 
 pytestmark = pytest.mark.launched
 
 PARTS = {(1, 1): [5], (2, 1): [2, 3], (1, 2): [5], (2, 2): [3, 2], (4, 1): [2, 1, 1, 1]}
-TIERS = {(2, 2): pytest.mark.slow, (1, 2): pytest.mark.longest, (4, 1): pytest.mark.longest}
+TIERS = {(1, 2): pytest.mark.slow, (2, 2): pytest.mark.longest, (4, 1): pytest.mark.longest}
 EVERYWHERE = [pytest.param(dims, marks=TIERS.get(dims, ())) for dims in PARTS]
 Runs = Callable[[tuple[int, int]], Path]
 STEPS = 6  # two epochs of 20 records in batches of 8
@@ -178,7 +178,7 @@ def test_every_option_at_once_agrees_between_one_and_two_stages(folder: Path, re
             model_topo=topology(dims),
             **OPTIONS,
         )
-        result = deepspeed(dims[0], "train_ds.py", "--config", path, "max_seq_len=160")
+        result = supervised(dims[0], "train_ds.py", "--config", path, "max_seq_len=160")
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         assert "cut to max_seq_len 160" in result.stdout
         lines = metrics(path.with_suffix(""))
@@ -204,7 +204,7 @@ def test_bf16_on_two_stages_learns_from_the_pipeline_layout(folder: Path, record
         bf16={"enabled": True},
         model_topo=topology((2, 1), [3, 2]),
     )
-    result = deepspeed(2, "train_ds.py", "--config", path)
+    result = supervised(2, "train_ds.py", "--config", path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     losses = [line["loss"] for line in metrics(path.with_suffix(""))]
     assert losses[-1] < 0.9 * losses[0], losses

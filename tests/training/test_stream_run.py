@@ -32,13 +32,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.launched
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_last_bit_and_tokenizes_nothing_twice(
-    make_checkpoint: Callable[..., Path], texts: Path, tmp_path: Path
+    make_checkpoint: Callable[..., Path], texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared: dict[str, Any] = {
         "model_path": str(make_checkpoint("llama")),
         "data_path": str(texts),
         "train_batch_size": 200,
-        "train_micro_batch_size_per_gpu": 10,
+        "train_micro_batch_size_per_gpu": 50,
         "max_seq_len": 64,
         "save_interval": 2,
         "model_topo": topology((2, 1)),
@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_to_the_last_bit_and_tokenizes_nothing_twice(
     left = list((tmp_path / "straight-cache" / "streams").glob("*/datasets/*"))
     assert not left, "removed when the run is done"
 
-    kill_after(7, killed)
+    kill_after(7, killed, monkeypatch)
     printed = finished(killed).stdout
     assert "resumed: " in printed
     assert "data: window 1, in epoch" not in printed

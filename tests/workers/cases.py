@@ -1,4 +1,4 @@
-"""Processes that stay and run cases for one test file after the other: started by the real launcher (`tests/ranks.py`).
+"""Processes that stay and run cases for one test file after the other: started as runs are (`tests/ranks.py`).
 
 usage: cases.py FOLDER OWNER. They wait for FOLDER/0, FOLDER/1 and so on, each with the name of a worker beside this
 file and the path of a JSON file, a list of {"name", "config", ...}. They call `run_case(case, config, folder)` of the
@@ -39,7 +39,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("owner", type=int)
-    parser.add_argument("--local_rank", type=int)
     arguments = parser.parse_args()
     threading.Thread(target=leave_with, args=[arguments.owner], daemon=True).start()
     for number in count():

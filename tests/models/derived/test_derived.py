@@ -112,6 +112,22 @@ def test_a_proof_is_logged_once_kept_for_the_next_start_and_made_again_where_it_
     assert read_spec(tmp_path / "model").family.proof == spec.family.proof
 
 
+def test_a_random_number_that_is_0_hides_no_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in ten million is, and thousands are looked at."""
+    write_small(tmp_path, "granite")
+    derive: Any = sys.modules[small_model.__module__]
+    make = derive.bare_model
+
+    def with_a_zero(*arguments: Any, **named: Any) -> Any:
+        model = make(*arguments, **named)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[derive.SAMPLE[0], 0] = 0
+        return model
+
+    monkeypatch.setattr(derive, "bare_model", with_a_zero)
+    assert read_spec(tmp_path).n_layers > 2
+
+
 def test_another_trait_is_proven_anew(tmp_path: Path) -> None:
     differences: list[dict[str, Any]] = [{}, {"vocab_size": 1000}, {"attention_bias": True}]
     for number, changes in enumerate(differences):

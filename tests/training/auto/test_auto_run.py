@@ -36,10 +36,6 @@ def test_a_dry_run_trains_nothing_and_the_next_start_trains_what_it_chose(
     assert resolved.model_topo == chosen.model_topo
     assert resolved.train_micro_batch_size_per_gpu == chosen.train_micro_batch_size_per_gpu
     assert resolved.bf16.enabled == chosen.bf16.enabled
-
-    resumed = run(sys.executable, *words, "max_steps=3")
-    assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
-    assert [line["step"] for line in metrics(save)] == [1, 2, 3]
     assert (save / "auto.yml").read_bytes() == written
 
 

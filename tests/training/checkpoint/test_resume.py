@@ -19,7 +19,7 @@ from tests.launching import (
     Launch,
     error_lines,
     metrics,
-    start_deepspeed,
+    start_supervised,
     steps_done,
     topology,
     trained_weights,
@@ -45,7 +45,6 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
     "2x2-fp32": ((2, 2), FP32 | {"zero_optimization": {"stage": 1}}, "llama"),
     "1x2-shared-rows": ((1, 2), BF16 | {"model_topo": topology((1, 2)) | {"sequence": 2}}, "bloom"),
 }
-SLOW = "2x1-bf16-dropout"  # the others take longest
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +62,19 @@ def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
     }
 
 
-def started(config: Path, *words: str) -> Launch:
+def started(config: Path, *words: str, script: str = "train_ds.py") -> Launch:
     """The run of a config whose name begins with its `dims`."""
     dims = config.stem.split("-")[0].split("x")
-    return start_deepspeed(int(dims[0]) * int(dims[1]), "train_ds.py", "--config", config, *words)
+    return start_supervised(int(dims[0]) * int(dims[1]), script, "--config", config, *words)
 
 
-def kill_after(step: int, config: Path) -> None:
-    """Start a run and kill all of its processes once it has reported a step."""
-    launch = started(config)
-    launch.until(lambda: steps_done(config) >= step)
+def kill_after(step: int, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a run and kill all of its processes after a step. Rank 0 waits in the next one: no test comes too late."""
+    with monkeypatch.context() as patch:
+        patch.setenv("FAULT", f"waits:0:{step + 1}")
+        patch.setenv("WAITS_FOR", "/nonexistent")
+        launch = started(config, script="tests/workers/faulty.py")
+    launch.until(lambda: steps_done(config) and step in dict(losses(config)))
     launch.kill()
 
 
@@ -99,16 +101,17 @@ def losses(config: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in metrics(config.with_suffix("")) if "loss" in line]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == SLOW else pytest.mark.longest) for name in CASES]
-)
-def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], records: Path, tmp_path: Path) -> None:
+@pytest.mark.longest  # test_background.py and tests/training/test_chaos.py have killed runs for `make test-slow`
+@pytest.mark.parametrize("name", CASES)
+def test_killed_run_goes_on_to_the_last_bit(
+    name: str, models: dict[str, Path], records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run that is killed evaluates as well, which must not change it."""
     shared = settings(models, records, name)
     straight = write_config(tmp_path / f"{name}.yml", **shared)
     killed = write_config(tmp_path / f"{name}-killed.yml", eval_data_path=str(records), eval_interval=3, **shared)
     finished(straight)
-    kill_after(12, killed)
+    kill_after(12, killed, monkeypatch)
     resumed = finished(killed).stdout
     assert "resumed: " in resumed
     if name.startswith("2x1"):  # steps were measured, and yet the parts stay: others would round otherwise
@@ -122,9 +125,9 @@ def test_killed_run_goes_on_to_the_last_bit(name: str, models: dict[str, Path], 
 
 
 def workers(launch: Launch) -> list[psutil.Process]:
-    """The processes that train, below the launchers."""
+    """The processes that train, below the supervisor and its agent."""
     _, *below = launch.family()
-    return [member for member in below if "--local_rank=0" in member.cmdline() or not member.children()]
+    return [member for member in below if "--config" in member.cmdline()]
 
 
 def resummed(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

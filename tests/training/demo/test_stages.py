@@ -29,6 +29,7 @@ from tests.launching import (
     error_lines,
     run,
     start_deepspeed,
+    supervised,
     topology,
     torchrun,
     write_config,
@@ -184,7 +185,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trained") / "run.yml"
     keys = {"model_topo": topology((2, 1), [1, 4]), "max_steps": 1}
     write_config(path, model_path=str(folder), data_path=str(FAQ), **keys)
-    done = deepspeed(2, "train_ds.py", "--config", path)
+    done = supervised(2, "train_ds.py", "--config", path)
     assert done.returncode == 0, done.stdout + done.stderr
     return path.with_suffix("")
 

@@ -12,7 +12,7 @@ import pytest
 
 from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import save_tokenizer
-from tests.launching import deepspeed, error_lines, topology, write_config
+from tests.launching import error_lines, supervised, topology, write_config
 from tests.models.checkpoint.test_quantized import to_fp8
 from tests.models.derived.cases import write_small
 from tests.models.helpers import change_config
@@ -113,7 +113,7 @@ def test_what_one_replica_cannot_read_ends_the_run_in_one_line(
         save_path=str(tmp_path / "run"),
         model_topo=topology((1, 2)),
     )
-    ended = deepspeed(2, "train_ds.py", "--config", path)
+    ended = supervised(2, "train_ds.py", "--config", path)
     assert ended.returncode != 0
     (line,) = error_lines(ended)
     assert "lm_head.weight is not the embedding" in line

@@ -19,7 +19,6 @@ from tests.launching import (
     error_lines,
     eventually,
     metrics,
-    run,
     start,
     steps_done,
     topology,
@@ -135,7 +134,4 @@ def test_of_two_starts_one_trains(time: int, config: Path) -> None:
     assert trained.returncode == 0, trained.stdout + trained.stderr
     run_folder = config.with_suffix("")
     assert [each["step"] for each in metrics(run_folder)] == list(range(1, STEPS + 1))
-    again = run(*words("runner", config))
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert len(metrics(run_folder)) == STEPS
     assert list(run_folder.glob(f"{LEASE}-*")) == []

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from models import load_model
 from tests.conftest import FAQ
-from tests.launching import deepspeed, error_lines, metrics, run, write_config
+from tests.launching import error_lines, metrics, run, supervised, write_config
 from training.any_model.config import PipelineConfig
 from training.checkpoint.folder import step_folder
 from training.config.yaml_file import checked, load_config
@@ -41,7 +41,7 @@ def test_a_run_and_what_comes_of_it(keys: dict[str, Any], tmp_path: Path) -> Non
     more = {"save_interval": 2, "keep_last": 5, "eval_interval": 2, "profile_steps": [2, 3], "export_hf": True}
     path = write_config(tmp_path / "run.yml", **keys, **more, model_topo=grid(1, 1, 2))
     save_path = path.with_suffix("")
-    first = deepspeed(2, "train_ds.py", "--config", path)
+    first = supervised(2, "train_ds.py", "--config", path)
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
     expected = metrics(save_path)
     last = expected[-1]["step"]
@@ -49,7 +49,7 @@ def test_a_run_and_what_comes_of_it(keys: dict[str, Any], tmp_path: Path) -> Non
     # Step by step again from the first checkpoint, to the last bit, although heads drop apart.
     for folder in [step_folder(save_path, step) for step in range(3, last + 1)]:
         shutil.rmtree(folder, ignore_errors=True)
-    again = deepspeed(2, "train_ds.py", "--config", path)
+    again = supervised(2, "train_ds.py", "--config", path)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert [line.get("loss") for line in metrics(save_path)] == [line.get("loss") for line in expected]
     exported = AutoModelForCausalLM.from_pretrained(save_path / "hf")
@@ -59,19 +59,19 @@ def test_a_run_and_what_comes_of_it(keys: dict[str, Any], tmp_path: Path) -> Non
     )
     planned = run(sys.executable, "train_ds.py", "--config", path, "--plan")
     assert "all-reduces of hidden states" in " ".join(planned.stdout.split())
-    other = deepspeed(2, "train_ds.py", "--config", path, "n_epoches=4", "model_topo.process_topology.dims=[2, 1, 1]")
+    other = supervised(2, "train_ds.py", "--config", path, "n_epoches=4", "model_topo.process_topology.dims=[2, 1, 1]")
     assert other.returncode == 0, other.stdout[-3000:] + other.stderr[-3000:]
     assert "1 replica, 2 processes to a layer; dividing" in other.stdout
 
 
 @pytest.mark.launched
-@pytest.mark.slow
+@pytest.mark.longest  # tests/models/test_tensor_parallel.py has the reasons
 def test_a_model_that_cannot_be_shared_is_refused(
     keys: dict[str, Any], make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     keys["model_path"] = str(make_checkpoint("llama", num_key_value_heads=1))
     path = write_config(tmp_path / "run.yml", **keys, model_topo=grid(1, 1, 2))
-    (message,) = set(error_lines(deepspeed(2, "train_ds.py", "--config", path)))
+    (message,) = set(error_lines(supervised(2, "train_ds.py", "--config", path)))
     assert (
         "model_topo.process_topology: 1 heads of keys (num_key_value_heads) are not enough for 2 processes" in message
     )

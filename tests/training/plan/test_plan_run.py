@@ -11,7 +11,7 @@ import yaml
 
 from models.api import read_spec
 from tests.conftest import FAQ
-from tests.launching import deepspeed, metrics, topology, write_config
+from tests.launching import metrics, supervised, topology, write_config
 from training.config.yaml_file import load_config
 from training.plan.inputs import Workload
 from training.plan.timing import calibrate
@@ -35,7 +35,7 @@ def test_a_run_divides_by_measured_costs(make_checkpoint: Callable[..., Path], t
     found = calibrate(config, read_spec(model), Workload.assumed(config))
     found.layers["5"] = (1e6, 1e6)  # a very slow head
     found.write(tmp_path / "run")
-    result = deepspeed(2, "train_ds.py", "--config", path)
+    result = supervised(2, "train_ds.py", "--config", path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "in 2 stages of [5, 1]" in result.stdout
     assert "parts: auto, by measured costs" in result.stdout

@@ -22,11 +22,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"model_topo": topology((2, 1))},
     "gemma4_text": {"model_topo": topology((2, 1)), "schedule": "dualpipev"},
 }
-MARKS = dict.fromkeys(RUNS, pytest.mark.longest) | {"qwen3_5_moe_text": pytest.mark.slow}
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("model_type", [pytest.param(each, marks=mark) for each, mark in MARKS.items()])
+@pytest.mark.longest  # test_prove.py has a proof for `make test-slow`
+@pytest.mark.parametrize("model_type", RUNS)
 def test_a_derived_family_is_proved(model_type: str, tmp_path: Path) -> None:
     write_small(tmp_path / "model", model_type)
     save_tokenizer(tmp_path / "model")
