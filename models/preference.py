@@ -28,10 +28,10 @@ from models.process_groups import ONE_RANK, RankGroup, add_up, summed
 
 # What is added up over pairs for the log, by trl's names.
 REWARD_MEASURES = ("rewards/accuracies", "rewards/chosen", "rewards/rejected")
-MEASURES = (*REWARD_MEASURES, "logps/chosen", "logps/rejected")
+MEASURES = (*REWARD_MEASURES, "logps/chosen", "logps/rejected", "logps/accuracies")
 CLASS_MEASURES = ("accuracy",)
 # Of desirable answers (chosen) and undesirable ones (rejected); each counts 0 in the sums of the other class.
-UNPAIRED_MEASURES = ("desirable", "kl", *REWARD_MEASURES[1:], *MEASURES[3:])
+UNPAIRED_MEASURES = ("desirable", "kl", *REWARD_MEASURES[1:], *MEASURES[3:5])
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ class PreferenceLoss:
         pairs = [numbers.view(-1, 2) for numbers in (sums, facts[:, 0], lengths)]
         scores = self._objective.scores(*pairs)
         rewards = self._objective.beta * scores
-        counted = torch.cat([rewards[:, :1] > rewards[:, 1:], rewards, pairs[0]], dim=1)
+        right, likelier = (each[:, :1] > each[:, 1:] for each in (rewards, pairs[0]))
+        counted = torch.cat([right, rewards, pairs[0], likelier], dim=1)
         return LOSSES[self._objective.loss](self._objective, scores), counted
 
 

@@ -137,7 +137,9 @@ def test_the_numbers_for_the_log(name: str) -> None:
     n_pairs, *sums = loss.take().tolist()
     correct = int((rewards[:, 0] > rewards[:, 1]).sum())
     assert 0 < correct < PAIRS
-    expected = [correct, *rewards.sum(0).tolist(), *logps.sum(0).tolist()]
+    likelier = int((logps[:, 0] > logps[:, 1]).sum())
+    assert 0 < likelier < PAIRS
+    expected = [correct, *rewards.sum(0).tolist(), *logps.sum(0).tolist(), likelier]
     assert n_pairs == PAIRS and sums == pytest.approx(expected, rel=1e-5)
     assert loss.take().tolist() == [0.0] * (1 + len(MEASURES))
 
