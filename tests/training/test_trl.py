@@ -52,7 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # ours, and theirs
         {"trainer": "CPO", "loss_type": "simpo", "simpo_gamma": 0.6, "cpo_alpha": 0.0},
     ),
 }
-MARKED = {
+MARKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kto": (
         {"loss": "kto", "desirable_weight": 1.3, "undesirable_weight": 0.8},
         {"trainer": "KTO", "loss_type": "kto", "desirable_weight": 1.3, "undesirable_weight": 0.8},
