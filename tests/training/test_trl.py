@@ -126,8 +126,8 @@ def marked(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         for number in range(8)
     ]
     ours.write_text(json.dumps(made))
-    how = {"preference": Wanted("marked"), "cache_dir": folder}
-    samples = load_dataset(str(ours), models["kto"], 256, Prompts("chat_template"), **how)  # type: ignore[arg-type]
+    inputs = str(ours), models["kto"], 256, Prompts("chat_template")
+    samples = load_dataset(*inputs, preference=Wanted("marked"), cache_dir=folder)
     partners, order = Mismatched(samples, 256).partners.tolist(), [0]
     while (after := partners[order[-1]]) != 0:
         order.append(after)
