@@ -15,6 +15,8 @@ from tempfile import mkdtemp
 from types import TracebackType
 from typing import Any
 
+import yaml
+
 from data.sample_set import Sample
 from tests.launching import Launch, start_supervised
 
@@ -59,6 +61,13 @@ class Ranks:
             launch.kill()
             raise
         self._sets[processes] = launch, notes, number + 1
+
+    def train(self, processes: int, config: Path, kind: str = "pipeline") -> dict[str, Any]:
+        """Run the job of a config's file in N processes; return what tests/workers/jobs.py says of it."""
+        keys = yaml.safe_load(config.read_text(encoding="utf-8"))
+        self.run(processes, "jobs", [{"name": config.stem, "kind": kind, "config": keys, "events": {}}], config.parent)
+        outcome: dict[str, Any] = json.loads(config.with_suffix(".json").read_text())
+        return outcome
 
     def _start(self, processes: int) -> tuple[Launch, Path, int]:
         notes = Path(mkdtemp(dir=self._folder))

@@ -1,8 +1,8 @@
 """Twenty steps on real records, packed and unpacked: the same loss and gradient at every step, with less padding.
 
 The mixture is worked maths problems, questions on English and Chinese articles, dialogues with tools in both languages,
-and Chinese instructions; where `../shared/data` is absent, the shipped records. Both runs go through the launcher with
-two stages, and both take their own steps: an error of the first one would grow.
+and Chinese instructions; where `../shared/data` is absent, the shipped records. Both runs have two stages, and both
+take their own steps: an error of the first one would grow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.conftest import FAQ, SHARED
-from tests.launching import metrics, supervised, topology, write_config
+from tests.launching import metrics, topology, write_config
+from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -38,7 +39,7 @@ def logs() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def runs(
-    make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, logs: dict[str, str]
+    ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, logs: dict[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
     """The metrics of both runs."""
     folder = tmp_path_factory.mktemp("mixture")
@@ -58,9 +59,9 @@ def runs(
             scheduler={"type": "WarmupCosineLR", "params": {"warmup_num_steps": 3}},
             model_topo=topology([2, 1]),
         )
-        result = supervised(2, "train_ds.py", "--config", path)
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-        logs[name] = result.stdout
+        outcome = ranks.train(2, path)
+        assert outcome["error"] is None
+        logs[name] = outcome["printed"]
         found[name] = metrics(path.with_suffix(""))
     return found
 

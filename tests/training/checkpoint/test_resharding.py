@@ -1,6 +1,6 @@
 """A checkpoint resumes on other stages, parts, replicas and ZeRO stages: same state to the bit, same losses.
 
-The processes of a launch serve all cases of their number (tests/workers/topology.py); one test starts train_ds.py.
+The processes of a launch serve all cases of their number (tests/workers/topology.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.api import read_spec
 from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from tests.conftest import FAQ
-from tests.launching import metrics, supervised, topology, write_config
+from tests.launching import metrics, topology, write_config
 from tests.ranks import Ranks
 from tests.workers.topology import SAVED_AT, STEPS
 from training.checkpoint.folder import CheckpointRecord, step_folder
@@ -236,23 +236,23 @@ def test_the_same_topology_resumes_to_the_last_bit(source: str, name: str, folde
 
 
 @pytest.mark.slow
-def test_train_ds_resumes_on_another_topology(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_resumes_on_another_topology(ranks: Ranks, models: dict[str, Path], tmp_path: Path) -> None:
     """One line says what happens, and the next checkpoint is one of the new topology."""
     records = tmp_path / "records.json"
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
-    keys = {"model_path": str(models["tied"]), "data_path": str(records), "n_epoches": 3, "from_scratch": True}
-    path = write_config(tmp_path / "run.yml", **keys, save_interval=2, keep_last=5, model_topo=topology((2, 1)))
-    first = supervised(2, "train_ds.py", "--config", path)
-    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    keys: dict[str, Any] = {"model_path": str(models["tied"]), "data_path": str(records), "from_scratch": True}
+    keys |= {"n_epoches": 3, "save_interval": 2, "keep_last": 5}
+    path = write_config(tmp_path / "run.yml", **keys, model_topo=topology((2, 1)))
+    assert ranks.train(2, path)["error"] is None
     expected = [line["loss"] for line in metrics(path.with_suffix(""))]
     for step in (4, 6):
         shutil.rmtree(step_folder(path.with_suffix(""), step))
-    again = supervised(1, "train_ds.py", "--config", path, "model_topo.process_topology.dims=[1, 1]")
-    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    again = ranks.train(1, write_config(path, **keys, model_topo=topology((1, 1))))
+    assert again["error"] is None
     assert (
         "step-000002 was saved in 2 stages of [3, 2], ZeRO stage 1, 1 replica; dividing its weights and optimizer "
         "states anew: in 1 stage of [5], ZeRO stage 1, 1 replica; dropout, if any, draws other numbers"
-    ) in again.stdout
+    ) in again["printed"]
     losses = [line["loss"] for line in metrics(path.with_suffix(""))]
     assert losses == pytest.approx(expected, rel=1e-5)
     record = CheckpointRecord.read(step_folder(path.with_suffix(""), 6))

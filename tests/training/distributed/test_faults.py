@@ -178,32 +178,8 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, outcomes: dict[str
     assert outcome["after_good"] < outcome["before"]
 
 
-Job = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def job(ranks: Ranks, tmp_path: Path) -> Job:
-    """A function that runs a job of two stages on data.json and returns its outcome."""
-
-    def run(**keys: Any) -> dict[str, Any]:
-        config = {
-            "data_path": str(tmp_path / "data.json"),
-            "save_path": str(tmp_path / "run"),
-            "train_batch_size": 8,
-            "max_seq_len": 256,
-            "optimizer": {"params": {"lr": 1.0e-3}},
-            "model_topo": topology((2, 1)),
-            "n_epoches": 9,
-        }
-        ranks.run(2, "jobs", [{"name": "job", "kind": "pipeline", "config": config | keys, "events": {}}], tmp_path)
-        outcome: dict[str, Any] = json.loads((tmp_path / "job.json").read_text())
-        return outcome
-
-    return run
-
-
 @pytest.mark.slow
-def test_records_that_make_nan_are_named(job: Job, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_records_that_make_nan_are_named(ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = make_checkpoint("llama", tie_word_embeddings=False)
     tokenizer = load_tokenizer(model)
     faq = FAQ.read_text(encoding="utf-8")
@@ -212,7 +188,15 @@ def test_records_that_make_nan_are_named(job: Job, make_checkpoint: Callable[...
     for number in (3, 6):
         records[number - 1] = {"type": "instruct", "instruct": f"What does {SIGN} mean?", "output": "A paragraph."}
     (tmp_path / "data.json").write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
-    outcome = job(model_path=str(model), max_bad_steps=2)
+    config = write_config(
+        tmp_path / "run.yml",
+        model_path=str(model),
+        data_path=str(tmp_path / "data.json"),
+        model_topo=topology((2, 1)),
+        n_epoches=9,
+        max_bad_steps=2,
+    )
+    outcome = ranks.train(2, config)
     line = outcome["error"]
     assert "step 2: the loss is nan" in line and "2 steps in a row" in line
     assert line.endswith(f"no finite loss from {tmp_path}/data.json: record 3, {tmp_path}/data.json: record 6")
@@ -229,11 +213,19 @@ def test_records_that_make_nan_are_named(job: Job, make_checkpoint: Callable[...
     ids=["dynamic", "static"],
 )
 def test_a_loss_scale_that_cannot_fall_is_no_endless_search(
-    scale: dict[str, Any], job: Job, make_checkpoint: Callable[..., Path], tmp_path: Path
+    scale: dict[str, Any], ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """A gradient that overflows is left out while fp16 finds its scale; at the least scale it is a bad step."""
     (tmp_path / "data.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:8]), encoding="utf-8")
-    line = job(model_path=str(make_checkpoint("llama")), fp16={"enabled": True} | scale)["error"]
+    config = write_config(
+        tmp_path / "run.yml",
+        model_path=str(make_checkpoint("llama")),
+        data_path=str(tmp_path / "data.json"),
+        model_topo=topology((2, 1)),
+        fp16={"enabled": True} | scale,
+        n_epoches=9,
+    )
+    line = ranks.train(2, config)["error"]
     assert "the gradient's norm inf at a loss scale of 1.09951e+12; ended after 3 steps in a row" in line
     assert "expected a lower learning rate or fp32" in line
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]

@@ -19,7 +19,8 @@ from data.loader import Loader
 from data.packing import Packing
 from data.sample_set import InMemory
 from tests.conftest import FAQ
-from tests.launching import metrics, supervised, topology, write_config
+from tests.launching import metrics, topology, write_config
+from tests.ranks import Ranks
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.schedule.instructions import InstructionReader, Message
@@ -138,7 +139,7 @@ def test_every_batch_has_enough_micro_batches(packing: Packing, size: int, repli
 
 @pytest.mark.launched
 @pytest.mark.slow
-def test_a_run_with_evaluation_and_export(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_with_evaluation_and_export(ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Its losses are those of one process, in training and in evaluation; batches of one sample are enough."""
     records = tmp_path / "records.json"
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:9]), encoding="utf-8")
@@ -150,8 +151,7 @@ def test_a_run_with_evaluation_and_export(make_checkpoint: Callable[..., Path], 
     single = write_config(tmp_path / "single.yml", **keys)
     dualpipev = write_config(tmp_path / "dualpipev.yml", **keys, schedule="dualpipev", model_topo=topology((2, 1)))
     for processes, path in ((1, single), (2, dualpipev)):
-        result = supervised(processes, "train_ds.py", "--config", path)
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        assert ranks.train(processes, path)["error"] is None
         assert (path.with_suffix("") / "hf" / "config.json").is_file()
     expected, found = (metrics(path.with_suffix("")) for path in (single, dualpipev))
     for name in ("loss", "eval_loss", "grad_norm"):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from models import load_model
 from tests.conftest import FAQ
 from tests.launching import error_lines, metrics, run, supervised, write_config
+from tests.ranks import Ranks
 from training.any_model.config import PipelineConfig
 from training.checkpoint.folder import step_folder
 from training.config.yaml_file import checked, load_config
@@ -37,20 +38,18 @@ def keys(make_checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]
 
 @pytest.mark.launched
 @pytest.mark.slow
-def test_a_run_and_what_comes_of_it(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_and_what_comes_of_it(ranks: Ranks, keys: dict[str, Any], tmp_path: Path) -> None:
     more = {"save_interval": 2, "keep_last": 5, "eval_interval": 2, "profile_steps": [2, 3], "export_hf": True}
     path = write_config(tmp_path / "run.yml", **keys, **more, model_topo=grid(1, 1, 2))
     save_path = path.with_suffix("")
-    first = supervised(2, "train_ds.py", "--config", path)
-    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    assert ranks.train(2, path)["error"] is None
     expected = metrics(save_path)
     last = expected[-1]["step"]
     assert not list(save_path.glob("step-*/*model_0*-model_states.pt"))
     # Step by step again from the first checkpoint, to the last bit, although heads drop apart.
     for folder in [step_folder(save_path, step) for step in range(3, last + 1)]:
         shutil.rmtree(folder, ignore_errors=True)
-    again = supervised(2, "train_ds.py", "--config", path)
-    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    assert ranks.train(2, path)["error"] is None
     assert [line.get("loss") for line in metrics(save_path)] == [line.get("loss") for line in expected]
     exported = AutoModelForCausalLM.from_pretrained(save_path / "hf")
     trained = load_model(step_folder(save_path, last))
@@ -59,9 +58,8 @@ def test_a_run_and_what_comes_of_it(keys: dict[str, Any], tmp_path: Path) -> Non
     )
     planned = run(sys.executable, "train_ds.py", "--config", path, "--plan")
     assert "all-reduces of hidden states" in " ".join(planned.stdout.split())
-    other = supervised(2, "train_ds.py", "--config", path, "n_epoches=4", "model_topo.process_topology.dims=[2, 1, 1]")
-    assert other.returncode == 0, other.stdout[-3000:] + other.stderr[-3000:]
-    assert "1 replica, 2 processes to a layer; dividing" in other.stdout
+    other = ranks.train(2, write_config(path, **keys | {"n_epoches": 4}, **more, model_topo=grid(2, 1, 1)))
+    assert other["error"] is None and "1 replica, 2 processes to a layer; dividing" in other["printed"]
 
 
 @pytest.mark.launched
