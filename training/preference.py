@@ -71,12 +71,12 @@ class Preferences(Callback):
         self._missing = [("data", task.dataset, [task.loader])]
         if task.held_out is not None and evaluation:
             self._missing += [("evaluation data", task.held_out, list(evaluation.loaders.values()))]
-        self._start = _from_first(partial(_digest_start, job.config, task))
+        self._start = from_first(partial(_digest_start, job.config, task))
         self._folder = job.save_path if job.disk.owns_folder else None
         for each in tuple(self._missing):
             what, dataset, loaders = each
             places = [folder / self._name(dataset) for folder in (job.save_path, dataset.folder)]
-            known = _from_first(partial(_read, places, len(dataset)))
+            known = from_first(partial(_read, places, len(dataset)))
             if known is not None:
                 self._missing.remove(each)
                 self._use(known, dataset, loaders)
@@ -97,10 +97,10 @@ class Preferences(Callback):
             run.progress.log.print(f"reference: log-probabilities of the {what} computed in {took}")
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
-        metrics.measures |= _measures(run.trainer)
+        metrics.measures |= measures_of(run.trainer)
 
     def on_evaluation(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        found = _measures(run.trainer)
+        found = measures_of(run.trainer)
         right = found[loss_of(run.trainer).measures[0]]
         metrics |= {"eval_error": 1 - right} | {f"eval_{name}": value for name, value in found.items()}
 
@@ -153,12 +153,12 @@ def log_probabilities(
 
 
 def loss_of(trainer: Trainer) -> Any:
-    """Return the loss of a trainer's model: a `PreferenceLoss` or a `ScoreLoss`."""
+    """Return the loss of a trainer's model: a `PreferenceLoss`, a `ScoreLoss` or a `DistillationLoss`."""
     return trainer.engine.module.micro_batch_loss
 
 
-def _measures(trainer: Trainer) -> dict[str, float]:
-    """Average over the pairs or documents since the last call what their losses counted; all ranks call it together."""
+def measures_of(trainer: Trainer) -> dict[str, float]:
+    """Average what the loss counted of pairs, documents or tokens since the last call; all ranks call it together."""
     loss = loss_of(trainer)
     totals = loss.take().to(trainer.engine.device)
     distributed.all_reduce(totals)  # ranks that share a row count it alike
@@ -188,7 +188,7 @@ def _read(places: Sequence[Path], samples: int) -> Sums | None:
     return None
 
 
-def _from_first(make: Callable[[], Value]) -> Value:
+def from_first(make: Callable[[], Value]) -> Value:
     """Return what rank 0 makes, on all ranks, which call it together."""
     made: list[Any] = [None]
     with agreed():

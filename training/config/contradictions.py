@@ -39,6 +39,7 @@ def contradictions(config: Any) -> Iterator[str]:
     yield from _of_adapters(config)
     yield from _of_preference(config)
     yield from _of_scores(config)
+    yield from _of_distillation(config)
     yield from of_optimizer(config)
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
@@ -134,6 +135,16 @@ def _of_scores(config: Any) -> Iterator[str]:
         yield f"{key}: adapters are trained of language models only; expected no lora, or freeze"
     if config.model_topo.tensor > 1:
         yield f"{key}: a row of scores cannot be divided; expected no model axis"
+
+
+def _of_distillation(config: Any) -> Iterator[str]:
+    if not config.distillation:
+        return
+    for key in ("preference", "labels"):
+        if getattr(config, key):
+            yield f"distillation: a teacher says what comes next, and {key} has a loss of its own; expected one of them"
+    if config.stream_gb:
+        yield "stream_gb: a teacher reads all records before the first step; expected no stream_gb, or no distillation"
 
 
 def of_optimizer(config: Any) -> Iterator[str]:

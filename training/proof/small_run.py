@@ -158,8 +158,9 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     for name in ("bf16", "fp16"):
         if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
             raise ConfigError(f"--prove: {name}.{key} leaves no fp32 weights to compare; expected none of it")
-    if config.preference:
-        raise ConfigError("--prove: proves fine-tuning; expected preference=null beside it, to prove all other keys")
+    for key in ("preference", "distillation"):
+        if getattr(config, key):
+            raise ConfigError(f"--prove: proves fine-tuning; expected {key}=null beside it, to prove all other keys")
     values, before, lr = config.dump(), config.model_topo, config.optimizer.params.get("lr", LR)
     exact_router = spec.has_experts and training_dtype(config) is not torch.float32
     ordered = torch.cuda.is_available() and not config.deterministic
