@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -82,6 +83,7 @@ class Loader:
     Attributes:
         reference: [n, 1 or 2], log-probabilities of each sample's documents under the reference, where they are known.
         mismatched: the same samples with answers to other prompts, where the loss needs them (`data.mismatch`).
+        soft: [trained tokens, ...], what a teacher says of each, sample by sample; sent along where it is given.
     """
 
     knows_lengths: ClassVar[bool] = True  # of all samples, before the first step
@@ -106,6 +108,7 @@ class Loader:
         self.preference = preference
         self.reference: NDArray[numpy.float32] | None = None
         self.mismatched: Loader | None = None
+        self.soft: Any = None
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.replicas = replicas
@@ -157,7 +160,7 @@ class Loader:
         sum over samples, and `token_scale` for one over the trained tokens of their first documents. `documents`
         [B, S] int64 numbers the micro-batch's documents row by row, -1 for padding: of pair i, 2i is chosen and 2i + 1
         rejected. `facts` [documents, 2] fp32 are a document's reference log-probability (0 if unknown) and its
-        sample's value.
+        sample's value. With `soft` it is `(labels, scale, share, soft)`, a row for each label in their order.
         """
         n_losses = batch.n_micro_batches * self.replicas
         count = batch.pairs if self.preference else batch.supervised
@@ -168,7 +171,8 @@ class Loader:
             input_ids, position_ids, labels = self._collate(rows)
             tokens = sum(self._tokens(row) for row in rows)
             share = torch.tensor(n_losses * tokens / max(batch.tokens, 1), dtype=torch.float32)
-            more = (*self._documents(rows), token_scale) if self.preference else ()
+            more: tuple[Tensor, ...] = (*self._documents(rows), token_scale) if self.preference else ()
+            more = more if self.soft is None else (self._soft_targets(rows),)
             yield (input_ids, position_ids), (labels, scale, share, *more)
 
     def shapes(self, batch: GlobalBatch, replica: int) -> list[tuple[int, int]]:
@@ -275,6 +279,16 @@ class Loader:
                     facts.append((known[place], value))
                     begin += length
         return documents, torch.tensor(facts, dtype=torch.float32).reshape(-1, 2)
+
+    @cached_property
+    def first_tokens(self) -> NDArray[numpy.int64]:
+        """Return [n + 1], the number of each sample's first trained token, counted sample by sample, and their sum."""
+        return numpy.append(0, numpy.cumsum(self.data.supervised, dtype=numpy.int64))
+
+    def _soft_targets(self, rows: Rows) -> Tensor:
+        first = self.first_tokens
+        parts = [self.soft[first[number] : first[number + 1]] for row in rows for number in row]
+        return torch.from_numpy(numpy.concatenate(parts or [self.soft[0:0]]))
 
     def _reference_of(self, number: int) -> list[float]:
         return [0.0, 0.0] if self.reference is None else self.reference[number].tolist()

@@ -26,6 +26,7 @@ from torch import Tensor, distributed
 
 from models.attention.kernels import AMPERE
 from models.process_groups import ONE_RANK, RankGroup, add_up
+from models.soft_targets import SoftPart, SoftTargets
 
 CPU_CHUNK, GPU_CHUNK = 2**28, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
 HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 has no numbers below 6e-8
@@ -45,6 +46,7 @@ def linear_cross_entropy(
     ranks: RankGroup = ONE_RANK,
     words: int = 0,
     weigh: Weigh | None = None,
+    soft: SoftTargets | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of the logits `hidden @ weight.T` over tokens, in fp32.
 
@@ -56,6 +58,7 @@ def linear_cross_entropy(
         z_loss_weight: weight of (max log-softmax)^2, summed likewise.
         ranks, words: the ranks that share the vocabulary, and V where there are several.
         weigh: gets the cross-entropy of each token and returns how often it counts; each once where absent.
+        soft: the loss of each token is that of `models.soft_targets`; not with `weigh`.
 
     Returns:
         A scalar, the same for all ranks. Its backward pass can run once.
@@ -66,10 +69,10 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(kind, enabled=False):  # it would round the sums
         if torch.is_grad_enabled():
-            options = cap, z_loss_weight, ranks, words, weigh
+            options = cap, z_loss_weight, ranks, words, weigh, soft
             loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, *options)
             return loss
-        return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words, weigh).loss
+        return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words, weigh, soft).loss
 
 
 def chunk_tokens(words: int, on_cpu: bool) -> int:
@@ -90,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         assert sums is not None, "the gradients were scaled in place by an earlier backward pass"
         factor = gradients[0] / sums.scale
         found = (sums.hidden_gradient, sums.weight_gradient)
-        return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), *(6 * [None])
+        return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), *(7 * [None])
 
 
 class _Softmax(NamedTuple):
@@ -103,6 +106,7 @@ class _Softmax(NamedTuple):
         targets: [T, 1], from this rank's first word; where `here` is false, of another rank.
         loss, log_total, total: [T, 1]; the cross-entropy and the sum of the exponentials.
         largest, shared: which words have the largest logit, and how many; only for a z-loss.
+        soft: of the soft targets, if there are any; then the loss is theirs.
     """
 
     place: slice
@@ -115,6 +119,7 @@ class _Softmax(NamedTuple):
     total: Tensor
     largest: Tensor | None
     shared: Tensor
+    soft: SoftPart | None
 
 
 class _Sums:
@@ -130,11 +135,12 @@ class _Sums:
         ranks: RankGroup,
         words: int,
         weigh: Weigh | None = None,
+        soft: SoftTargets | None = None,
         hidden_wanted: bool = False,
         weight_wanted: bool = False,
     ) -> None:
         self._hidden, self._weight, self._targets = hidden, weight, targets
-        self._cap, self._z_loss_weight, self._ranks = cap, z_loss_weight, ranks
+        self._cap, self._z_loss_weight, self._ranks, self._soft = cap, z_loss_weight, ranks, soft
         self._own = ranks.part(words or len(weight))
         self._wanted = hidden_wanted or weight_wanted
         self.scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
@@ -179,10 +185,11 @@ class _Sums:
 
     def _open(self, chunk: slice) -> tuple[Tensor, Iterator[_Softmax]]:
         """Compute the logits of a chunk, [T, V], and their softmax part by part."""
-        logits, targets = _logits(self._hidden[chunk], self._weight), self._targets[chunk, None]
+        logits, targets = fp32_logits(self._hidden[chunk], self._weight), self._targets[chunk, None]
         in_cache = logits.is_cpu and self._ranks.size == 1  # as ranks would wait for each other each time
         rows = max(CPU_CACHE // (4 * len(self._weight)), 1) if in_cache else len(logits)
-        return logits, (self._softmax(part, logits[part], targets[part]) for part in _slices(len(logits), rows))
+        parts = _slices(len(logits), rows)
+        return logits, (self._softmax(part, logits[part], targets[part], chunk.start) for part in parts)
 
     def _add(self, chunk: slice, logits: Tensor, parts: Iterable[_Softmax], counts: Tensor | None = None) -> None:
         """Add the gradients of a chunk and, without `counts` [T, 1], its loss."""
@@ -203,8 +210,8 @@ class _Sums:
             add_product(self.weight_gradient, slopes.T, self._hidden[chunk], self.scale, beta)
         self._empty = False
 
-    def _softmax(self, place: slice, logits: Tensor, targets: Tensor) -> _Softmax:
-        """Take logits [T, V] to their exponentials, in place."""
+    def _softmax(self, place: slice, logits: Tensor, targets: Tensor, first: int) -> _Softmax:
+        """Take logits [T, V] to their exponentials, in place; `first` is their chunk's first token."""
         uncapped = logits
         if self._cap is not None:
             logits = uncapped.div_(self._cap).tanh_() * self._cap
@@ -215,6 +222,9 @@ class _Sums:
         here = (targets >= self._own.start) & (targets < self._own.stop)
         targets = (targets - self._own.start).masked_fill(~here, 0)
         at_target = logits.gather(-1, targets) * here
+        begin = first + place.start
+        rows = slice(begin, begin + len(logits))
+        soft = SoftPart(self._soft, rows, logits, self._own, self._ranks) if self._soft else None
         largest = logits == 0 if self._z_loss_weight else None
         shared = top.new_zeros(()) if largest is None else largest.sum(dim=-1, keepdim=True)
         total = logits.exp_().sum(dim=-1, keepdim=True)
@@ -222,20 +232,24 @@ class _Sums:
             at_target, total, shared = add_up(torch.stack([at_target, total, shared.expand_as(total)]), self._ranks)
         log_total = total.log()  # the largest logit is 0 now, so the largest log-softmax is minus this
         loss = log_total - at_target
-        return _Softmax(place, logits, uncapped, targets, here, loss, log_total, total, largest, shared)
+        loss = soft.loss(loss, log_total) if soft else loss
+        return _Softmax(place, logits, uncapped, targets, here, loss, log_total, total, largest, shared, soft)
 
     def _differentiate(self, part: _Softmax, count: Tensor | float) -> None:
         """Make the chunk's logits the gradient of the loss, of which each token counts `count` times."""
         logits, pull = part.logits, 2 * self._z_loss_weight * part.log_total
-        logits.mul_((count + pull) / part.total)
-        logits.scatter_add_(-1, part.targets, -count * part.here)
+        plain, hard = (self._soft.plain, self._soft.hard) if self._soft else (count, count)
+        logits.mul_((plain + pull) / part.total)
+        logits.scatter_add_(-1, part.targets, -hard * part.here)
+        if part.soft:
+            part.soft.differentiate(logits)
         if part.largest is not None:  # equal ones share, as torch's amax has it
             logits.sub_(part.largest * (pull / part.shared))
         if self._cap is not None:
             part.chunk_logits.square_().neg_().add_(1).mul_(logits)
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Compute hidden @ weight.T in fp32; a CPU widens 16 bits a few words at a time."""
     if not hidden.is_cpu or hidden.dtype == torch.float32:
         return _product(hidden, weight.T)

@@ -27,6 +27,7 @@ from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.preflight import check_model
+from training.teacher import read_teacher
 from training.topology import Division
 from training.trained import adapter_file, check_same_base, describe_trained, with_trained
 
@@ -41,15 +42,17 @@ class LanguageModel(Task):
     Attributes:
         dataset: the records to train on.
         held_out: the records to evaluate on, if any.
+        teacher: the folder and the spec of the model to learn from, if there is one (`distillation`).
     """
 
     spec: ModelSpec
     model_folder: Path
     dataset: Dataset
+    teacher: tuple[Path, ModelSpec] | None = None
     loader_kind: ClassVar[type[Loader]] = Loader
 
     def __init__(self, kind: type[Trainer], read_spec: Callable[[Path], ModelSpec]) -> None:
-        self._kind, self._read_spec = kind, read_spec
+        self.kind, self._read_spec = kind, read_spec
         self.in_stages = kind.in_stages
 
     @property
@@ -73,6 +76,7 @@ class LanguageModel(Task):
         check_fp8(config, spec)
         check_sharing(config, spec)
         reader = RecordReader(config, folder, log)
+        self.teacher = read_teacher(config, spec, reader, self._read_spec) if config.distillation else None
         self.dataset, held_out = self._sets(config, reader)
         self.held_out = held_out
         self.loader = training_loader(self.dataset, config, spec, self.loader_kind)
@@ -112,6 +116,8 @@ class LanguageModel(Task):
 
     def check_weights(self, job: Job) -> None:
         check_model(self.model_folder, weights=job.progress.checkpoint is None and not job.config.from_scratch)
+        if self.teacher:
+            check_model(self.teacher[0], True, "distillation.teacher")
 
     def divide(self, config: TrainConfig) -> Division:
         return split_as_configured(config, self.spec, self.in_stages)
@@ -123,7 +129,7 @@ class LanguageModel(Task):
         checkpoint, config = job.progress.checkpoint, job.config
         if checkpoint:
             config = config.model_copy(update={"from_scratch": False})
-        return self._kind.build(config, self.spec, checkpoint or self.model_folder, job.division)
+        return self.kind.build(config, self.spec, checkpoint or self.model_folder, job.division)
 
     def origin(self, sample: int) -> str:
         return self.dataset.origin(sample)

@@ -11,6 +11,7 @@ from models.api import read_spec
 from training.bad_steps import BadSteps
 from training.callbacks import Callback
 from training.config.keys import TrainConfig
+from training.distillation import Distillation
 from training.distributed.freed_memory import BoundedMemory
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
@@ -62,9 +63,10 @@ def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
     """List the callbacks of a language model's run."""
     planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
     preferences: list[Callback] = [Preferences(task)] if config.wanted else []
+    taught: list[Callback] = [Distillation(task)] if config.distillation else []
     measured: list[Callback] = [Feedback(task)] if task.in_stages and config.schedule != WEIGHT_STREAMING else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
-    return [*planned, *preferences, *run_options(config), *measured, *exported]
+    return [*planned, *preferences, *taught, *run_options(config), *measured, *exported]
 
 
 def run_options(config: TrainConfig) -> list[Callback]:

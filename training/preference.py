@@ -85,13 +85,13 @@ class Preferences(Callback):
                 mismatched = mismatched_loader(dataset, job.config, what)
                 for loader in loaders:
                     loader.mismatched = mismatched
-        self._start = _from_first(partial(_digest_start, job.config, task))
+        self._start = from_first(partial(_digest_start, job.config, task))
         self._folder = job.save_path if job.disk.owns_folder else None
         for each in tuple(self._missing):
             what, dataset, loaders = each
             name = self._name(dataset, loaders)
             places = [folder / name for folder in (job.save_path, dataset.folder)]
-            known = _from_first(partial(_read, places, len(dataset)))
+            known = from_first(partial(_read, places, len(dataset)))
             if known is not None:
                 self._missing.remove(each)
                 self._use(known, dataset, loaders)
@@ -123,10 +123,10 @@ class Preferences(Callback):
         yield
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
-        metrics.measures |= _measures(run.trainer)
+        metrics.measures |= measures_of(run.trainer)
 
     def on_evaluation(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        found = _measures(run.trainer)
+        found = measures_of(run.trainer)
         right = found.get("rewards/accuracies", found.get("accuracy"))  # which KTO does not have
         error = {} if right is None else {"eval_error": 1 - right}
         metrics |= error | {f"eval_{name}": value for name, value in found.items()}
@@ -225,12 +225,12 @@ def _of_batch(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> tuple[lis
 
 
 def loss_of(trainer: Trainer) -> Any:
-    """Return the loss of a trainer's model: a `PreferenceLoss` or a `ScoreLoss`."""
+    """Return the loss of a trainer's model: a `PreferenceLoss`, a `ScoreLoss` or a `DistillationLoss`."""
     return trainer.engine.module.micro_batch_loss
 
 
-def _measures(trainer: Trainer) -> dict[str, float]:
-    """Average over the pairs or documents since the last call what their losses counted; all ranks call it together."""
+def measures_of(trainer: Trainer) -> dict[str, float]:
+    """Average what the loss counted of pairs, documents or tokens since the last call; all ranks call it together."""
     loss = loss_of(trainer)
     totals = loss.take().to(trainer.engine.device)
     distributed.all_reduce(totals)  # ranks that share a row count it alike
@@ -264,7 +264,7 @@ def _read(places: Sequence[Path], samples: int) -> Sums | None:
     return None
 
 
-def _from_first(make: Callable[[], Value]) -> Value:
+def from_first(make: Callable[[], Value]) -> Value:
     """Return what rank 0 makes, on all ranks, which call it together."""
     made: list[Any] = [None]
     with agreed():

@@ -48,16 +48,14 @@ def check_setup(config: TrainConfig, log: Console) -> None:
         log.print(f"warning: the clock of host {host} is {ahead:+.0f} s from rank 0's; so are times in logs and files")
 
 
-def check_model(folder: Path, weights: bool) -> None:
+def check_model(folder: Path, weights: bool, key: str = "model_path") -> None:
     """Check that every host has the same config and tokenizer files and, with `weights`, the same weight files."""
     suffixes = CONFIG + WEIGHTS if weights else CONFIG
     found = {}
     with agreed(), reading(folder):
         for path in sorted(folder.iterdir()):
             if path.suffix in suffixes and path.is_file() and not path.name.startswith("."):
-                found[f"model_path: {path.name}"] = (
-                    f"{path.stat().st_size:,} bytes with checksum {block_checksum([path])}"
-                )
+                found[f"{key}: {path.name}"] = f"{path.stat().st_size:,} bytes with checksum {block_checksum([path])}"
     expect_same(found)
 
 

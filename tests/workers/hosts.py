@@ -1,7 +1,8 @@
 """Jobs as in `jobs.py` by two or more ranks that pass for hosts, each with a disk of its own.
 
 Its cases are those of `jobs.py` with "hosts", the name of each rank's host, and "disks", the folder that each is in;
-paths of the config that are relative are on these disks. The kind "layers" is that of a `training.Pipeline`.
+paths of the config that are relative are on these disks. With "first" each rank is the first one of its host. The kind
+"layers" is that of a `training.Pipeline`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     if case["kind"] == "layers":
         job, case = train_layers, case | {"kind": "pipeline"}
     argv = patch.object(sys, "argv", [os.path.abspath(sys.argv[0]), *sys.argv[1:]])
-    with named, argv, patch.object(jobs, "run_job", job):
+    local = patch.dict(os.environ, {"LOCAL_RANK": "0"} if case.get("first") else {})
+    with named, argv, local, patch.object(jobs, "run_job", job):
         os.chdir(case["disks"][rank])
         try:
             jobs.run_case(case, config, folder)

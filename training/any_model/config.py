@@ -22,7 +22,8 @@ from training.schedule.instructions import WEIGHT_STREAMING
 LANGUAGE_MODEL_KEYS = frozenset(
     "model_path data_path from_scratch stream_gb max_seq_len truncate packing pack_len dataloader_drop_last "
     "prompt_format template_args template_fallback mask on_bad_record cache_dir aux_max_z_loss aux_router_loss "
-    "export_hf eval_data_path eval_share schedule offload_activations use_flash_attn compile fp8 rebalance".split()
+    "export_hf eval_data_path eval_share schedule offload_activations use_flash_attn compile fp8 rebalance "
+    "distillation".split()
 )
 
 

@@ -43,6 +43,7 @@ def contradictions(config: Any) -> Iterator[str]:
     yield from _of_adapters(config)
     yield from _of_preference(config)
     yield from _of_scores(config)
+    yield from _of_distillation(config)
     yield from of_optimizer(config)
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
@@ -87,6 +88,7 @@ def _of_weight_streaming(config: Any) -> Iterator[str]:
         (config.data_types, "data_types", "none, as sums are fp32"),
         (config.rebalance, "rebalance", "false, as GPUs take turns at all layers"),
         (config.profile_steps, "profile_steps", "none"),
+        (config.distillation, "distillation", "none"),
     ):
         if unlike:
             yield f"{key}: not with schedule: weight_streaming; expected {expected}, or another schedule"
@@ -151,6 +153,16 @@ def _of_scores(config: Any) -> Iterator[str]:
         yield "labels: a classifier learns from classes, not from preferences; expected labels or preference"
     if config.labels and config.aux_max_z_loss.weight:
         yield "aux_max_z_loss.weight: has no effect on classes; leave it out"
+
+
+def _of_distillation(config: Any) -> Iterator[str]:
+    if not config.distillation:
+        return
+    for key in ("preference", "labels"):
+        if getattr(config, key):
+            yield f"distillation: a teacher says what comes next, and {key} has a loss of its own; expected one of them"
+    if config.stream_gb:
+        yield "stream_gb: a teacher reads all records before the first step; expected no stream_gb, or no distillation"
 
 
 def of_optimizer(config: Any) -> Iterator[str]:

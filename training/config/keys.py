@@ -25,6 +25,7 @@ from training.config.sections import (
     FP16,
     DataPath,
     DataTypes,
+    DistillationSection,
     LoraSection,
     NewPathText,
     Optimizer,
@@ -80,6 +81,7 @@ class TrainConfig(Section):
 
     lora: LoraSection | None = None
     preference: PreferenceSection | None = None
+    distillation: DistillationSection | None = None
     labels: list[str] = []
     """Train a classifier with these classes instead of a language model; each record has a `label`, one of these names
     or its number, from 0 (docs/preferences.md#reward-models-and-classes)."""

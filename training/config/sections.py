@@ -288,6 +288,26 @@ class PreferenceSection(Section):
         return self
 
 
+class DistillationSection(Section):
+    """`distillation`: learn from the probabilities of a larger model too (docs/distillation.md)."""
+
+    teacher: PathText
+    """The teacher: a model folder of either layout, a run, or a name on the HuggingFace hub, as in `model_path`, of the
+    same vocabulary. Before the first step it is loaded alone, divided among the processes of this run, says what it
+    finds of each trained token, and leaves the memory (docs/distillation.md)."""
+
+    top_k: int = Field(default=64, ge=1)
+    """How many words of each trained token the teacher's probabilities are kept of, the most probable ones; 8 bytes
+    each, in `cache_dir`."""
+
+    weight: float = Field(default=1.0, gt=0, le=1)
+    """The share of the distillation in the loss; that of the cross-entropy is 1 minus it."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """What the logits of teacher and student are divided by before they are compared; above 1 the less probable words
+    count more."""
+
+
 class WarmUp(Section):
     """The warm-up of every schedule; ratios are of the optimizer's lr."""
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups as deepspeed_groups
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from models.block_options import BlockOptions
+from models.distillation import DistillationLoss
 from models.loss import MicroBatchLoss, micro_batch_loss
 from models.preference import Objective, PreferenceLoss, ScoreLoss, UnpairedLoss
 from models.process_groups import NO_GROUPS, ONE_RANK, RankGroup, RankGroups
@@ -33,6 +39,7 @@ from training.topology import Division
 from training.trained import initial_states
 
 Model = TypeVar("Model", bound=nn.Module)
+Made = TypeVar("Made", bound=Any)
 
 
 def build_engine(
@@ -99,9 +106,10 @@ def _loss_of(config: TrainConfig, router_weight: float, rows: RankGroup) -> Micr
     if config.preference:
         kind = UnpairedLoss if config.preference.unpaired else PreferenceLoss
         return kind(Objective(**config.preference.objective), router_weight, rows)
-    return partial(
-        micro_batch_loss, z_loss_weight=config.aux_max_z_loss.weight, router_loss_weight=router_weight, rows=rows
-    )
+    z_weight = config.aux_max_z_loss.weight
+    if of := config.distillation:
+        return DistillationLoss(of.weight, of.temperature, z_weight, router_weight, rows)
+    return partial(micro_batch_loss, z_loss_weight=z_weight, router_loss_weight=router_weight, rows=rows)
 
 
 def wrap_in_engine(model: nn.Module, config: TrainConfig, tied_names: tuple[str, str] | None = None) -> Any:
@@ -121,6 +129,28 @@ def wrap_in_engine(model: nn.Module, config: TrainConfig, tied_names: tuple[str,
     if config.model_topo.replicas == 1:  # DeepSpeed would copy the gradients, round sums to 16 bits, and copy them back
         engine._reduce_non_expert_gradients = lambda *_: None
     return engine
+
+
+@contextmanager
+def for_a_while(build: Callable[[], Made]) -> Iterator[Made]:
+    """Build a trainer and free what it holds after the block; all ranks do it together.
+
+    Weights go by themselves, as DeepSpeed's engines lie in reference cycles that Python does not see; and so do groups,
+    as an engine takes those of the one before it for its own.
+    """
+    before, known = dict(vars(deepspeed_groups)), set(distributed_c10d._world.pg_map)
+    trainer = build()
+    yield trainer
+    for weight in (*trainer.engine.module.parameters(), *trainer.engine.module.buffers()):
+        for held in (weight, getattr(weight, "ds_tensor", weight)):  # a slice, under ZeRO stage 3
+            held.data = torch.empty(0, dtype=held.dtype, device=held.device)
+    vars(trainer.engine).clear()
+    vars(deepspeed_groups).update(before)
+    for group in [group for group in distributed_c10d._world.pg_map if group not in known]:
+        torch.distributed.destroy_process_group(group)
+    gc.collect()
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
 
 
 def copy_to_cpu(layer: nn.Module) -> dict[str, Tensor]:

@@ -157,14 +157,17 @@ class Trainer(ABC):
 
         The loss is averaged over all ranks, so each rank's sum is scaled by the number of ranks that share sequences.
         """
-        (input_ids, position_ids), (labels, scale, share, *pairs) = micro_batch
+        (input_ids, position_ids), (labels, scale, share, *more) = micro_batch
         ranks = self.groups.sequence
         own = ranks.part(input_ids.shape[1])
         known = labels[:, own.start : own.stop + 1]
-        if pairs:
-            documents, facts, token_scale = pairs
-            pairs = [documents[:, own], facts, token_scale * ranks.size]
-        return (input_ids[:, own], position_ids), (known, scale * ranks.size, share, *pairs)
+        if len(more) == 1:  # soft targets, a row for each trained token
+            columns = supervised_positions(labels, length := input_ids.shape[1]) % length
+            more = [more[0][(columns >= own.start) & (columns < own.stop)]]
+        elif more:
+            documents, facts, token_scale = more
+            more = [documents[:, own], facts, token_scale * ranks.size]
+        return (input_ids[:, own], position_ids), (known, scale * ranks.size, share, *more)
 
 
 def prefetch(micro_batches: Iterator[MicroBatch], device: torch.device) -> Iterator[Sent]:

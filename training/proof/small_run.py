@@ -166,6 +166,8 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         raise ConfigError(
             f"--prove: preference.loss: {config.preference.loss} has no formula here; expected one of pairs"
         )
+    if config.distillation:
+        raise ConfigError("--prove: no distillation; expected distillation=null beside it, to prove all other keys")
     values, before, lr = config.dump(), config.model_topo, config.optimizer.params.get("lr", LR)
     exact_router = spec.has_experts and training_dtype(config) is not torch.float32
     ordered = torch.cuda.is_available() and not config.deterministic

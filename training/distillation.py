@@ -1,0 +1,171 @@
+"""Distillation in a run: what the teacher finds of each trained token, and the measures of each step.
+
+Before the student is built, the teacher takes its place: in the same stages, frozen, without an optimizer's state. A
+forward-only pass over all samples, packed like training, gives the log-probabilities of each trained token's `top_k`
+most probable words, and the teacher leaves the memory. They lie in a file beside the tokenized records, named by
+records, teacher, dtype and `top_k`, for all later starts and runs, whose temperature and weight may differ: int32
+[trained tokens, 2, top_k], sample by sample, words and the bits of their fp32 log-probabilities. On each host one rank
+writes the file, and the stage with the loss maps it.
+
+Cost: a third of an epoch of the teacher, once; 8 x `top_k` bytes of disk a trained token, and none of memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import distributed
+from tqdm import tqdm
+
+from common import phases
+from common.quantities import duration, gigabytes
+from common.terminal import paused
+from common.whole_files import replacing
+from models.attention.kernels import choose_attention
+from models.checkpoint.adapter import base_checksum
+from models.checkpoint.publish import writing
+from models.checkpoint.source import open_source
+from models.distillation import TeacherWords
+from training.callbacks import Callback
+from training.config.deepspeed_config import training_dtype
+from training.data_setup import build_loader
+from training.distributed.processes import agreed, gather
+from training.engine.building import for_a_while
+from training.engine.trainer import Trainer
+from training.errors import ConfigError
+from training.language_model import LanguageModel, split_as_configured
+from training.plan.resources import check_resources
+from training.preference import from_first, measures_of
+from training.teacher import config_of_teacher, frozen, shared_words
+
+if TYPE_CHECKING:
+    from data.loader import GlobalBatch
+    from training.job import Job
+    from training.loop import Run
+    from training.metrics.step_metrics import StepMetrics
+
+
+class Distillation(Callback):
+    """Give the loader what the teacher finds, computed where no earlier start has done so; add measures."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def on_build(self, job: Job) -> None:
+        task, given = self._model, job.config.distillation
+        assert task.teacher and given
+        folder, spec = task.teacher
+        limit = shared_words(task.spec, spec)
+        digest = from_first(lambda: base_checksum(open_source(folder, spec)))
+        key = [task.dataset.fingerprint(), digest, str(training_dtype(job.config)), given.top_k, limit]
+        name = f"teacher-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.bin"
+        path, shape = task.dataset.folder / name, (int(task.loader.first_tokens[-1]), 2, given.top_k)
+        if all(gather(_is_whole(path, shape))):
+            job.log.print("teacher: log-probabilities of the data are known")
+        else:
+            if job.progress.checkpoint:
+                job.log.print(
+                    "teacher: nothing is kept of it (another than before, or an emptied cache): it is asked anew"
+                )
+            self._compute(job, TeacherWords(given.top_k, limit), path, shape)
+        if task.spec.n_layers - 1 in job.layers:
+            task.loader.soft = numpy.memmap(path, numpy.int32, "r", shape=shape)
+
+    def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
+        metrics.measures |= measures_of(run.trainer)
+
+    def _compute(self, job: Job, words: TeacherWords, path: Path, shape: tuple[int, ...]) -> None:
+        """Load the teacher, write the file, and free the teacher; all ranks call it together."""
+        assert self._model.teacher
+        folder, begin = self._model.teacher[0], time.monotonic()
+        phases.enter(f"teacher: log-probabilities of the data by {folder}")
+        config, spec = config_of_teacher(job.config), frozen(self._model.teacher[1])
+        spec.set_attention(choose_attention(bool(config.use_flash_attn), training_dtype(config), spec.attention)[0])
+        division = split_as_configured(config, spec, self._model.in_stages)
+        check_resources(config, spec, division.topology.layers(job.stage, spec.n_layers), job.disk)
+        writes = job.process.local_rank == 0  # another host may have another disk
+        with agreed():
+            free, size = shutil.disk_usage(path.parent).free, _bytes_of(shape)
+            if writes and free < size:
+                raise ConfigError(
+                    f"distillation.top_k: {gigabytes(size)} of log-probabilities do not fit into the {gigabytes(free)} "
+                    f"that are free in {path.parent}; expected a smaller top_k, or another cache_dir"
+                )
+        try:
+            with (
+                for_a_while(partial(self._model.kind.build, config, spec, folder, division)) as trainer,
+                writing(path.parent),
+                replacing(path, f"partial-{job.process.rank}") if writes else nullcontext() as file,
+            ):
+                trainer.engine.module.micro_batch_loss = words
+                mass = self._write(job, trainer, words, file, shape)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"distillation.teacher: {folder} does not fit into the GPU's memory; expected more stages, a smaller "
+                "train_micro_batch_size_per_gpu, or train_ds_zero.py with ZeRO stage 3"
+            ) from error
+        with agreed():
+            if not _is_whole(path, shape):
+                raise ConfigError(f"{path}: was just written on this host, and is not there; expected one cache_dir")
+        covered = f"its {shape[2]} most probable words have {mass:.1%} of the probability"
+        took = duration(time.monotonic() - begin)
+        job.log.print(f"teacher: log-probabilities of the data computed in {took}; {covered}")
+
+    def _write(
+        self, job: Job, trainer: Trainer, words: TeacherWords, file: BinaryIO | None, shape: tuple[int, ...]
+    ) -> float:
+        """Write what the teacher finds of all samples; return how much of the probability that is, on average."""
+        loader, row = build_loader(self._model.dataset, job.config), _bytes_of(shape[1:])
+        loader.soft, device, mass = _Numbers(), trainer.engine.device, 0.0
+        hidden = True if job.log.quiet else None  # None: only on a terminal
+        with paused(), tqdm(total=loader.steps_per_epoch, desc="teacher", disable=hidden, leave=False) as bar:
+            for step in range(loader.steps_per_epoch):
+                batch, words.recorded = loader.batch(step), []
+                trainer.eval_loss(loader, batch)
+                for number in range(batch.n_micro_batches):
+                    samples = sorted(
+                        sample for replica in batch.micro_batches for each in replica[number] for sample in each
+                    )
+                    places = [loader.first_tokens[sample : sample + 2].tolist() for sample in samples]
+                    tokens = torch.cat([torch.arange(0), *(torch.arange(*place) for place in places)]).to(device)
+                    found = torch.zeros(len(tokens), *shape[1:], dtype=torch.int32, device=device)
+                    if words.recorded and trainer.groups.tensor.rank == 0:  # the others find the same
+                        numbers, own = words.recorded[number]
+                        found[torch.searchsorted(tokens, numbers)] = own
+                    distributed.all_reduce(found)  # each token is one rank's
+                    mass += found[:, 1].contiguous().view(torch.float32).exp().double().sum().item()
+                    done = found.cpu().numpy()
+                    if file is None:
+                        continue
+                    for first, end in places:
+                        file.seek(first * row)
+                        file.write(done[: end - first].tobytes())
+                        done = done[end - first :]
+                bar.update()
+                job.monitor.mark("a batch of the teacher")
+        return mass / max(shape[0], 1)
+
+
+class _Numbers:
+    """Stand for an array [tokens, 1] in which each token has its own number."""
+
+    def __getitem__(self, tokens: slice, /) -> NDArray[numpy.int64]:
+        return numpy.arange(tokens.start, tokens.stop)[:, None]
+
+
+def _bytes_of(shape: tuple[int, ...]) -> int:
+    return 4 * int(numpy.prod(shape))
+
+
+def _is_whole(path: Path, shape: tuple[int, ...]) -> bool:
+    return path.is_file() and path.stat().st_size == _bytes_of(shape)
