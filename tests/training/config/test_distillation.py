@@ -50,5 +50,5 @@ def test_it_may_change_between_two_starts() -> None:
 
 
 def test_a_proof_is_of_fine_tuning(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--prove: proves fine-tuning; expected distillation=null beside it"):
+    with pytest.raises(ValueError, match="--prove: no distillation; expected distillation=null beside it"):
         small_config(config(), None, config().model_topo, tmp_path)  # type: ignore[arg-type]
