@@ -38,7 +38,7 @@ def config(dims: list[int], axes: list[str], sequence: int, **keys: Any) -> Trai
 def test_neighbouring_replicas_share_rows_and_neighbouring_ranks_layers(
     dims: list[int], axes: list[str], rows: list[list[int]], layers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "new_group", tuple)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, **_: tuple(ranks))
     monkeypatch.setattr("training.engine.building.among_members", nullcontext)
     for rank in range(len(rows) * 2):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
