@@ -26,7 +26,8 @@ CONTEXT = 1024
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER)
-    texts = [*HERE.parent.glob("*/*.json*"), *HERE.parent.glob("*/*/*.jsonl")]
+    found = [*HERE.parent.glob("*/*.json*"), *HERE.parent.glob("*/*/*.jsonl")]
+    texts = [path for path in found if path.parent.name != "preferences"]  # whose model brings its own tokenizer
     tokenizer = Tokenizer(models.BPE())
     characters = pre_tokenizers.Split(Regex(r"[\u3000-\u9fff\uff00-\uffef]"), "isolated")  # or sentences become tokens
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, pre_tokenizers.ByteLevel(add_prefix_space=False)])

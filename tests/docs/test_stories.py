@@ -35,8 +35,8 @@ def published(command: str) -> bool:
     return "../llm/" in command
 
 
-def test_there_are_four_stories_with_all_that_they_need() -> None:
-    assert STORIES == ["chinese_instructions", "continued_pretraining", "lora", "tool_calls"]
+def test_there_are_five_stories_with_all_that_they_need() -> None:
+    assert STORIES == ["chinese_instructions", "continued_pretraining", "lora", "preferences", "tool_calls"]
     for story in STORIES:
         config = load_config(EXAMPLES / story / "config.yml")
         for path in [*config.data_path, *config.eval_data_path]:
