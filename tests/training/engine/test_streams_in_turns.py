@@ -62,7 +62,7 @@ def copied(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 @pytest.fixture
-def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
+def races(monkeypatch: pytest.MonkeyPatch) -> Races:
     Stream.all.clear()
     clocks.Stream.current = Stream()
     there: Any = SimpleNamespace(**vars(torch))
