@@ -280,7 +280,6 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     from training.trained import with_trained
 
     asked, model, way = CASES[case], folder.parent, Way(**chosen)
-    torch.set_num_threads(way.threads)
     paths = {"data_path": RECORDS, "cache_dir": str(model / "cache"), "save_path": str(folder / "run")}
     keys = topology(*way.dims, **way.topology or {}) | paths | {"template_fallback": "rewrite"} | way.keys
     config = run_config(model, asked.rows, asked.length, **keys)
@@ -299,6 +298,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         return
     engine: type[Trainer] = ZeroTrainer if way.engine == "zero" else pipeline_trainer(config)
     with joined(config):
+        torch.set_num_threads(way.threads)  # joining divides the cores among the processes
         loader, spec = build_loader(samples_of(asked, config), config), with_trained(read_spec(model), config)
         loader.reference = numpy.zeros((len(loader.data.lengths), 2), numpy.float32)
         before = peak_memory()
