@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
+from statistics import mean
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +21,9 @@ from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
+from training.engine.turns import Turn, Turns, slots_of
+from training.schedule.weight_streaming import Slot, simulate
+from training.topology import Slots
 
 MOST_STEPS = 12  # of transformers' Trainer
 Figures = Callable[[], dict[str, Any]]
@@ -86,6 +92,38 @@ def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Figures = dict)
         begin = now()
         loss = trainer.train_step(loader, batch)
         pace.done(now() - begin, batch.tokens, loss=loss, **figures())
+
+
+def time_turns(turns: Turns, slots: Slots, micro_batches: int) -> Callable[[], tuple[float, float]]:
+    """Time the turns of weight streaming.
+
+    Returns:
+        what all ranks call together after a step: a process's share of the seconds that all computed in turns, and the
+        seconds that the simulation gives a step with these turns, which counts no update of the weights.
+    """
+    seconds: dict[int, list[float]] = defaultdict(list)
+
+    def timed(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(turn: Turn, *others: Any) -> Any:
+            begin = now()
+            result = compute(turn, *others)
+            seconds[turn.number].append(now() - begin)
+            return result
+
+        return run
+
+    def figures() -> tuple[float, float]:
+        found: dict[int, list[float]] = defaultdict(list)
+        for number, taken in chain.from_iterable(each.items() for each in processes.gather(dict(seconds))):
+            found[number] += taken
+        seconds.clear()
+        made, ranks = slots_of(slots), torch.distributed.get_world_size()
+        timed = [Slot(mean(found[number]), share=slot.share) for number, slot in enumerate(made)]
+        work = sum(map(sum, found.values())) / ranks
+        return work, simulate(timed, ranks, micro_batches, slots.a_round, math.inf).seconds
+
+    turns.work = {kind: timed(compute) for kind, compute in turns.work.items()}
+    return figures
 
 
 def now() -> float:

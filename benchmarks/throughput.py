@@ -14,7 +14,8 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `preference`: a step of DPO, and the forward-only pass of its reference, against one of SFT on the same documents, two
   in a row.
 - `streaming`, `streaming64`: weight streaming in two processes against two that do the same without depending on each
-  other, with 8 and 64 layers; "own" is the memory that a process shares with nobody, after a step.
+  other, with 8 and 64 layers: "worked" is a process's time in turns, and "simulated" the step that the planner's
+  simulation makes of the times of all turns; "own" is the memory that a process shares with nobody, after a step.
 - `wide`: two processes that share each row (`sequence: 2`) or each layer (a `model` axis) of 8,192 tokens.
 - `zero3`, `packed`, `full`: two stages of one thread against ZeRO-3 in two processes, and against transformers' Trainer
   in one process with both cores. `packed` trains on maths problems and tool dialogues (`benchmarks.tokenizing`), which
@@ -28,6 +29,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -207,6 +209,8 @@ def measure(name: str, folder: Path) -> Report:
         "way",
         "start, s",
         "step, s",
+        "worked, s",
+        "simulated, s",
         "tokens/s",
         "of the first",
         "of the ideal",
@@ -214,11 +218,13 @@ def measure(name: str, folder: Path) -> Report:
         "own, MB",
         "sent, MB",
     )
-    rows = (
+    rows = [
         (
             way,
             f"{row['startup_s']:.1f}",
             f"{row['step_s']:.3f}",
+            f"{row['worked_s']:.3f}" if row["worked_s"] else "",
+            f"{row['simulated_s']:.3f}" if row["simulated_s"] else "",
             f"{row['tokens_per_s']:,.0f}",
             f"{row['ratio']:.3f}",
             f"{row['of_ideal']:.3f}" if case.ideal > 1 else "",
@@ -227,8 +233,9 @@ def measure(name: str, folder: Path) -> Report:
             f"{row['sent_mb']:.0f}",
         )
         for way, row in figures.items()
-    )
-    return Report({name: figures}, table_of(title, columns, rows))
+    ]
+    known = [any(cells) for cells in zip(*rows, strict=True)]
+    return Report({name: figures}, table_of(title, compress(columns, known), (compress(row, known) for row in rows)))
 
 
 def with_divisions(case: Case, folder: Path) -> Case:
@@ -258,6 +265,8 @@ def figures_of(turns: Turns, way: str, case: Case) -> dict[str, float]:
         "of_ideal": ratio / (case.ideal / 2 if way in COPIES else case.ideal),
         "peak_mb": turns.median(way, "peak") / 1e6,
         "own_mb": turns.median(way, "own") / 1e6,
+        "worked_s": turns.median(way, "worked"),
+        "simulated_s": turns.median(way, "simulated"),
         "sent_mb": min(step["sent"] for step in turns.ways[way].steps[1:]) / 1e6,
     }
 
@@ -268,7 +277,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     import psutil
     import torch
 
-    from benchmarks.steps import joined, run_config, topology, train, train_by_transformers
+    from benchmarks.steps import joined, run_config, time_turns, topology, train, train_by_transformers
     from models.api import read_spec
     from training.data_setup import build_loader
     from training.distributed.processes import gather
@@ -283,15 +292,18 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     paths = {"data_path": RECORDS, "cache_dir": str(model / "cache"), "save_path": str(folder / "run")}
     keys = topology(*way.dims, **way.topology or {}) | paths | {"template_fallback": "rewrite"} | way.keys
     config = run_config(model, asked.rows, asked.length, **keys)
-    before, sent = peak_memory(), 0
+    before, sent, timed = peak_memory(), 0, None
 
-    def figures() -> dict[str, int]:
+    def figures() -> dict[str, float]:
         nonlocal sent
         last, sent = sent, psutil.net_io_counters(pernic=True)["lo"].bytes_sent
         peak = peak_memory() - before
-        own = psutil.Process().memory_full_info().uss
+        maps = [each for each in psutil.Process().memory_maps() if "memfd:" not in each.path]  # what pools share
+        own = sum(each.private_clean + each.private_dirty for each in maps)
         most = (peak, own) if way.engine == "trainer" else (max(gather(each)) for each in (peak, own))
-        return {"sent": sent - last} | dict(zip(("peak", "own"), most, strict=True))
+        worked, simulated = timed() if timed else (0.0, 0.0)
+        memory = dict(zip(("peak", "own"), most, strict=True))
+        return {"sent": sent - last, "worked": worked, "simulated": simulated, **memory}
 
     if way.engine == "trainer":
         train_by_transformers(config, samples_of(asked, config), Turn(folder), TRAINER_BATCH, figures=figures)
@@ -302,7 +314,10 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         loader, spec = build_loader(samples_of(asked, config), config), with_trained(read_spec(model), config)
         loader.reference = numpy.zeros((len(loader.data.lengths), 2), numpy.float32)
         before = peak_memory()
-        trainer = engine.build(config, spec, model, divide(config, spec, engine.in_stages))
+        division = divide(config, spec, engine.in_stages)
+        trainer = engine.build(config, spec, model, division)
+        if division.slots:
+            timed = time_turns(trainer.engine.turns, division.slots, asked.rows)
         if way.engine == "reference":
             loss_of(trainer).recorded = []
             trainer.train_step = trainer.eval_loss  # type: ignore[method-assign]

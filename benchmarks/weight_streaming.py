@@ -49,8 +49,8 @@ def main() -> None:
             label = f"{config.schedule}{sums} | {plan.peak / 1e9:.1f}{fits}"
             print(f"| {name} | {gpus} | {label} | {host / 1e9:.0f} | {speed} |")
         if streamed := Streaming(plans[0].basis, gpus).best():
-            counts = len(streamed.forward), 1, len(streamed.backward)
-            slots = f"{' + '.join(map(str, counts))} slots, {streamed.a_round} a round"
+            cut = streamed.slots
+            slots = f"{len(cut.forward)} + {cut.heads} + {len(cut.backward)} slots, {cut.a_round} a round"
             sizes = f"{streamed.memory / 1e9:.1f} | {streamed.host / 1e9:.0f}"
             speed = f"{streamed.bubble:.1%} | {streamed.tokens_per_s:,.0f}"
             print(f"| {name} | {gpus} | weight streaming: {slots} | {sizes} | {speed} |")

@@ -67,16 +67,18 @@ class Topology(BaseModel):
 
 @dataclass(frozen=True)
 class Slots:
-    """What GPUs take turns at under weight streaming; the head has a turn of its own, forward and backward.
+    """What GPUs take turns at under weight streaming; the head has turns of its own, forward and backward.
 
     Attributes:
         forward, backward: layers of each turn, from the embedding to the last block.
         a_round: micro-batches that a turn computes.
+        heads: turns that share the head, each with sums of its gradients; the number changes their last bits.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     a_round: int
+    heads: int = 1
 
 
 @dataclass(frozen=True)

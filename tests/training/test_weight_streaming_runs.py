@@ -21,11 +21,13 @@ LR, COMPARED = 1e-3, ("loss", "grad_norm")
 TEXTS = ["Which file holds the config?", "configs/ds_config_pp.yml", "How many stages?", "As many as dims says."]
 STREAMED: dict[str, Any] = {"schedule": "weight_streaming", "model_topo": topology((2, 1))}
 PIPELINE: dict[str, Any] = {"model_topo": topology((1, 1)), "zero_optimization": {"stage": 1}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("streaming-runs")
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    # The scale falls in the first step, and is doubled after every second one.
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 2}},
+}
+CLOSE = {"fp32": 1e-5, "fp16": 5e-3}
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +59,10 @@ def train(path: Path, processes: int) -> str:
     return result.stdout
 
 
-def test_a_killed_run_goes_on_to_the_last_bit(folder: Path, base: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
-    keys = STREAMED | {"bf16": {"enabled": True}}
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.longest)])
+def test_a_killed_run_goes_on_to_the_last_bit(precision: str, base: Path, tmp_path: Path) -> None:
+    folder, before = tmp_path, set(os.listdir("/dev/shm"))
+    keys = STREAMED | PRECISIONS[precision]
     printed = train(config("straight", folder, base, **keys), 2)
     assert "turns: " in printed and "all recompute" in printed
     path = config("killed", folder, base, **keys)
@@ -73,18 +76,23 @@ def test_a_killed_run_goes_on_to_the_last_bit(folder: Path, base: Path) -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def test_a_pipeline_goes_on_there_and_back(folder: Path, base: Path) -> None:
-    """Three steps of a pipeline, three in turns, and three of a pipeline again."""
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.longest)])
+def test_a_pipeline_goes_on_there_and_back(precision: str, base: Path, tmp_path: Path) -> None:
+    """Three steps of a pipeline, three in turns, and three of a pipeline again; in fp16 with one loss scale."""
+    folder = tmp_path
     parts = [(PIPELINE, 1, 9), (STREAMED, 2, 6), (PIPELINE, 1, 9)]
     folders = ["pipeline", "there", "back"]
     for number, (name, (keys, processes, steps)) in enumerate(zip(folders, parts, strict=True)):
         taken_up = {"resume": str(folder / folders[number - 1] / f"step-{3 * number:06d}")} if number else {}
-        printed = train(config(name, folder, base, **keys, **taken_up, max_steps=steps), processes)
+        printed = train(
+            config(name, folder, base, **keys, **PRECISIONS[precision], **taken_up, max_steps=steps), processes
+        )
         assert ("dividing its weights and optimizer states anew" in printed) == bool(number)
     expected = {line["step"]: line for line in metrics(folder / "pipeline") if "loss" in line}
     for line in (each for name in folders[1:] for each in metrics(folder / name) if "loss" in each):
         assert [line[key] for key in COMPARED] == pytest.approx(
-            [expected[line["step"]][key] for key in COMPARED], rel=1e-5
+            [expected[line["step"]][key] for key in COMPARED], rel=CLOSE[precision], nan_ok=True
         )
-    for name, weight in weights(folder / "back", 9).items():
+    # In fp16 AdamW makes whole steps of roundings.
+    for name, weight in weights(folder / "back", 9).items() if precision == "fp32" else ():
         torch.testing.assert_close(weight, weights(folder / "pipeline", 9)[name], atol=LR * 9e-3, rtol=1e-5)

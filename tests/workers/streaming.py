@@ -1,6 +1,6 @@
 """Trains steps under any schedule, with an evaluation after them (see `cases.py`).
 
-Its cases are {"name", "config": {...}, "slots": [forward, backward, a_round] | null, "steps": number}. Writes
+Its cases are {"name", "config": {...}, "slots": [forward, backward, a_round, heads] | null, "steps": number}. Writes
 <folder>/<name>.<rank>.safetensors with "losses", "norms", "evaluated", and the weights of the layers that the rank has.
 """
 
@@ -28,8 +28,8 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     spec = with_trained(read_spec(model_folder), config)
     division = divide(config, spec)
     if case["slots"]:
-        forward, backward, a_round = case["slots"]
-        division = replace(division, slots=Slots(tuple(forward), tuple(backward), a_round))
+        forward, backward, *others = case["slots"]
+        division = replace(division, slots=Slots(tuple(forward), tuple(backward), *others))
     trainer = pipeline_trainer(config).build(config, spec, model_folder, division)
     losses, norms = [], []
     for step in range(case["steps"]):

@@ -17,13 +17,12 @@ from pydantic import model_validator
 
 from training.config.keys import TrainConfig
 from training.config.sections import DataPath
-from training.schedule.instructions import WEIGHT_STREAMING
 
 LANGUAGE_MODEL_KEYS = frozenset(
     "model_path data_path from_scratch stream_gb max_seq_len truncate packing pack_len dataloader_drop_last "
     "prompt_format template_args template_fallback mask on_bad_record cache_dir aux_max_z_loss aux_router_loss "
     "export_hf eval_data_path eval_share schedule offload_activations use_flash_attn compile fp8 rebalance "
-    "distillation".split()
+    "distillation lora preference labels freeze".split()
 )
 
 
@@ -46,8 +45,6 @@ class PipelineConfig(TrainConfig):
     def _check_sharing(self) -> PipelineConfig:
         if "model" in self.model_topo.process_topology.axes:
             raise ValueError("model_topo.process_topology.axes: a Pipeline shards no layers; expected no model axis")
-        if self.schedule == WEIGHT_STREAMING:
-            raise ValueError("schedule: only language models can stream their weights; expected 1f1b or dualpipev")
         if self.model_topo.sequence > 1:
             raise ValueError("model_topo.sequence: only language models have sequences to share; expected 1")
         if (stage := self.zero_optimization.stage) > 1:

@@ -66,10 +66,12 @@ class SavedOptimizer:
     spec: ModelSpec | None = None
 
     def loss_scaler(self) -> Any:
-        """Read the loss scale of an fp16 run, which always has ZeRO."""
+        """Read the loss scale of an fp16 run: it has ZeRO, or weight streaming, which has all in the model's files."""
         places = range(self.topology.stages * self.topology.tensor)
-        shards = chain.from_iterable(self._shards(place).values() for place in places)
-        return read_mapped(next(shards))["optimizer_state_dict"]["loss_scaler"]
+        shards = [path for place in places for path in self._shards(place).values()]
+        whole = (path for path in map(self._model_file, places) if path.is_file())
+        file = read_mapped(shards[0] if shards else next(whole))
+        return file["optimizer_state_dict" if shards else "optimizer"]["loss_scaler"]
 
     def slices(self, stage: int) -> Iterator[Slice]:
         """Yield the state of a stage's replicas that is on this disk; what several processes have, once."""

@@ -78,16 +78,18 @@ def _of_zero(zero: Any, streaming: bool) -> Iterator[str]:
 def _of_weight_streaming(config: Any) -> Iterator[str]:
     """Yield a line for each key that turns at all layers leave nothing to do, or that they do not know yet."""
     topo, needless = config.model_topo, "weight_streaming keeps in host memory anyway"
+    masters = "the optimizer's weights and states are fp32"
     for unlike, key, expected in (
         (topo.tensor > 1 or topo.sequence > 1, "model_topo", "no model axis and no sequence"),
-        (config.fp16.enabled, "fp16.enabled", "bf16, or neither"),
+        (config.bf16.bf16_master_weights_and_grads, "bf16.bf16_master_weights_and_grads", f"none, as {masters}"),
+        (config.bf16.bf16_optimizer_states, "bf16.bf16_optimizer_states", f"none, as {masters}"),
+        (config.fp16.fp16_master_weights_and_grads, "fp16.fp16_master_weights_and_grads", f"none, as {masters}"),
         (config.fp8.enabled, "fp8.enabled", "false"),
         (config.lora is not None and config.lora.base, "lora.base", "none"),
         (config.offload_activations, "offload_activations", f"false, as {needless} what blocks need"),
         (config.offload_gradients, "offload_gradients", f"false, as {needless} sums of gradients"),
         (config.data_types, "data_types", "none, as sums are fp32"),
         (config.rebalance, "rebalance", "false, as GPUs take turns at all layers"),
-        (config.profile_steps, "profile_steps", "none"),
         (config.distillation, "distillation", "none"),
     ):
         if unlike:

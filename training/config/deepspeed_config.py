@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
@@ -17,6 +19,7 @@ from training.config.deepspeed_keys import IDLE
 from training.config.keys import TrainConfig
 from training.config.sections import suggest
 from training.errors import ConfigError
+from training.schedule.instructions import WEIGHT_STREAMING
 
 ZERO = "zero_optimization"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -45,7 +48,8 @@ def check_device(config: TrainConfig) -> None:
     asked = [key for key in QUANTIZED if known.stage == 3 and getattr(known, key)]
     if asked and not torch.cuda.is_available():  # DeepSpeed 0.19.8 takes quantized gradients there, and does not do it
         raise ConfigError(f"{ZERO}.{asked[0]}: its kernels need CUDA, which this machine does not have")
-    if config.fp16.enabled and known.stage == 0:  # DeepSpeed 0.19.8 divides gradients by the scale all the same
+    # DeepSpeed 0.19.8 divides gradients by the scale all the same.
+    if config.fp16.enabled and known.stage == 0 and config.schedule != WEIGHT_STREAMING:
         raise ConfigError(f"{ZERO}.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
     if get_accelerator().device_name() == "cpu":
         get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks for the instructions, torch needs none
@@ -109,6 +113,14 @@ def training_dtype(config: TrainConfig) -> torch.dtype:
     if config.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.fp16.enabled else torch.float32
+
+
+def loss_scaler(config: TrainConfig) -> Any:
+    """Make the loss scale of a run as DeepSpeed's engine does; without fp16 it is 1."""
+    keys = DeepSpeedFP16Config(**config.fp16.model_dump(exclude_none=True, exclude=set(IDLE)))
+    return CreateLossScaler(
+        training_dtype(config), keys.loss_scale, keys.loss_scale == 0, keys.dynamic_loss_scale_args()
+    )
 
 
 def deepspeed_config(config: TrainConfig) -> dict[str, Any]:

@@ -37,10 +37,12 @@ class StreamedModel(nn.Module):
         own: layers that this process loads and updates.
         pool: ranks that share the weights.
         device: that computes.
+        heads: turns that share the head.
 
     Attributes:
         weights: `<layer>.<name>` -> what a layer computes with, in shared memory.
         sums: `<layer>.<name>` -> the sum of a trained weight's gradients, in fp32 and in shared memory.
+        head_sums: by turn of the head, the sums that it adds to; the first one's are among `sums`.
         positions: of the blocks, as a list of one.
     """
 
@@ -50,6 +52,7 @@ class StreamedModel(nn.Module):
         own: Sequence[int],
         pool: Sequence[int],
         device: torch.device,
+        heads: int,
         states: LayerStates,
         dtype: torch.dtype,
         blocks: BlockOptions,
@@ -74,6 +77,8 @@ class StreamedModel(nn.Module):
             if weight.requires_grad
         }
         self.weights, self.sums = share_tensors(kept, pool, device), share_tensors(trained, pool, device)
+        of_head = {name: like for name, like in trained.items() if name.startswith(f"{spec.n_layers - 1}.")}
+        self.head_sums = [self.sums, *(share_tensors(of_head, pool, device) for _ in range(1, heads))]
         for number in own:
             loaded = build_layer(spec, number, states, self.positions[0], dtype, torch.device("cpu"))
             for name, tensor in loaded.state_dict().items():
@@ -116,6 +121,9 @@ class StreamedModel(nn.Module):
 class LoadedLayers:
     """The weights of a turn's layers, on their way to the device, there, or back in host memory.
 
+    Args:
+        part: of the turns that share the head.
+
     Attributes:
         sums: `<layer>.<name>` -> the sum of a weight's gradients, where this process adds to it.
     """
@@ -123,6 +131,7 @@ class LoadedLayers:
     model: StreamedModel
     layers: Iterable[int]
     stream: torch.cuda.Stream | None  # that copies; None on a CPU
+    part: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     _weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     _begun: bool = False
@@ -147,7 +156,8 @@ class LoadedLayers:
         names = [
             f"{number}.{name}" for number in self.layers for name, _ in self.model.layer(number).named_parameters()
         ]
-        found = {name: self.model.sums[name] for name in names if name in self.model.sums}
+        kept = self.model.head_sums[self.part]
+        found = {name: kept[name] for name in names if name in kept}
         if self.stream is None:
             self.sums = found
             return
@@ -167,17 +177,25 @@ class LoadedLayers:
         for tensor in (*self._weights, *self.sums.values()):
             tensor.record_stream(computing)
 
+    def clear_sums(self) -> None:
+        """Set the sums to zero, where a turn has nothing to add."""
+        for total in self.sums.values():
+            total.zero_()
+
     @torch.no_grad()
-    def take_gradients(self, number: int, first: bool) -> None:
+    def take_gradients(self, number: int, first: bool, scale: float) -> None:
         """Add a layer's gradients to its sums.
 
         Args:
             first: whether they are those of the step's first micro-batch.
+            scale: of the loss, which the sums are without.
         """
         for name, weight in self.model.layer(number).named_parameters():
             if (total := self.sums.get(f"{number}.{name}")) is None:
                 continue
             gradient, weight.grad = weight.grad, None
+            if gradient is not None and scale != 1:
+                gradient = gradient.float() / scale
             if first:
                 total.zero_() if gradient is None else total.copy_(gradient)
             elif gradient is not None:
@@ -190,7 +208,7 @@ class LoadedLayers:
         stream.wait_stream(torch.cuda.current_stream(self.model.device))
         with torch.cuda.stream(stream):
             for name, total in self.sums.items():
-                self.model.sums[name].copy_(total, non_blocking=True)
+                self.model.head_sums[self.part][name].copy_(total, non_blocking=True)
                 total.record_stream(stream)
         for weight, host in self._weights.items():
             weight.data = host

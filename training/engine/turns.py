@@ -5,6 +5,9 @@ one slot's work for all micro-batches of a round, one after the other, each as s
 After a round's last slot comes the first one of the next round. So a place for a micro-batch is free when it begins:
 the last slot has had the one before it there.
 
+A head that takes longer than other slots has several: of h, slot k has each h-th micro-batch from the k-th on, and sums
+of its own, which `HostEngine.sum_up` adds up.
+
 A forward slot keeps the input of each of its layers. A backward slot takes its layers one at a time, the last one
 first: forward again from that input, then backward. So a process holds the activations of one layer, the weights of two
 slots, and nothing that grows with the number of layers.
@@ -16,10 +19,10 @@ number depends on which process computes what.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
@@ -30,14 +33,18 @@ from training.distributed.shared_memory import share_tensors
 from training.engine.handover import Handover
 from training.engine.streamed_model import LoadedLayers, StreamedModel
 from training.engine.trainer import Sent
+from training.schedule.weight_streaming import own_lanes
 from training.topology import Slots, layer_ranges
+
+Passes = Literal["forward", "head", "backward"]
 
 
 class Slot(NamedTuple):
-    """The work of a turn."""
+    """The work of a turn; `share` as in `training.schedule.weight_streaming.Slot`."""
 
-    kind: Literal["forward", "head", "backward"]
+    kind: Passes
     layers: range
+    share: tuple[int, int] = (0, 1)
 
 
 def slots_of(slots: Slots) -> list[Slot]:
@@ -46,7 +53,7 @@ def slots_of(slots: Slots) -> list[Slot]:
     head = forward[-1][1]
     return [
         *(Slot("forward", range(*bounds)) for bounds in forward),
-        Slot("head", range(head, head + 1)),
+        *(Slot("head", range(head, head + 1), (part, slots.heads)) for part in range(slots.heads)),
         *(Slot("backward", range(*bounds)) for bounds in reversed(backward)),
     ]
 
@@ -59,6 +66,7 @@ class Batch:
         shapes: rows and length of each.
         place: the most bytes that a layer's input takes, in any replica.
         seed: of all that is random, without the micro-batch and the layer; None in an evaluation, which draws nothing.
+        scale: of the loss whose gradients are computed; their sums are without it.
     """
 
     micro_batches: Iterator[Sent]
@@ -66,6 +74,7 @@ class Batch:
     shapes: Sequence[tuple[int, int]]
     place: int
     seed: tuple[int, ...] | None = None
+    scale: float = 1.0
 
 
 class Turns:
@@ -76,17 +85,24 @@ class Turns:
 
     Attributes:
         handover: between them.
+        work: kind of slot -> what computes a micro-batch, given the turn, the lane, the micro-batch and the weights.
     """
 
     def __init__(self, model: StreamedModel, slots: Slots, pool: Sequence[int]) -> None:
         self._model, self._slots, self._a_round = model, slots_of(slots), slots.a_round
-        self._head = model.spec.n_layers - 1
+        self._head, self._heads, self._first_head = model.spec.n_layers - 1, slots.heads, len(slots.forward)
         self._gpus, self._own = len(pool), pool.index(torch.distributed.get_rank())
         # Of each slot, the micro-batches that it has handed on, and those whose gradients are in the sums.
         self.handover = Handover(pool, model.device, counts=2 * len(self._slots))
-        self._total = share_tensors({"loss": torch.empty(1, dtype=torch.float64, device="meta")}, pool, model.device)
+        like = torch.empty(slots.heads, dtype=torch.float64, device="meta")
+        self._total = share_tensors({"loss": like}, pool, model.device)["loss"]
         self._before = 0  # micro-batches of all earlier batches: counts go on
         self._computed: deque[torch.cuda.Event] = deque()
+        self.work: dict[Passes, Callable[..., Any]] = {
+            "forward": self._forward,
+            "head": self._both,
+            "backward": self._backward,
+        }
 
     def run(self, batch: Batch) -> float:
         """Compute a batch's micro-batches, and sum their gradients where it has a seed; return their mean loss.
@@ -94,37 +110,42 @@ class Turns:
         All processes of all pools call it together. It returns when those of this pool have done all.
         """
         training, number = batch.seed is not None, len(batch.shapes)
-        slots = [slot for slot in self._slots if training or slot.kind != "backward"]
+        slots = self._slots
+        if not training:  # one process has the head for all micro-batches, in their order
+            slots = [*slots[: self._first_head], Slot("head", slots[self._first_head].layers)]
         self.handover.make_room(self._a_round * self._head, batch.place)
         self._model.train(training)
         mine = [
             (begin, index)
             for a_round, begin in enumerate(range(0, number, self._a_round))
             for index in range(len(slots))
-            # In an evaluation, one process has the head for all micro-batches, in their order.
             if (a_round * len(slots) * training + index) % self._gpus == self._own
         ]
-        turns = [LoadedLayers(self._model, slots[index].layers, self.handover.arriving) for _, index in mine]
+        turns = [
+            LoadedLayers(self._model, slot.layers, self.handover.arriving, slot.share[0])
+            for slot in (slots[index] for _, index in mine)
+        ]
         at, sent = -self._a_round, list[Sent]()
         with torch.set_grad_enabled(training):
             for turn, (begin, index) in enumerate(mine):
                 while at < begin:
                     at, sent = at + self._a_round, list(islice(batch.micro_batches, self._a_round))
-                self._take(_Turn(batch, slots[index], index, begin, len(slots)), sent, *turns[turn : turn + 2])
+                self._take(Turn(batch, slots[index], index, begin, len(slots)), sent, *turns[turn : turn + 2])
                 turns[turn] = LoadedLayers(self._model, (), None)  # frees what it held
         deque(batch.micro_batches, maxlen=0)
         self._before += number
         for index in range(len(slots)):
             self.handover.wait(2 * index + 1, self._before)
-        loss = float(self._total["loss"]) / number
+        loss = float(self._total[: self._heads if training else 1].sum()) / number
         self.handover.meet()
         return loss
 
     def _take(
-        self, turn: _Turn, sent: Sequence[Sent], loaded: LoadedLayers, following: LoadedLayers | None = None
+        self, turn: Turn, sent: Sequence[Sent], loaded: LoadedLayers, following: LoadedLayers | None = None
     ) -> None:
         """Take a turn, and let the weights of the following one come meanwhile."""
-        kind, index, begin = turn.slot.kind, turn.number, turn.begin
+        (kind, _, share), index, begin = turn.slot, turn.number, turn.begin
+        lanes = own_lanes(share, begin, begin + len(sent))
         adds = turn.batch.seed is not None and kind != "forward"
         loaded.fetch_weights()
         if begin:
@@ -132,32 +153,30 @@ class Turns:
         if adds:
             loaded.fetch_sums(begun=begin > 0)
         loaded.use()
-        self._model.positions[0].expect(turn.batch.documents[begin : begin + len(sent)])
+        if not (lanes or begin):
+            loaded.clear_sums()
+        self._model.positions[0].expect([turn.batch.documents[begin + lane] for lane in lanes])
         losses = []
-        for lane, micro_batch in enumerate(sent):
+        for done, lane in enumerate(lanes):
+            micro_batch = sent[lane]
             self._wait_for(turn, lane)
-            if following and lane == min(2, len(sent) - 1):  # so the device has finished the turn before
+            if following and done == min(2, len(lanes) - 1):  # so the device has finished the turn before
                 following.fetch_weights()
-            if kind == "forward":
-                self._forward(turn, lane, micro_batch)
-            elif kind == "backward":
-                self._backward(turn, lane, micro_batch, loaded)
-            else:
-                losses.append(self._both(turn, lane, micro_batch, loaded))
+            losses.append(self.work[kind](turn, lane, micro_batch, loaded))
             self.handover.count(2 * index, self._before + begin + lane + 1)
-        if losses:
-            total = 0.0 if begin == 0 else float(self._total["loss"])
-            for loss in torch.stack(losses).tolist():
+        if kind == "head":
+            total = 0.0 if begin == 0 else float(self._total[share[0]])
+            for loss in torch.stack(losses).tolist() if losses else ():
                 total += loss
-            self._total["loss"].fill_(total)
+            self._total[share[0]] = total
         loaded.give_back(self.handover.leaving)
         self.handover.count(2 * index + 1, self._before + begin + len(sent))
 
-    def _wait_for(self, turn: _Turn, lane: int) -> None:
+    def _wait_for(self, turn: Turn, lane: int) -> None:
         """Wait until a micro-batch has been handed on, and its place is free; on a GPU no more than two are queued."""
         number = self._before + turn.begin + lane + 1
         if turn.number:
-            self.handover.wait(2 * (turn.number - 1), number)
+            self.handover.wait(2 * self._preceding(turn, lane), number)
         elif turn.begin:
             self.handover.wait(2 * (turn.slots - 1), number - self._a_round)
         if self._model.device.type == "cuda":
@@ -165,7 +184,15 @@ class Turns:
             if len(self._computed) > 2:
                 self._computed.popleft().synchronize()
 
-    def _forward(self, turn: _Turn, lane: int, micro_batch: Sent) -> None:
+    def _preceding(self, turn: Turn, lane: int) -> int:
+        """Return the slot that hands a micro-batch on to a turn."""
+        if turn.slot.kind == "head":
+            return self._first_head - 1
+        if turn.number == self._first_head + self._heads:
+            return self._first_head + (turn.begin + lane) % self._heads
+        return turn.number - 1
+
+    def _forward(self, turn: Turn, lane: int, micro_batch: Sent, _: LoadedLayers) -> None:
         layers, (ids, position_ids) = turn.slot.layers, micro_batch[0]
         given = self._get(turn, lane, layers.start) if layers.start else [ids]
         with torch.no_grad():
@@ -175,19 +202,19 @@ class Turns:
                 given = self._compute(turn, lane, layer, given, position_ids)
         self.handover.put(self._place(lane, layers.stop), given)
 
-    def _backward(self, turn: _Turn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> None:
+    def _backward(self, turn: Turn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> None:
         layers, (ids, position_ids) = turn.slot.layers, micro_batch[0]
         gradients = self._get(turn, lane, layers.stop)
         for layer in reversed(layers):
             inputs = [_leaf(each) for each in self._get(turn, lane, layer)] if layer else [ids]
             outputs = self._compute(turn, lane, layer, inputs, position_ids)
             torch.autograd.backward(outputs, gradients)
-            loaded.take_gradients(layer, first=turn.begin + lane == 0)
+            loaded.take_gradients(layer, turn.begin + lane == 0, turn.batch.scale)
             gradients = _gradients(inputs)
         if layers.start:
             self.handover.put(self._place(lane, layers.start), gradients)
 
-    def _both(self, turn: _Turn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> Tensor:
+    def _both(self, turn: Turn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> Tensor:
         """Compute the loss, and the gradient of the head's input."""
         (_, position_ids), labels = micro_batch
         given = self._get(turn, lane, self._head)
@@ -197,13 +224,13 @@ class Turns:
         inputs = [_leaf(each) for each in given]
         hidden, *sums = self._compute(turn, lane, self._head, inputs, position_ids)
         loss = self._model.loss((hidden, position_ids, *sums), labels)
-        (loss / len(turn.batch.shapes)).backward()
-        loaded.take_gradients(self._head, first=turn.begin + lane == 0)
+        (loss * turn.batch.scale / len(turn.batch.shapes)).backward()
+        loaded.take_gradients(self._head, turn.begin + lane < self._heads, turn.batch.scale)
         self.handover.put(self._place(lane, self._head), _gradients(inputs))
         return loss.detach()
 
     def _compute(
-        self, turn: _Turn, lane: int, layer: int, given: Sequence[Tensor], position_ids: Tensor
+        self, turn: Turn, lane: int, layer: int, given: Sequence[Tensor], position_ids: Tensor
     ) -> list[Tensor]:
         if turn.batch.seed is not None:
             drawn = numpy.random.SeedSequence([*turn.batch.seed, turn.begin + lane, layer]).generate_state(1)
@@ -212,7 +239,7 @@ class Turns:
         hidden, _, *sums = self._model.layer(layer)((first, position_ids, *others))
         return [hidden, *sums]
 
-    def _get(self, turn: _Turn, lane: int, layer: int) -> list[Tensor]:
+    def _get(self, turn: Turn, lane: int, layer: int) -> list[Tensor]:
         like = self._model.activations_like(*turn.batch.shapes[turn.begin + lane])
         return self.handover.get(self._place(lane, layer), like)
 
@@ -221,7 +248,7 @@ class Turns:
         return lane * self._head + layer - 1
 
 
-class _Turn(NamedTuple):
+class Turn(NamedTuple):
     """A turn: which slot's, of how many, and its first micro-batch."""
 
     batch: Batch

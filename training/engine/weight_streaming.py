@@ -26,6 +26,7 @@ from models.attention.packed import Documents
 from models.checkpoint.layout import layer_file
 from models.process_groups import RankGroup
 from models.spec import ModelSpec
+from training.config.deepspeed_config import loss_scaler
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed
@@ -51,18 +52,20 @@ class HostEngine:
     Attributes:
         param_names: weight that the optimizer updates -> `<layer>.<name>`.
         save_non_zero_checkpoint: whether this replica writes files, though not the first.
+        turns: that compute the gradients.
     """
 
     save_non_zero_checkpoint = False
     checkpoint_engine: Any
+    optimizer: Any
 
     def __init__(
         self, model: StreamedModel, config: TrainConfig, own: list[int], turns: Turns, pool: list[int], peers: RankGroup
     ) -> None:
         self.module, self.device, self.global_steps = model, model.device, 0
         self.global_rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._own, self._turns, self._peers = own, turns, peers
-        self._stage = pool.index(self.global_rank)
+        self._own, self.turns, self._peers = own, turns, peers
+        self._stage, self._pool_size = pool.index(self.global_rank), len(pool)
         self._clipping = config.gradient_clipping or torch.finfo(torch.float32).max
         self._norm = 0.0
         tied = model.spec.tied_names or ()
@@ -76,25 +79,31 @@ class HostEngine:
         idle = [] if names else [(f"{own[0]}.{IDLE}", model.layer(own[0]).get_parameter(IDLE))]
         with agreed():
             self.optimizer = build_optimizer(config, [*self._masters.items(), *idle], model.spec.tied_names)
+        self.optimizer.loss_scaler = loss_scaler(config)  # where DeepSpeed's optimizers have theirs
         self.basic_optimizer = self.optimizer
         self.param_names = {weight: name for name, weight in [*self._masters.items(), *idle]}
         like = {name: torch.empty(1, dtype=torch.float64, device="meta") for name in model.sums}
         self._squares = share_tensors(like, pool, model.device)
 
     def sum_up(self) -> None:
-        """Sum the gradients over replicas; all processes call it together."""
+        """Sum the gradients over the turns of the head and over replicas; all processes call it together."""
+        sums, meet = self.module.sums, self.turns.handover.meet
+        for others in self.module.head_sums[1:]:
+            for name, other in others.items():
+                total, more = (each.view(-1).tensor_split(self._pool_size)[self._stage] for each in (sums[name], other))
+                total += more
+        meet()
         if self._peers.size > 1:
-            for name in [name for name in self.module.sums if int(name.partition(".")[0]) in self._own]:
-                gradient = self.module.sums[name].div_(self._peers.size)
-                torch.distributed.all_reduce(gradient, group=self._peers.group)
-        self._turns.handover.meet()
+            for name in [name for name in sums if int(name.partition(".")[0]) in self._own]:
+                torch.distributed.all_reduce(sums[name].div_(self._peers.size), group=self._peers.group)
+        meet()
 
     def update(self) -> None:
         """Update the weights with what was summed up, clipped by the norm of all; all processes call it together.
 
         As in a pipeline, a step whose norm is not finite changes nothing.
         """
-        meet, gradients = self._turns.handover.meet, self.gradients()
+        meet, gradients = self.turns.handover.meet, self.gradients()
         for name, gradient in gradients.items():
             self._squares[name].fill_(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
         meet()
@@ -112,6 +121,8 @@ class HostEngine:
                     self.module.weights[name].copy_(weight)
                 for first, last in self._both_ends:
                     self.module.weights[last].copy_(self._masters[first])
+        if self.fp16_enabled():
+            self.optimizer.loss_scaler.update_scale(not norm.isfinite())
         self.global_steps += 1
         meet()
 
@@ -133,7 +144,7 @@ class HostEngine:
         self.module.sums.clear()
 
     def fp16_enabled(self) -> bool:
-        return False
+        return self.module.dtype == torch.float16
 
     def zero_optimization(self) -> bool:
         return False
@@ -149,7 +160,8 @@ class HostEngine:
         state = self.optimizer.state_dict()
         if self.module.dtype != torch.float32:
             groups = [group["params"] for group in self.optimizer.param_groups]
-            state = {"fp32_groups": groups, "optimizer_state_dict": state}
+            scaler = self.optimizer.loss_scaler
+            state = {"fp32_groups": groups, "optimizer_state_dict": state, "loss_scaler": scaler}
         path = Path(folder, tag, f"mp_rank_{self._stage:02d}_model_states.pt")
         files.save({"optimizer": state, **client_state}, str(path))
 
@@ -160,9 +172,9 @@ class WeightStreamingTrainer(Trainer):
     in_stages = True
     engine: HostEngine
 
-    def __init__(self, engine: HostEngine, turns: Turns, config: TrainConfig, peers: RankGroup, stage: int) -> None:
+    def __init__(self, engine: HostEngine, config: TrainConfig, peers: RankGroup, stage: int) -> None:
         super().__init__(engine, peers.rank, stage=stage)
-        self._turns, self._seed, self._peers = turns, config.seed, peers
+        self._seed, self._peers = config.seed, peers
 
     @classmethod
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> WeightStreamingTrainer:
@@ -171,12 +183,12 @@ class WeightStreamingTrainer(Trainer):
         stage = pool.index(rank)
         own = division.topology.layers(stage, spec.n_layers)
         device = torch.device(get_accelerator().current_device_name())
-        make = partial(StreamedModel, spec, own, pool, device)
-        model = build_model(config, spec, folder, own, make, Division(division.topology))
         assert division.slots is not None
+        make = partial(StreamedModel, spec, own, pool, device, division.slots.heads)
+        model = build_model(config, spec, folder, own, make, Division(division.topology))
         peers = make_group(topo.along("data"), backend="gloo")  # sums lie on the host
         turns = Turns(model, division.slots, pool)
-        return cls(HostEngine(model, config, own, turns, pool, peers), turns, config, peers, stage)
+        return cls(HostEngine(model, config, own, turns, pool, peers), config, peers, stage)
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         with self.timings("forward_backward"):
@@ -206,7 +218,8 @@ class WeightStreamingTrainer(Trainer):
         sent: Iterator[Any] = self.send(loader, batch)
         if seed:
             sent = self.timings.each("data", sent)
-        loss = self._turns.run(Batch(sent, documents, shapes, max(sizes), seed))
+        scale = self.engine.optimizer.loss_scaler.cur_scale
+        loss = self.engine.turns.run(Batch(sent, documents, shapes, max(sizes), seed, scale))
         if self._peers.size == 1:
             return loss
         mean = torch.tensor(loss, dtype=torch.float64)

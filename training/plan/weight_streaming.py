@@ -1,9 +1,9 @@
 """Predict a step of weight streaming (`training.schedule.weight_streaming`) for a model and its GPUs.
 
 The blocks, and the embedding with the first ones, are cut into forward slots and, independently, into backward slots,
-so that the slowest is as fast as possible; the head is a slot of its own, forward and backward at once. (Several GPUs
-could share it where it takes longest, by micro-batches: some 4 % faster for 8B on eight GPUs, but then the sums of its
-gradients would depend on the number of GPUs.) Every block recomputes: a forward slot leaves the input of each of its
+so that the slowest is as fast as possible; the head has slots of its own, forward and backward at once. They share it
+by micro-batches, as many as it takes to be no slower than a block's backward slot: that depends on the model, and not
+on the number of GPUs, which so changes no bit. Every block recomputes: a forward slot leaves the input of each of its
 blocks in host memory, and a backward slot fetches it. Tried are one to `MOST_BLOCKS` blocks in a backward slot, forward
 slots about as long, and all sizes of a round.
 
@@ -30,8 +30,10 @@ from training.schedule.weight_streaming import Slot, Streamed, simulate
 from training.topology import Slots, layer_ranges
 
 MOST_BLOCKS = 4
+MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
 MASTERS = 28  # bytes of main memory that AdamW reads and writes for a parameter: gradient, master weight, two states
+ADDING = 3  # times that adding up the heads' sums moves them
 TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
 
 
@@ -40,16 +42,13 @@ class StreamedPlan:
     """A step with these slots.
 
     Attributes:
-        forward, backward: layers of each slot, in the order of the layers.
         memory: most bytes of a GPU.
         host: bytes of main memory: weights, the optimizer, sums, and the inputs of a round's blocks.
     """
 
     basis: Basis
     gpus: int
-    forward: list[int]
-    backward: list[int]
-    a_round: int
+    slots: Slots
     step: Streamed
     memory: int
     host: int
@@ -91,8 +90,12 @@ class Streaming:
         itemsize = training_dtype(plain.config).itemsize
         self._weights = [each * itemsize for each in self.basis.parameters]
         self._sums = [each * states.sum for each in self.basis.trained]
+        self.heads = self._head_slots()
         self._host = sum(self._weights) + sum(self.basis.trained) * (states.host - itemsize)
         self._update = [each * MASTERS / TOTAL_HOST for each in self.basis.trained]
+        more = (self.heads - 1) * self._sums[self.head]
+        self._host += more
+        self._update[self.head] += ADDING * more / TOTAL_HOST
         self._hidden = self.basis.share.micro_tokens * basis.spec.config.hidden_size * itemsize
 
     def best(self) -> StreamedPlan | None:
@@ -107,17 +110,29 @@ class Streaming:
     def _plans(self) -> Iterator[StreamedPlan]:
         number = self.basis.micro_batches
         sizes = [size for size in range(min(self.gpus, number), min(MOST_ROUND, number) + 1) if number % size == 0]
-        for blocks in range(1, MOST_BLOCKS + 1):
-            backward = cut(self.backward[: self.head], -(-self.head // blocks))
+        # The embedding beside blocks, or alone, where both together take too much memory.
+        counts = {-(-layers // blocks) for layers in (self.head - 1, self.head) for blocks in range(1, MOST_BLOCKS + 1)}
+        for slots in sorted(counts):
+            backward = cut(self.backward[: self.head], slots)
             longest = max(sum(self.backward[begin:end]) for begin, end in layer_ranges(backward))
             fewest = max(1, round(sum(self.forward[: self.head]) / longest))
             for count in range(fewest, min(fewest + 3, self.head) + 1):
                 forward = cut(self.forward[: self.head], count)
-                slots, memory = self.slots(forward, backward), self.memory(forward, backward)
-                for a_round in sizes if len(slots) > self.gpus else ():
-                    step = simulate(slots, self.gpus, number, a_round, HOST_LINK)
+                made, memory = self.slots(forward, backward), self.memory(forward, backward)
+                for a_round in sizes if len(made) > self.gpus else ():
+                    step = simulate(made, self.gpus, number, a_round, HOST_LINK)
                     host = int(self._host + a_round * self.head * self._hidden)
-                    yield StreamedPlan(self.basis, self.gpus, forward, backward, a_round, step, memory, host)
+                    found = Slots(tuple(forward), tuple(backward), a_round, self.heads)
+                    yield StreamedPlan(self.basis, self.gpus, found, step, memory, host)
+
+    def _head_slots(self) -> int:
+        """Return a power of two, which divides most rounds."""
+        longest, slots = max(self.backward[: self.head]), 1
+        while self.forward[self.head] + self.backward[self.head] > slots * longest:
+            if 2 * slots > min(MOST_HEADS, self.basis.micro_batches):
+                break
+            slots *= 2
+        return slots
 
     def slots(self, forward: Sequence[int], backward: Sequence[int]) -> list[Slot]:
         """Return a round's slots."""
@@ -133,7 +148,10 @@ class Streaming:
         ]
         head, hidden = self.head, self._hidden
         both = self.forward[head] + self.backward[head]
-        made.append(Slot(both, self._weights[head], self._sums[head], hidden, hidden, self._update[head]))
+        for part in range(self.heads):
+            update = 0.0 if part else self._update[head]
+            share = part, self.heads
+            made.append(Slot(both, self._weights[head], self._sums[head], hidden, hidden, update, share))
         for begin, end in reversed(layer_ranges(backward)):
             inputs = end - max(begin, 1)  # the embedding's is not kept
             leaves = hidden if begin else 0.0
@@ -152,10 +170,10 @@ class Streaming:
 def cut_into_slots(basis: Basis) -> Slots:
     """Cut a run's layers into slots: as the fastest plan that fits, else a layer each."""
     gpus = basis.config.model_topo.stages
-    if found := Streaming(basis, gpus).best():
-        return Slots(tuple(found.forward), tuple(found.backward), found.a_round)
+    if found := (streaming := Streaming(basis, gpus)).best():
+        return found.slots
     each = (1,) * (basis.spec.n_layers - 1)
-    return Slots(each, each, min(MOST_ROUND, basis.micro_batches))
+    return Slots(each, each, min(MOST_ROUND, basis.micro_batches), streaming.heads)
 
 
 def describe_plan(plan: StreamedPlan) -> list[str]:
@@ -166,14 +184,15 @@ def describe_plan(plan: StreamedPlan) -> list[str]:
     limit = f" of {gigabytes(device.memory)}" if device.memory else ""
     memory = f"at most {gigabytes(plan.memory)}{limit} on a device, {gigabytes(plan.host)} of main memory"
     line = f"weight streaming: {', '.join([*known, f'bubble {plan.bubble:.1%}', memory])}"
-    return [line, *describe(Slots(tuple(plan.forward), tuple(plan.backward), plan.a_round))]
+    return [line, *describe(plan.slots)]
 
 
 def describe(slots: Slots) -> list[str]:
     """Say, in a line for the log, how many layers a turn has."""
     forward, backward = (list(layers) for layers in (slots.forward, slots.backward))
     micro_batches = counted(slots.a_round, "micro-batch")
-    return [f"turns: {micro_batches} through {forward} layers forward, the head, {backward} backward; all recompute"]
+    head = "the head" if slots.heads == 1 else f"the head in {slots.heads} turns"
+    return [f"turns: {micro_batches} through {forward} layers forward, {head}, {backward} backward; all recompute"]
 
 
 def cut(costs: Sequence[float], slots: int) -> list[int]:

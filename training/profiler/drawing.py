@@ -1,7 +1,7 @@
 """Draw a timeline: a picture of one step, and a trace of all steps for ui.perfetto.dev and chrome://tracing.
 
 The picture has a row per rank, a colour per kind of work, and micro-batch numbers in the bars; numbers of a rank's
-second stage (dualpipev) have a prime.
+second stage (dualpipev) have a prime. With weight streaming the bars of a rank are its turns, one after the other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ COLOURS = {
     "forward": "#4c78a8",
     "backward": "#f58518",
     "weights": "#ffbe7d",
+    "head": "#e45756",
     "send": "#72b7b2",
     "receive": "#b279a2",
     "exchange": "#72b7b2",
@@ -42,11 +43,12 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
         for kind, colour in COLOURS.items():
             bars = [(span.begin - begin, span.end - span.begin) for span in spans if span.kind == kind]
             panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.3)
-        first = min(span.stage for span in spans)
+        stages = {span.stage for span in spans if span.kind in WORK}
+        second = max(stages) if len(stages) == 2 else None
         for span in spans:
             if span.kind in WORK and span.end - span.begin > NARROWEST * (end - begin):
                 middle = (span.begin + span.end) / 2 - begin
-                text = f"{span.micro_batch}" if span.stage == first else f"{span.micro_batch}'"
+                text = f"{span.micro_batch}'" if span.stage == second else f"{span.micro_batch}"
                 panel.text(middle, row, text, ha="center", va="center", fontsize=6, color="white")
     panel.set_xlim(0, end - begin)
     panel.set_xlabel("seconds")

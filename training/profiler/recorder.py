@@ -17,8 +17,10 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from training.engine.turns import Turn
+from training.engine.weight_streaming import HostEngine
 from training.plan.feedback import cuda_mark
-from training.schedule.instructions import InstructionReader, Meaning, Message
+from training.schedule.instructions import InstructionReader, Kind, Meaning, Message
 from training.schedule.walk import Span
 
 # Pipeline instruction -> method of an engine without a pipeline that does the same.
@@ -52,32 +54,48 @@ class Recorder:
         self._on_gpu = device.type == "cuda"
 
     @contextmanager
-    def step(self, engine: DeepSpeedEngine) -> Iterator[list[Record]]:
+    def step(self, engine: DeepSpeedEngine | HostEngine) -> Iterator[list[Record]]:
         """Record what the engine does in the block; fill the list, in common time, at its end."""
         records: list[Record] = []
         self._noted: list[tuple[Meaning, tuple[Message, ...], Any, Any, Any]] = []
         self._queued: list[Meaning] = []  # messages not waited for yet
         self._launched: Any = None  # mark of their start, if that was before the wait
-        if isinstance(engine, PipelineEngine):
+        owner = engine
+        if isinstance(engine, HostEngine):
+            owner, work = engine.turns, engine.turns.work
+            wrapped: dict[str, Any] = {"work": {kind: self._wrap_turn(kind, do) for kind, do in work.items()}}
+        elif isinstance(engine, PipelineEngine):
             self._read = InstructionReader(engine.stage_id, engine.num_stages)
             instructions = {kind: self._wrap(kind.__name__, do) for kind, do in engine._INSTRUCTION_MAP.items()}
             self._batched = any(kind.__name__ == "CommitP2P" for kind in instructions)
-            wrapped: dict[str, Any] = {"_INSTRUCTION_MAP": instructions}
+            wrapped = {"_INSTRUCTION_MAP": instructions}
         else:
             self._read, self._batched = InstructionReader(0, 1), False
             wrapped = {method: self._wrap(name, getattr(engine, method)) for name, method in METHODS.items()}
-        original = {attribute: getattr(engine, attribute) for attribute in wrapped}
-        vars(engine).update(wrapped)
+        original = {attribute: getattr(owner, attribute) for attribute in wrapped}
+        vars(owner).update(wrapped)
         if self._on_gpu:
             torch.cuda.synchronize()
             self._first, self._began = self._mark(), time.perf_counter()
         try:
             yield records
         finally:
-            vars(engine).update(original)
+            vars(owner).update(original)
         for (kind, stage, micro_batch, _), messages, *marks in self._noted:
             posted, begin, end = map(self._seconds, marks)
             records.append(Record(Span(self._rank, kind, micro_batch, begin, end, stage), messages, posted))
+
+    def _wrap_turn(self, kind: Kind, execute: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what computes a turn's micro-batches; the turns of a round are its stages."""
+
+        def run(turn: Turn, lane: int, *arguments: Any) -> Any:
+            begin = self._mark()
+            result = execute(turn, lane, *arguments)
+            meaning = Meaning(kind, turn.number, turn.begin + lane, None)
+            self._noted.append((meaning, (), begin, begin, self._mark()))
+            return result
+
+        return run
 
     def _wrap(self, name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an instruction's handler to record its span, if it has one."""

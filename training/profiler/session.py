@@ -26,7 +26,7 @@ from training.distributed.processes import gather
 from training.plan.partition import held_layers
 from training.profiler.drawing import draw, trace
 from training.profiler.recorder import Record, Recorder
-from training.schedule.instructions import WORK
+from training.schedule.instructions import WEIGHT_STREAMING, WORK
 from training.schedule.walk import Span
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[Span]]])
     figures = f"timeline of {steps}: {Figures.from_spans(spans.values()).describe(max(stages) + 1)}"
     log.print(figures)
     names = [f"rank {rank}" for rank in range(len(stages))]
-    if run.topology.parts:
+    if run.topology.parts and run.config.schedule != WEIGHT_STREAMING:
         held = held_layers(run.topology.parts, max(stages) + 1)
         layers = [" and ".join(f"{begin}-{end - 1}" for begin, end in held[stage]) for stage in stages]
         names = [f"{name}: stage {stages[rank]}, layers {layers[rank]}" for rank, name in enumerate(names)]
@@ -156,7 +156,7 @@ class Figures:
     def describe(self, ranks: int) -> str:
         """Describe the bubble and, in a pipeline, the slowest stage."""
         bubble = f"bubble {self.bubble:.1%} of {duration(self.seconds)}"
-        if ranks == 1:
+        if ranks == 1 or "head" in self.passes:  # turns, which any rank may have
             return bubble
         by_rank = self.by_rank(ranks)
         slowest = max(by_rank)

@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 WEIGHT_STREAMING = "weight_streaming"
 Schedule = Literal["1f1b", "dualpipev", "weight_streaming"]
-Kind = Literal["forward", "backward", "weights", "send", "receive", "exchange", "data", "optimizer"]
-WORK = ("forward", "backward", "weights")  # a backward pass may leave the weights' gradients for later
+Kind = Literal["forward", "backward", "weights", "head", "send", "receive", "exchange", "data", "optimizer"]
+# A backward pass may leave the weights' gradients for later; weight streaming has the head's both passes at once.
+WORK = ("forward", "backward", "weights", "head")
 
 # The kind of each instruction; for a message also what is sent, and over which border: 0 behind the stage, -1 before.
 _KINDS: dict[str, tuple[Kind, tuple[Literal["activation", "gradient"], int] | None]] = {

@@ -2,7 +2,8 @@
 
 A step is a list of S slots: a few layers forward, the head, a few layers backward. Turn p is slot p mod S on GPU
 p mod n, for the micro-batches of a round one after the other; after a round's last slot comes the first one of the next
-round, as weights do not change within a step. `training.engine.turns` runs it.
+round, as weights do not change within a step. Several slots may share the head, by micro-batches.
+`training.engine.turns` runs it.
 
 A GPU has two buffers of weights. While it computes a turn, those of its next one arrive, and with them the sums of its
 gradients so far, piece by piece between the micro-batches; the sums go back at the end. What a micro-batch hands from
@@ -29,6 +30,7 @@ class Slot:
         sums: bytes of its gradients' sums, which come, but for the first round, and go.
         enters, leaves: bytes of a micro-batch that come before and go after.
         update: seconds of the host for the weights of these layers, in one slot of those that have them.
+        share: k of n: the slot has micro-batches k, k + n, k + 2 n and so on of a step, and n - 1 others the rest.
     """
 
     seconds: float
@@ -37,6 +39,11 @@ class Slot:
     enters: float = 0.0
     leaves: float = 0.0
     update: float = 0.0
+    share: tuple[int, int] = (0, 1)
+
+    def lanes(self, begin: int, end: int) -> range:
+        """Return the slot's micro-batches of `begin` to `end`, counted from `begin`."""
+        return own_lanes(self.share, begin, end)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,12 @@ class Streamed:
     def bubble(self) -> float:
         """Share of the GPUs' time in which nothing is computed."""
         return 1 - self.work / (self.gpus * self.seconds)
+
+
+def own_lanes(share: tuple[int, int], begin: int, end: int) -> range:
+    """Return the numbers of `Slot.share` from `begin` to `end`, less `begin`."""
+    part, parts = share
+    return range((part - begin) % parts, end - begin, parts)
 
 
 def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int, link: float) -> Streamed:
@@ -80,30 +93,32 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
     moved = 0.0
     for turn in range(turns):
         slot, gpu, following = slots[turn % len(slots)], turn % gpus, turn + gpus
+        begin = turn // len(slots) * a_round
+        lanes = slot.lanes(begin, begin + a_round)
         if turn < gpus:
             came[gpu] = loaded[gpu] = updated + slot.weights / link
-        pieces, piece, allowed = 0, 0.0, 0.0
+        pieces, piece, allowed, most = 0, 0.0, 0.0, max(1, len(lanes))
         if following < turns:
             number = following % len(slots)
             again = following >= len(slots)  # a later round
-            pieces, allowed = a_round, max(released[gpu], summed[number] if again else updated)
+            pieces, allowed = most, max(released[gpu], summed[number] if again else updated)
             piece = (slots[number].weights + (slots[number].sums if again else 0.0)) / link / pieces
             moved += piece * link * pieces
-        for done in range(a_round):
+        for done, lane in enumerate(lanes):
             while pieces and (
-                max(came[gpu], allowed) < handed[done] or (a_round - pieces < done and allowed <= came[gpu])
+                max(came[gpu], allowed) < handed[lane] or (most - pieces < done and allowed <= came[gpu])
             ):
                 came[gpu], pieces = max(came[gpu], allowed) + piece, pieces - 1
-            came[gpu] = max(came[gpu], handed[done]) + slot.enters / link
+            came[gpu] = max(came[gpu], handed[lane]) + slot.enters / link
             computed[gpu] = max(computed[gpu], came[gpu], loaded[gpu]) + slot.seconds
             left[gpu] = max(left[gpu], computed[gpu]) + slot.leaves / link
-            handed[done] = left[gpu]
+            handed[lane] = left[gpu]
         if following < turns:
             came[gpu] = max(came[gpu], allowed) + pieces * piece if pieces else came[gpu]
         loaded[gpu] = came[gpu]
         left[gpu] += slot.sums / link
         summed[turn % len(slots)] = left[gpu]
         released[gpu] = left[gpu] if slot.sums else computed[gpu]
-        moved += slot.sums + a_round * (slot.enters + slot.leaves) + (slot.weights if turn < gpus else 0.0)
-    work = micro_batches * sum(slot.seconds for slot in slots)
+        moved += slot.sums + len(lanes) * (slot.enters + slot.leaves) + (slot.weights if turn < gpus else 0.0)
+    work = sum(len(slot.lanes(0, micro_batches)) * slot.seconds for slot in slots)
     return Streamed(max(updated, *left, *computed), work, gpus, moved)

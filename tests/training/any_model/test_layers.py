@@ -89,6 +89,8 @@ class TestConfig:
         [
             ({"packing": "batch"}, "packing: a key of language models"),
             ({"schedule": "dualpipev"}, "schedule: a key of language models"),
+            ({"freeze": ["0"]}, "freeze: a key of language models"),
+            ({"preference": {"loss": "dpo"}}, "preference: a key of language models"),
             ({"offload_activations": True}, "offload_activations: a key of language models"),
             ({"use_grad_ckpt": "auto"}, "use_grad_ckpt: auto knows the blocks of language models"),
             ({"eval_data_path": "a.json"}, "eval_data_path: a key of language models"),

@@ -36,9 +36,8 @@ MISTAKES = [
         f"{STREAMED}model_topo: {{sequence: 2, process_topology: {{dims: [1, 2]}}}}",
         "model_topo: not with schedule: w",
     ),
-    (f"{STREAMED}fp16: {{enabled: true}}\nbf16: {{enabled: false}}", "fp16.enabled: not with schedule: weight_stream"),
     (f"{STREAMED}offload_activations: true", "offload_activations: not with schedule: weight_streaming; expected fals"),
-    (f"{STREAMED}profile_steps: [1, 2]", "profile_steps: not with schedule: weight_streaming; expected none"),
+    (f"{STREAMED}bf16: {{bf16_optimizer_states: true}}", "bf16.bf16_optimizer_states: not with schedule: weight_str"),
     # Unknown keys: the nearest one, that of another tool, all of a small section, or no hint at all.
     ("optimiser: {}", "unknown key optimiser; did you mean optimizer?"),
     ("bf16: {enable: true}", "unknown key bf16.enable; did you mean bf16.enabled?"),

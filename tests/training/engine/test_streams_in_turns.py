@@ -81,7 +81,7 @@ class Turns:
         self.layers = [nn.Linear(SIZE, 1, bias=False) for _ in range(LAYERS)]
         sums = {f"{number}.weight": torch.zeros(1, SIZE) for number in range(LAYERS)}
         device = torch.device("cpu")
-        self.model: Any = SimpleNamespace(layer=self.layers.__getitem__, sums=sums, device=device)
+        self.model: Any = SimpleNamespace(layer=self.layers.__getitem__, sums=sums, head_sums=[sums], device=device)
         self.between: Any = object.__new__(Handover)
         vars(self.between).update(arriving=Stream(), leaving=Stream(), _thread=AtOnce(), _counting=None)
         vars(self.between).update(_device=device, _size=64, _memory=bytearray(64 * MICRO_BATCHES), _reached={})
@@ -105,7 +105,7 @@ class Turns:
                 weight = self.layers[number].weight
                 torch.mul(given, weight[0], out=(made := torch.empty(SIZE)))
                 weight.grad = torch.empty(1, SIZE).copy_(made)
-                loaded[turn].take_gradients(number, first=turn % (2 * LAYERS) < LAYERS and place == 0)
+                loaded[turn].take_gradients(number, turn % (2 * LAYERS) < LAYERS and place == 0, scale=1.0)
                 if hand_on or number + 1 < LAYERS:
                     self.between.put(place, [made])
                 self.between.count(0, turn)

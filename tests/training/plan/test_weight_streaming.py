@@ -25,7 +25,7 @@ def test_all_layers_are_computed_and_gpus_hardly_wait(gpus: int, tmp_path: Path)
     basis = basis_of(spec, config_of(tmp_path, gpus, train_batch_size=64, **KEYS), "RTX4090")
     streaming, pipeline = Streaming(basis, gpus), Plan.make(basis)
     plan = streaming.best()
-    assert plan is not None and sum(plan.forward) == sum(plan.backward) == spec.n_layers - 1
+    assert plan is not None and sum(plan.slots.forward) == sum(plan.slots.backward) == spec.n_layers - 1
     work = 64 * (sum(streaming.forward) + sum(streaming.backward))
     assert plan.step.work == pytest.approx(work) and plan.seconds * gpus > work
     # Few micro-batches: the update alone, for which all wait, is a tenth of the step of eight GPUs.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -252,11 +252,34 @@ def test_dualpipev_has_a_timeline(train: Callable[..., Finished]) -> None:
     names = {event["pid"]: event["args"]["name"] for event in run.events if event["name"] == "process_name"}
     assert names == {0: "rank 0: stage 0, layers 0-1 and 4-5", 1: "rank 1: stage 1, layers 2-2 and 3-3"}
     for rank, stages in ((0, (0, 3)), (1, (1, 2))):
-        for kind in WORK:
+        for kind in ("forward", "backward", "weights"):
             for stage in stages:
                 mine = [event["args"] for event in run.spans(rank, 3, kind) if event["args"]["stage"] == stage]
                 assert [arguments["micro_batch"] for arguments in mine] == list(range(8))
         assert all(first["ts"] + first["dur"] <= second["ts"] + 1 for first, second in pairwise(run.spans(rank, 3)))
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_weight_streaming_has_a_timeline(train: Callable[..., Finished]) -> None:
+    """Every turn of a round has the micro-batches once, whichever process takes it; the head's turns share them."""
+    run = train("turns", model_topo=topology([2, 1]), schedule="weight_streaming", profile_steps=[2, 3])
+    assert run.steps() == {2, 3}
+    assert "timeline of steps 2 to 3: bubble" in run.output and "is the slowest" not in run.output
+    names = {event["pid"]: event["args"]["name"] for event in run.events if event["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    rows = [run.spans(rank, 3) for rank in (0, 1)]
+    for row in rows:
+        assert all(first["ts"] + first["dur"] <= second["ts"] + 1 for first, second in pairwise(row))
+    taken: dict[tuple[str, int], list[int]] = {}
+    for span in sorted(chain(*rows), key=lambda span: span["ts"]):
+        arguments = span["args"]
+        taken.setdefault((span["cat"], arguments["stage"] * (span["cat"] != "head")), []).append(
+            arguments["micro_batch"]
+        )
+    turns = {key: numbers for key, numbers in taken.items() if key[0] in WORK}
+    assert {kind for kind, _ in turns} == {"forward", "head", "backward"}
+    assert all(sorted(numbers) == list(range(8)) for numbers in turns.values())
 
 
 @pytest.mark.launched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -26,6 +27,15 @@ def test_one_gpu_never_waits_for_another(a_round: int) -> None:
     slots = [Slot(seconds) for seconds in (1.0, 3.0, 0.5)]
     found = simulate(slots, 1, 16, a_round, FREE)
     assert found.seconds == pytest.approx(found.work) and found.bubble == pytest.approx(0)
+
+
+def test_slots_that_share_the_micro_batches_are_as_fast_as_one_that_takes_no_longer_than_the_others() -> None:
+    """Three slots of 3 s, each for a third, hold nobody up, as a single one does."""
+    slots = [Slot(1.0)] * 5
+    alone = simulate([*slots, Slot(3.0), *slots], 4, 96, 24, FREE)
+    shared = simulate([*slots, *(Slot(3.0, share=(part, 3)) for part in range(3)), *slots], 4, 96, 24, FREE)
+    assert shared.work == alone.work == 13 * 96
+    assert shared.bubble < 0.05 and alone.bubble > 0.2
 
 
 def test_too_few_micro_batches_a_round_wait_for_each_other() -> None:
@@ -76,6 +86,9 @@ def test_event_by_event_the_same_comes_out(seed: int) -> None:
         return Slot(**numbers)
 
     slots = [any_slot() for _ in range(gpus + chance.randint(1, 6))]
+    parts, first = chance.randint(1, min(a_round, len(slots))), chance.randint(0, len(slots))
+    for part in range(min(parts, len(slots) - first)):
+        slots[first + part] = replace(slots[first + part], share=(part, min(parts, len(slots) - first)))
     found = simulate(slots, gpus, a_round * rounds, a_round, link=2.0)
     assert found.seconds == pytest.approx(by_events(slots, gpus, a_round, rounds, 2.0), rel=1e-9)
 
@@ -96,7 +109,7 @@ class Events:
 
     Attributes:
         ends: when; of ("update",), ("weights", turn), ("come", turn, micro-batch), ("compute", turn, micro-batch),
-            ("go", turn, micro-batch) and ("sums", turn).
+            ("go", turn, micro-batch) and ("sums", turn); micro-batches are counted from the round's first.
     """
 
     def __init__(self, slots: list[Slot], gpus: int, a_round: int, rounds: int, link: float) -> None:
@@ -106,8 +119,8 @@ class Events:
         self._free = {(kind, gpu): 0.0 for kind in ("in", "core", "out") for gpu in range(gpus)}
         # What core and outgoing link do is in a fixed order; the incoming link chooses.
         turns = [range(gpu, self._turns, gpus) for gpu in range(gpus)]
-        self._core = [[(turn, m) for turn in own for m in range(a_round)] for own in turns]
-        self._out = [[(turn, m) for turn in own for m in range(a_round + 1)] for own in turns]  # and sums
+        self._core = [[(turn, m) for turn in own for m in self._lanes(turn)] for own in turns]
+        self._out = [[(turn, m) for turn in own for m in (*self._lanes(turn), a_round)] for own in turns]  # and sums
         self._incoming = [(gpu, 0, 0) for gpu in range(gpus)]  # turn; micro-batches and pieces for the next that came
 
     def options(self, gpu: int) -> Iterator[tuple[float, partial[None]]]:
@@ -120,7 +133,7 @@ class Events:
             yield max(self._free["core", gpu], ready), partial(self._compute, gpu)
         if self._out[gpu]:
             turn, m = self._out[gpu][0]
-            ready = self._after(("compute", turn, min(m, self._a_round - 1)))
+            ready = self._after(("compute", turn, m if m < self._a_round else self._lanes(turn)[-1]))
             yield max(self._free["out", gpu], ready), partial(self._go, gpu)
 
     def _comes(self, gpu: int) -> tuple[float, partial[None]]:
@@ -128,10 +141,12 @@ class Events:
         if turn == gpu and ("weights", gpu) not in self.ends:
             return max(now, self._after(("update",))), partial(self._weights, gpu)
         piece = come = inf
-        if turn + self._gpus < self._turns and pieces < self._a_round:
+        lanes = self._lanes(turn)
+        if turn + self._gpus < self._turns and pieces < len(lanes):
             piece = max(now, self._allowed(turn + self._gpus))
-        if came < self._a_round:  # the turn before has handed it on, and left its place
-            come = max(now, self._after(("go", turn - 1, came)) if turn else 0.0)
+        if came < len(lanes):  # the turn that had it before has handed it on, and left its place
+            before = next((each for each in range(turn - 1, -1, -1) if lanes[came] in self._lanes(each)), None)
+            come = now if before is None else max(now, self._after(("go", before, lanes[came])))
         if piece < come or (pieces < came and piece <= now):
             return piece, partial(self.piece, gpu)
         return come, partial(self._come, gpu)
@@ -142,12 +157,17 @@ class Events:
     def _slot(self, turn: int) -> Slot:
         return self._slots[turn % len(self._slots)]
 
+    def _lanes(self, turn: int) -> list[int]:
+        """The micro-batches of a turn."""
+        begin, (part, parts) = turn // len(self._slots) * self._a_round, self._slot(turn).share
+        return [lane for lane in range(self._a_round) if (begin + lane) % parts == part]
+
     def _allowed(self, turn: int) -> float:
         """When weights of a turn may begin to come: their buffer is free, and the host has what comes."""
         again = turn >= len(self._slots)
         needs: list[tuple[str | int, ...]] = [("sums", turn - len(self._slots)) if again else ("update",)]
         if (older := turn - 2 * self._gpus) >= 0:
-            needs.append(("compute", older, self._a_round - 1))
+            needs.append(("compute", older, self._lanes(older)[-1]))
             needs += [("sums", older)] if self._slot(older).sums else []
         return self._after(*needs)
 
@@ -158,18 +178,20 @@ class Events:
         turn, came, pieces = self._incoming[gpu]
         slot = self._slot(turn + self._gpus)
         size = slot.weights + (slot.sums if turn + self._gpus >= len(self._slots) else 0.0)
-        self._free["in", gpu] = begin + size / self._a_round / self._link
-        if pieces + 1 == self._a_round:
+        self._free["in", gpu] = begin + size / len(self._lanes(turn)) / self._link
+        if pieces + 1 == len(self._lanes(turn)):
             self.ends["weights", turn + self._gpus] = self._free["in", gpu]
         self._arrived(gpu, turn, came, pieces + 1)
 
     def _come(self, gpu: int, begin: float) -> None:
         turn, came, pieces = self._incoming[gpu]
-        self.ends["come", turn, came] = self._free["in", gpu] = begin + self._slot(turn).enters / self._link
+        lane = self._lanes(turn)[came]
+        self.ends["come", turn, lane] = self._free["in", gpu] = begin + self._slot(turn).enters / self._link
         self._arrived(gpu, turn, came + 1, pieces)
 
     def _arrived(self, gpu: int, turn: int, came: int, pieces: int) -> None:
-        whole = came == self._a_round and (pieces == self._a_round or turn + self._gpus >= self._turns)
+        most = len(self._lanes(turn))
+        whole = came == most and (pieces == most or turn + self._gpus >= self._turns)
         self._incoming[gpu] = (turn + self._gpus, 0, 0) if whole else (turn, came, pieces)
 
     def _compute(self, gpu: int, begin: float) -> None:
