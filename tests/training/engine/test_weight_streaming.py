@@ -58,7 +58,7 @@ CASES = {
     "mixtral-bf16": Case(
         "mixtral", BF16 | {"aux_router_loss": {"weight": 0.5}}, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)}
     ),
-    "lora": Case("tied", {"lora": {"r": 2, "dropout": 0.0}}, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)}),
+    "lora": Case("tied", {"lora": {"r": 2, "dropout": 0.0}}, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}),
     "frozen": Case("untied", {"freeze": ["embed_tokens", "layers\\.[01]\\."]}, {"two": ((2, 1), UNEVEN)}),
     "dropout": Case("dropout", {}, {"one": ((1, 1), ONE), "two": ((2, 1), EACH)}, compared=False),
     "replicas": Case("tied", {}, {"two": ((1, 2), UNEVEN)}),
