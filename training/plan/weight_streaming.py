@@ -189,10 +189,15 @@ def describe_plan(plan: StreamedPlan) -> list[str]:
 
 def describe(slots: Slots) -> list[str]:
     """Say, in a line for the log, how many layers a turn has."""
-    forward, backward = (list(layers) for layers in (slots.forward, slots.backward))
-    micro_batches = counted(slots.a_round, "micro-batch")
-    head = "the head" if slots.heads == 1 else f"the head in {slots.heads} turns"
-    return [f"turns: {micro_batches} through {forward} layers forward, {head}, {backward} backward; all recompute"]
+    forward, backward = map(_turns_of, (slots.forward, slots.backward))
+    micro_batches, head = counted(slots.a_round, "micro-batch"), counted(slots.heads, "turn")
+    return [f"turns: {micro_batches} through {forward} forward, {head} of the head, {backward} backward; all recompute"]
+
+
+def _turns_of(layers: Sequence[int]) -> str:
+    fewest, most = min(layers), max(layers)
+    sizes = counted(most, "layer") if fewest == most else f"{fewest} to {most} layers"
+    return f"{counted(len(layers), 'turn')} of {sizes}"
 
 
 def cut(costs: Sequence[float], slots: int) -> list[int]:
