@@ -14,7 +14,7 @@ the next step's first weights cost each other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.quantities import counted, duration, gigabytes
@@ -127,8 +127,10 @@ class Streaming:
 
     def _head_slots(self) -> int:
         """Return a power of two, which divides most rounds."""
-        longest, slots = max(self.backward[: self.head]), 1
-        while self.forward[self.head] + self.backward[self.head] > slots * longest:
+        # By estimates: a resumed run has measured its first steps, and has to have the same sums.
+        *blocks, head = layer_times(replace(self.basis, calibration=None, measured=None))
+        longest, slots = max(each.backward.total for each in blocks), 1
+        while head.forward.total + head.backward.total > slots * longest:
             if 2 * slots > min(MOST_HEADS, self.basis.micro_batches):
                 break
             slots *= 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.training.plan.helpers import basis_of, config_of, llama
+from training.plan.inputs import Measured
 from training.plan.plan import Plan
 from training.plan.weight_streaming import Streaming
 
@@ -33,6 +35,26 @@ def test_all_layers_are_computed_and_gpus_hardly_wait(gpus: int, tmp_path: Path)
     assert plan.memory <= (basis.device.memory or 0)
     assert gpus == 1 or (pipeline.fits and plan.tokens_per_s > 1.05 * pipeline.tokens_per_s)
     assert pipeline.fits == (gpus == 8)  # one such GPU does not hold 16-bit weights and sums of 7 billion parameters
+
+
+def test_neither_gpus_nor_measurements_change_how_many_turns_share_the_head(tmp_path: Path) -> None:
+    """As each has sums of its own, a resumed run would have other last bits."""
+    spec = llama(tmp_path)
+    counts = set()
+    for gpus in (1, 8):
+        basis = basis_of(spec, config_of(tmp_path, gpus, train_batch_size=64, **KEYS), "RTX4090")
+        layers = spec.n_layers
+        measured = Measured(
+            conditions={},
+            steps=(1, 2),
+            parts=[layers],
+            seconds=[1],
+            peaks=[1],
+            layers=[1] * (layers - 1) + [9],
+            beyond=[0],
+        )
+        counts |= {Streaming(each, gpus).heads for each in (basis, replace(basis, measured=measured))}
+    assert len(counts) == 1
 
 
 def test_what_fits_no_gpu_in_turns_either_has_no_plan(tmp_path: Path) -> None:
