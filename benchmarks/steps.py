@@ -15,13 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import SequentialSampler
 
-from data.loader import Loader
+from data.loader import GlobalBatch, Loader
 from data.sample_set import InMemory, SampleSet
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
-from training.engine.turns import Turn, Turns, slots_of
+from training.engine.turns import slots_of
+from training.profiler.recorder import Record, Recorder
 from training.schedule.weight_streaming import Slot, simulate
 from training.topology import Slots
 
@@ -94,35 +95,31 @@ def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Figures = dict)
         pace.done(now() - begin, batch.tokens, loss=loss, **figures())
 
 
-def time_turns(turns: Turns, slots: Slots, micro_batches: int) -> Callable[[], tuple[float, float]]:
-    """Time the turns of weight streaming.
+def time_turns(trainer: Trainer, slots: Slots, micro_batches: int) -> Callable[[], tuple[float, float]]:
+    """Record the turns of each step of weight streaming.
 
     Returns:
         what all ranks call together after a step: a process's share of the seconds that all computed in turns, and the
         seconds that the simulation gives a step with these turns, which counts no update of the weights.
     """
-    seconds: dict[int, list[float]] = defaultdict(list)
+    recorder, step = Recorder(torch.distributed.get_rank(), trainer.engine.device, 0.0), trainer.train_step
+    records: list[Record] = []
 
-    def timed(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def run(turn: Turn, *others: Any) -> Any:
-            begin = now()
-            result = compute(turn, *others)
-            seconds[turn.number].append(now() - begin)
-            return result
-
-        return run
+    def recorded(loader: Loader, batch: GlobalBatch) -> float:
+        nonlocal records
+        with recorder.step(trainer.engine) as records:
+            return step(loader, batch)
 
     def figures() -> tuple[float, float]:
         found: dict[int, list[float]] = defaultdict(list)
-        for number, taken in chain.from_iterable(each.items() for each in processes.gather(dict(seconds))):
-            found[number] += taken
-        seconds.clear()
-        made, ranks = slots_of(slots), torch.distributed.get_world_size()
-        timed = [Slot(mean(found[number]), share=slot.share) for number, slot in enumerate(made)]
+        for record in chain(*processes.gather(records)):
+            found[record.span.stage].append(record.span.end - record.span.begin)
+        ranks = torch.distributed.get_world_size()
+        timed = [Slot(mean(found[number]), share=slot.share) for number, slot in enumerate(slots_of(slots))]
         work = sum(map(sum, found.values())) / ranks
         return work, simulate(timed, ranks, micro_batches, slots.a_round, math.inf).seconds
 
-    turns.work = {kind: timed(compute) for kind, compute in turns.work.items()}
+    trainer.train_step = recorded  # type: ignore[method-assign]
     return figures
 
 

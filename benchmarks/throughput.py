@@ -317,7 +317,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         division = divide(config, spec, engine.in_stages)
         trainer = engine.build(config, spec, model, division)
         if division.slots:
-            timed = time_turns(trainer.engine.turns, division.slots, asked.rows)
+            timed = time_turns(trainer, division.slots, asked.rows)
         if way.engine == "reference":
             loss_of(trainer).recorded = []
             trainer.train_step = trainer.eval_loss  # type: ignore[method-assign]

@@ -41,10 +41,6 @@ class Slot:
     update: float = 0.0
     share: tuple[int, int] = (0, 1)
 
-    def lanes(self, begin: int, end: int) -> range:
-        """Return the slot's micro-batches of `begin` to `end`, counted from `begin`."""
-        return own_lanes(self.share, begin, end)
-
 
 @dataclass(frozen=True)
 class Streamed:
@@ -67,7 +63,7 @@ class Streamed:
 
 
 def own_lanes(share: tuple[int, int], begin: int, end: int) -> range:
-    """Return the numbers of `Slot.share` from `begin` to `end`, less `begin`."""
+    """Return a slot's micro-batches (`Slot.share`) of `begin` to `end`, counted from `begin`."""
     part, parts = share
     return range((part - begin) % parts, end - begin, parts)
 
@@ -94,7 +90,7 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
     for turn in range(turns):
         slot, gpu, following = slots[turn % len(slots)], turn % gpus, turn + gpus
         begin = turn // len(slots) * a_round
-        lanes = slot.lanes(begin, begin + a_round)
+        lanes = own_lanes(slot.share, begin, begin + a_round)
         if turn < gpus:
             came[gpu] = loaded[gpu] = updated + slot.weights / link
         pieces, piece, allowed, most = 0, 0.0, 0.0, max(1, len(lanes))
@@ -120,5 +116,5 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
         summed[turn % len(slots)] = left[gpu]
         released[gpu] = left[gpu] if slot.sums else computed[gpu]
         moved += slot.sums + len(lanes) * (slot.enters + slot.leaves) + (slot.weights if turn < gpus else 0.0)
-    work = sum(len(slot.lanes(0, micro_batches)) * slot.seconds for slot in slots)
+    work = sum(len(own_lanes(slot.share, 0, micro_batches)) * slot.seconds for slot in slots)
     return Streamed(max(updated, *left, *computed), work, gpus, moved)
