@@ -1,35 +1,36 @@
 """Run untrusted chat templates in transformers' sandbox, with limited time and memory.
 
-The sandbox keeps a template from files and from Python's insides, but not from looping for ever. So while templates are
-rendered a thread looks once a second which rendering is still the same one, and after `LIMIT` looks ends it by an
-exception in its thread. Looks are counted, not seconds: a process that was stopped meanwhile is not to blame.
+The sandbox keeps a template from files and from Python's insides, but not from looping for ever. So the code that Jinja
+makes of a template counts its steps: the bodies of loops and macros that it enters and the values that it makes. Now
+and then the thread's processor time is looked at, and what took `LIMIT` seconds of it is ended. It is not the time of a
+clock: a process that was stopped meanwhile is not to blame.
 
 Memory is limited by the size of values, since one instruction may take gigabytes before anybody looks. Every text and
 list that a template makes is measured: what it writes, captures, joins, adds up, calls or filters. So all that an
-operation starts from is small, and only the few in `GROWING`, which multiply, are looked at before they are done.
+operation starts from is small, no step takes long, and only the few in `GROWING`, which multiply, are looked at before
+they are done.
 
-Cost: 1.2 microseconds a rendering and 0.1 for each value that is made, where a record takes 15 to 150 to be written and
-more to be tokenized; the thread ends when nothing is rendered any more.
+Cost: 1.2 microseconds a rendering and 0.15 for each value that is made, where a record takes 15 to 150 to be written
+and more to be tokenized.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, wraps
+from itertools import count
 from types import GeneratorType
-from typing import Any, TypeVar
+from typing import Any
 
-from jinja2 import Environment, Template
+from jinja2 import Environment, Template, nodes
 from jinja2.compiler import CodeGenerator
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-LIMIT = 10  # looks at the same rendering
-INTERVAL = 1.0  # seconds between two looks
+LIMIT = 10.0  # seconds of processor time for one rendering
+STEPS = 32  # between two looks at the time: the slowest, a list's sorting, take a tenth of a second
 OF_DICTIONARIES = frozenset(dir(dict))
 # Bits of a number, characters of a text and entries of a list that a template may make, and how many times as much as
 # it was given besides: a dialogue may be long itself, and its tools be written more than once, with escapes.
@@ -42,14 +43,11 @@ GROWING = frozenset(
 COMPUTED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|:[^{}]*\{")  # in a format: one of the values says how wide another gets
 
 
-T = TypeVar("T")
-
-
 class SlowTemplate(Exception):
     """Report a template that timed out; not a record's fault, so the next record is not tried."""
 
     def __init__(self) -> None:
-        super().__init__(f"the chat template is still at one dialogue after {LIMIT * INTERVAL:.0f} seconds")
+        super().__init__(f"the chat template is still at one dialogue after {LIMIT:.0f} seconds")
 
 
 class LargeTemplate(SlowTemplate):
@@ -62,64 +60,25 @@ class LargeTemplate(SlowTemplate):
         )
 
 
-class _Watch:
-    """End what takes too long, by an exception that comes at any place in its thread, also on the way out."""
+class _Rendering(threading.local):
+    """Hold what a thread renders."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: dict[int, int] = {}  # looks at what each thread renders
-        self._thread: threading.Thread | None = None
+    names: Any = None  # what the template is given
+    end = float("inf")  # the thread's processor time at which it is ended
 
-    def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function.
-
-        Raises:
-            SlowTemplate: it takes too long.
-        """
-        self._enter()
-        try:
-            try:
-                return function(*args)
-            finally:
-                self._leave()
-        except BaseException:
-            self._leave()  # what came on the way out may have left it half done
-            raise
-
-    def _enter(self) -> None:
-        with self._lock:
-            self._running[threading.get_ident()] = 0
-            if self._thread is None:
-                thread = threading.Thread(target=self._look, name="template watch", daemon=True)
-                thread.start()
-                self._thread = thread  # which a system out of threads does not start
-
-    def _leave(self) -> None:
-        with self._lock:
-            if self._running.pop(threading.get_ident(), 0) >= LIMIT:
-                _raise_in(threading.get_ident())  # what is still to come would meet somebody else
-
-    def _look(self) -> None:
-        while True:
-            time.sleep(INTERVAL)
-            with self._lock:
-                if not self._running:
-                    self._thread = None
-                    return
-                for thread in self._running:
-                    self._running[thread] += 1
-                    if self._running[thread] % LIMIT == 0:  # again, should Python have dropped it
-                        _raise_in(thread, SlowTemplate)
+    def begin(self, names: dict[str, Any]) -> None:
+        self.names, self.end = names, time.thread_time() + LIMIT
 
 
-def _raise_in(thread: int, *error: type[BaseException]) -> None:
-    """Have a thread raise an error at its next step; without one, take back what it was to raise."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(*error))
+_rendering = _Rendering()
+_steps = count(1)  # of all threads: a thread's own takes three times as long to count
 
 
-_watch = _Watch()
-_given = threading.local()  # what the template is rendered with
-os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # the thread stayed in the parent
+def _step() -> bool:
+    """Count a step; return True, so that it can stand in a condition."""
+    if not next(_steps) % STEPS and time.thread_time() > _rendering.end:
+        raise SlowTemplate
+    return True
 
 
 @lru_cache
@@ -130,9 +89,11 @@ def _environment() -> Environment:
     environment.call_binop = _product
     environment.code_generator_class = _Compiler
     environment.checked = _checked
+    environment.step = _step
     environment.pieces = _Pieces
     environment.concat = _joined
     environment.filters = {name: _bounded(name, function) for name, function in environment.filters.items()}
+    environment.tests = {name: _counting(function) for name, function in environment.tests.items()}
     namespace = environment.globals["namespace"]  # which may hold itself; only its name is written
     environment.globals["namespace"] = type("Namespace", (namespace,), {"__repr__": object.__repr__})
     calling = environment.call
@@ -185,6 +146,16 @@ class _Compiler(CodeGenerator):
         super().buffer(frame)
         self.writeline(f"{frame.buffer} = environment.pieces()")
 
+    def blockvisit(self, body: Iterable[nodes.Node], frame: Any) -> None:
+        self.writeline("environment.step()")
+        super().blockvisit(body, frame)
+
+    def visit_For(self, node: nodes.For, frame: Any) -> None:  # noqa: N802  # Jinja's name
+        if node.test is not None:  # which may pass over every entry, and so enter no body
+            step = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None)
+            node.test = nodes.And(step, node.test, lineno=node.lineno)
+        super().visit_For(node, frame)
+
 
 def _measured(visit: Callable[..., None]) -> Callable[..., None]:
     def measured(self: CodeGenerator, node: Any, frame: Any) -> None:
@@ -217,22 +188,24 @@ def _size(value: Any, most: float = float("inf")) -> int:
 
 def _hold(size: float) -> None:
     """Raise LargeTemplate if this is more than a template may make."""
-    if size > LARGEST and size > LARGEST + TIMES * _size(getattr(_given, "names", None)):
+    if size > LARGEST and size > LARGEST + TIMES * _size(_rendering.names):
         raise LargeTemplate
 
 
 def _checked(value: Any) -> Any:
     """Give a value back if it is no larger than a template may make it."""
+    _step()
     if isinstance(value, str):
         _hold(len(value))
     elif isinstance(value, (list, tuple, dict)) and _size(value, LARGEST) > LARGEST:
-        _hold(_size(value, LARGEST + TIMES * _size(getattr(_given, "names", None))))
+        _hold(_size(value, LARGEST + TIMES * _size(_rendering.names)))
     return _counted(value) if isinstance(value, GeneratorType) else value
 
 
 def _counted(values: Iterable[Any]) -> Iterator[Any]:
     size = 0
     for value in values:
+        _step()
         size += _size(value, LARGEST)
         _hold(size)
         yield value
@@ -262,6 +235,17 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
+def _counting(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a test, which `select` and `reject` try on entry after entry, to count as a step."""
+
+    @wraps(test)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _step()
+        return test(*args, **kwargs)
+
+    return counted
+
+
 def _product(_: object, operator: str, left: Any, right: Any) -> Any:
     if operator == "%":
         if isinstance(left, str):
@@ -282,9 +266,8 @@ def compiled(text: str) -> Template:
 
     Raises:
         jinja2.TemplateSyntaxError: it is damaged.
-        SlowTemplate: it timed out.
     """
-    template = _watch.call(_environment().from_string, text)
+    template = _environment().from_string(text)
     # Jinja copies them at every rendering, which takes three times as long as the rendering while they are a ChainMap.
     template.globals = dict(template.globals)
     return template
@@ -298,8 +281,8 @@ def render(text: str, **names: Any) -> str:
         Exception: whatever the template raises.
     """
     template = compiled(text)
-    _given.names = names
-    return _watch.call(template.render, names)
+    _rendering.begin(names)
+    return template.render(names)
 
 
 def generated_spans(text: str, **names: Any) -> list[tuple[int, int]]:
@@ -308,7 +291,7 @@ def generated_spans(text: str, **names: Any) -> list[tuple[int, int]]:
     environment: Any = template.environment
     blocks = _Pieces()
     spans: list[tuple[int, int]] = []
-    _given.names = names
+    _rendering.begin(names)
     with environment.activate_tracker(blocks, spans):
-        _watch.call(blocks.extend, template.generate(names))  # one by one: the tracker counts what is there
+        blocks.extend(template.generate(names))  # one by one: the tracker counts what is there
     return [(begin, end) for begin, end in spans if begin < end]
