@@ -47,7 +47,7 @@ from models.checkpoint.source import open_source
 from training.callbacks import Callback
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.config.sections import PreferenceSection
+from training.config.objective import PreferenceSection
 from training.data_setup import build_loader
 from training.distributed.processes import agreed
 from training.engine.trainer import Trainer

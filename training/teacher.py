@@ -15,7 +15,8 @@ from models.errors import CheckpointError
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_sharing
 from training.config.keys import TrainConfig
-from training.config.sections import FP8, RouterLoss
+from training.config.objective import RouterLoss
+from training.config.precision import FP8
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +19,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from models import load_model
+from models.adapters import Lora, Trained
+from models.api import read_spec
+from models.causal_lm import CausalLM
 from models.generation import generate
 from tests.conftest import CHATML, save_tokenizer
 from tests.environments import environment
 from tests.launching import Launch
+from tests.models.adapters import save_adapter
 from tests.models.command_line import convert
 from tests.models.helpers import compatible, copy_of, random_ids
 from training.distributed.processes import free_port
@@ -47,6 +52,9 @@ class Server(NamedTuple):
     after: Sequence[str]
     without: Sequence[str] = ()  # see `environment`
     fields: dict[str, Any] = {}  # of every question
+    adapter: Sequence[
+        str
+    ] = ()  # words that serve the base with an adapter, {0}; without them it lies in the base's folder
     lists: bool = False  # it names the folder among its models
 
 
@@ -64,6 +72,7 @@ SERVERS = {
         ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager"),
         without=FOR_GPUS,
         fields={"extra_body": {"ignore_eos": True, "tool_choice": "none"}},
+        adapter=("--enable-lora", "--lora-modules", "{0}={0}"),
         lists=True,
     ),
 }
@@ -85,11 +94,12 @@ ALONE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFL
 class Service:
     """A server at work on an exported folder."""
 
-    def __init__(self, server: Server, python: Path, folder: Path, address: str) -> None:
+    def __init__(self, server: Server, python: Path, folder: Path, address: str, adapter: Path | None = None) -> None:
         self.server = server
         self.python = python
         self.folder = folder
         self.address = address
+        self.model = str(adapter if adapter and server.adapter else folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def call(self, method: str, **fields: Any) -> Any:
@@ -98,7 +108,7 @@ class Service:
 
     def ask(self, method: str, **fields: Any) -> Any:
         """The same of a question, for the likeliest tokens."""
-        common = {"model": str(self.folder), "max_tokens": COUNT, "temperature": 0} | self.server.fields
+        common = {"model": self.model, "max_tokens": COUNT, "temperature": 0} | self.server.fields
         return self.call(method, **common | fields)
 
     def prompt(self, **options: Any) -> list[int]:
@@ -106,9 +116,9 @@ class Service:
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
-    def own_answer(self, prompt: list[int]) -> str:
+    def own_answer(self, prompt: list[int], model: CausalLM | None = None) -> str:
         """What Pipetune's own generation gives."""
-        tokens = list(generate(load_model(self.folder), prompt, COUNT, set()))
+        tokens = list(generate(model or load_model(self.folder), prompt, COUNT, set()))
         assert len(set(tokens)) > 1, "an answer of one token over and over tells nothing"
         return whole(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
@@ -138,26 +148,32 @@ def python_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return made
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def service(
-    request: pytest.FixtureRequest,
-    python_of: Callable[[str], Path],
-    make_checkpoint: Make,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Service]:
-    server, python = SERVERS[request.param], python_of(request.param)
+@contextmanager
+def serving(server: Server, python: Path, folder: Path, adapter: Path | None = None) -> Iterator[Service]:
+    port = str(free_port())
+    words: list[str | Path] = [*server.before, folder, *server.after, "--host", "127.0.0.1", "--port", port]
+    words += [word.format(adapter) for word in server.adapter if adapter]
+    launch = Launch(python, "-m", *words, environment=ALONE)
+    try:
+        launch.until(lambda: "Application startup complete" in launch.stderr, pause=0.2)
+        yield Service(server, python, folder, f"http://127.0.0.1:{port}/v1", adapter)
+    finally:
+        launch.kill()
+
+
+@pytest.fixture(scope="module")
+def base(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = tmp_path_factory.mktemp("serve")
     model = make_checkpoint("llama", initializer_range=0.2, eos_token_id=None, head_dim=32)
     folder = copy_of(model, workspace / "base")
     save_tokenizer(folder, WITH_TOOLS)
-    folder, port = compatible(folder, workspace), str(free_port())
-    words: list[str | Path] = [*server.before, folder, *server.after, "--host", "127.0.0.1", "--port", port]
-    launch = Launch(python, "-m", *words, environment=ALONE)
-    try:
-        launch.until(lambda: "Application startup complete" in launch.stderr, pause=0.2)
-        yield Service(server, python, folder, f"http://127.0.0.1:{port}/v1")
-    finally:
-        launch.kill()
+    return compatible(folder, workspace)
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def service(request: pytest.FixtureRequest, python_of: Callable[[str], Path], base: Path) -> Iterator[Service]:
+    with serving(SERVERS[request.param], python_of(request.param), base) as served:
+        yield served
 
 
 @pytest.mark.longest
@@ -186,6 +202,21 @@ def test_a_text_is_completed(service: Service) -> None:
     assert whole(answer["choices"][0]["text"]) == service.own_answer(service.tokenizer(text)["input_ids"])
     listed = service.call("models.list")["data"]
     assert (str(service.folder) in [model["id"] for model in listed]) == service.server.lists
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("name", SERVERS)
+def test_an_adapter_is_served_with_its_base(
+    name: str, python_of: Callable[[str], Path], base: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(base, tmp_path / "base")
+    adapter = save_adapter(read_spec(folder).training(Trained(Lora(r=8, alpha=32))), folder)
+    shutil.copytree(adapter, folder, dirs_exist_ok=True)
+    with serving(SERVERS[name], python_of(name), folder, adapter) as service:
+        answer = service.ask("chat.completions.create", messages=MESSAGES)
+        expected = service.own_answer(service.prompt(), load_model(base, adapter=adapter))
+    assert whole(answer["choices"][0]["message"]["content"]) == expected
+    assert expected != service.own_answer(service.prompt(), load_model(base))
 
 
 @pytest.mark.longest

@@ -18,7 +18,7 @@ from tests.conftest import FAQ
 from tests.launching import metrics
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.saved_slices import SavedOptimizer
-from training.config.sections import Scheduler
+from training.config.optimization import Scheduler
 from training.optimizer.lr_schedules import lr_ratio
 
 Test = TypeVar("Test", bound=Callable[..., None])

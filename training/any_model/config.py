@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import model_validator
 
 from training.config.keys import TrainConfig
-from training.config.sections import DataPath
+from training.config.section import DataPath
 
 LANGUAGE_MODEL_KEYS = frozenset(
     "model_path data_path from_scratch stream_gb max_seq_len truncate packing pack_len dataloader_drop_last "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
-from training.config.sections import suggest
+from training.config.section import suggest
 from training.schedule.instructions import WEIGHT_STREAMING
 
 LARGEST = 10**12  # any whole number of a config

@@ -17,7 +17,7 @@ from models.process_groups import RankGroup
 from models.spec import ModelSpec, key_heads
 from training.config.deepspeed_keys import IDLE
 from training.config.keys import TrainConfig
-from training.config.sections import suggest
+from training.config.section import suggest
 from training.errors import ConfigError
 from training.schedule.instructions import WEIGHT_STREAMING
 

@@ -19,29 +19,11 @@ from data.records.pairs import Wanted
 from data.records.reading import OnBadRecord
 from training.config.contradictions import contradictions
 from training.config.model_topo import ModelTopo
-from training.config.sections import (
-    BF16,
-    FP8,
-    FP16,
-    DataPath,
-    DataTypes,
-    DistillationSection,
-    LoraSection,
-    NewPathText,
-    Optimizer,
-    PathText,
-    Ports,
-    Precision,
-    PreferenceSection,
-    RouterLoss,
-    Scheduler,
-    Section,
-    TrackerProject,
-    TrackerSwitch,
-    Zero,
-    ZLoss,
-    expected,
-)
+from training.config.objective import DistillationSection, LoraSection, PreferenceSection, RouterLoss, ZLoss
+from training.config.optimization import Optimizer, Scheduler, Zero
+from training.config.precision import BF16, FP8, FP16, DataTypes, Precision
+from training.config.section import DataPath, NewPathText, PathText, Section, expected
+from training.config.services import Ports, TrackerProject, TrackerSwitch
 from training.errors import ConfigError
 from training.schedule.instructions import WEIGHT_STREAMING, Schedule
 from training.topology import Topology

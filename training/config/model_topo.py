@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 from pydantic import PositiveInt, field_validator, model_validator
 
-from training.config.sections import Section, expected
+from training.config.section import Section, expected
 
 Axis = Literal["pipe", "data", "model"]
 

@@ -26,7 +26,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from data.records.sources import Source
 from training.config.foreign_names import OTHERS, TOOLS
 from training.config.keys import ALIASES, TrainConfig
-from training.config.sections import sections_in
+from training.config.section import sections_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 CHINESE = PAGE.with_name("configuration_CN.md")

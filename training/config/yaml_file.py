@@ -17,7 +17,7 @@ from common.terminal import is_safe_line, reason_of
 from data.paths import read_small
 from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
 from training.config.keys import ALIASES, TrainConfig
-from training.config.sections import sections_in, suggest
+from training.config.section import sections_in, suggest
 from training.errors import ConfigError
 
 MOST_VALUES = 100_000  # in a config, with aliases and merge keys expanded

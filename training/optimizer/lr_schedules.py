@@ -12,7 +12,7 @@ import math
 
 from torch.optim import Optimizer
 
-from training.config.sections import LinearParams, Scheduler, WarmupCosineParams, WSDParams
+from training.config.optimization import LinearParams, Scheduler, WarmupCosineParams, WSDParams
 
 
 class LearningRate:

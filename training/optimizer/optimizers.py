@@ -19,7 +19,7 @@ from lion_pytorch import Lion
 from torch import Tensor, nn
 
 from training.config.keys import TrainConfig
-from training.config.sections import Optimizer
+from training.config.optimization import Optimizer
 from training.errors import ConfigError
 
 PIECE = 2**24  # elements that Lion updates at a time

@@ -26,7 +26,7 @@ from training.config.contradictions import PARAMETERS, contradictions, of_optimi
 from training.config.deepspeed_config import check_sharing
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
-from training.config.sections import OptimizerOffload
+from training.config.optimization import OptimizerOffload
 from training.data_setup import training_loader
 from training.errors import ConfigError
 from training.plan.costs import layer_times

@@ -48,7 +48,7 @@ from models.spec import ModelSpec
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
-from training.config.sections import FP8
+from training.config.precision import FP8
 from training.distributed.processes import gather, set_threads
 from training.engine.gradients import add
 from training.engine.numerics import set_numerics

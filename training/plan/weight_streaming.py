@@ -19,7 +19,7 @@ from functools import cached_property
 
 from common.quantities import counted, duration, gigabytes
 from training.config.deepspeed_config import training_dtype
-from training.config.sections import OptimizerOffload
+from training.config.optimization import OptimizerOffload
 from training.metrics.devices import HOST_LINK
 from training.plan.costs import HOST, layer_times
 from training.plan.inputs import Basis

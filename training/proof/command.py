@@ -32,7 +32,7 @@ from common.whole_files import replace_text
 from models.checkpoint.publish import writing
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
-from training.config.sections import FP8
+from training.config.precision import FP8
 from training.distributed.processes import set_threads
 from training.metrics.run_info import CODE, git_state, machine, versions
 from training.metrics.step_metrics import to_json

@@ -18,16 +18,9 @@ from training.config.deepspeed_config import check_device, deepspeed_config
 from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo, ProcessTopology
-from training.config.sections import (
-    BF16,
-    FP16,
-    ConstantParams,
-    LinearParams,
-    Section,
-    WarmUp,
-    WarmupCosineParams,
-    WSDParams,
-)
+from training.config.optimization import ConstantParams, LinearParams, WarmUp, WarmupCosineParams, WSDParams
+from training.config.precision import BF16, FP16
+from training.config.section import Section
 from training.config.yaml_file import load_config
 from training.errors import ConfigError
 

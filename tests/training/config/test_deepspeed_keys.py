@@ -24,7 +24,7 @@ from tests.training.config.test_mistakes import keys_of
 from training.config.deepspeed_config import check_device, deepspeed_config
 from training.config.deepspeed_keys import BELOW_3, IDLE, ONLY_BELOW_3, REFUSED, describe_ignored_keys
 from training.config.keys import TrainConfig
-from training.config.sections import Zero
+from training.config.optimization import Zero
 from training.config.yaml_file import load_config
 from training.distributed.processes import free_port
 from training.errors import ConfigError

@@ -19,7 +19,8 @@ from tests.training.config.test_config import REQUIRED, refusal, write
 from training.config.contradictions import PARAMETERS
 from training.config.foreign_names import FOREIGN
 from training.config.keys import TrainConfig
-from training.config.sections import Optimizer, sections_in
+from training.config.optimization import Optimizer
+from training.config.section import sections_in
 
 NINE = [f"[{', '.join([f'*a{level}'] * 9)}]" for level in range(9)]
 BOMB = ["a0: &a0 [x]", *(f"a{level + 1}: &a{level + 1} {NINE[level]}" for level in range(9))]

@@ -9,7 +9,7 @@ import pytest
 from data.records.pairs import Wanted
 from models.preference import LOSSES, Objective
 from training.config.keys import TrainConfig
-from training.config.sections import PreferenceSection
+from training.config.objective import PreferenceSection
 
 PATHS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
 

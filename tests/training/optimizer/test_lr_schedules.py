@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.config.sections import (
-    ConstantParams,
-    LinearParams,
-    Scheduler,
-    WarmUp,
-    WarmupCosineParams,
-    WSDParams,
-)
+from training.config.optimization import ConstantParams, LinearParams, Scheduler, WarmUp, WarmupCosineParams, WSDParams
 from training.optimizer.lr_schedules import lr_ratio
 
 RATIO = st.floats(0, 1)

@@ -15,7 +15,7 @@ from torch import nn
 
 from training.config.contradictions import OFFLOADED, PARAMETERS
 from training.config.keys import TrainConfig
-from training.config.sections import Optimizer, OptimizerOffload, Scheduler, WarmupCosineParams, Zero
+from training.config.optimization import Optimizer, OptimizerOffload, Scheduler, WarmupCosineParams, Zero
 from training.errors import ConfigError
 from training.optimizer.lr_schedules import LearningRate, lr_ratio
 from training.optimizer.optimizers import build_optimizer, parameter_groups

@@ -1,0 +1,119 @@
+"""What all sections of a config have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
+from typing import Annotated, Any, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from data.paths import with_home
+from data.records.sources import Source
+from training.config.foreign_names import FOREIGN
+
+ALIKE = 0.8  # the share of letters that a misspelt name and the one that was meant have in common
+FEW = 12  # names that fit into a message
+
+
+class Section(BaseModel):
+    """Keys that belong together; others are refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        """Read `bf16: true` as `bf16: {enabled: true}`."""
+        if "enabled" not in cls.model_fields or isinstance(value, (dict, cls)):
+            return value
+        if not isinstance(value, bool):
+            raise ValueError("expected true, false or {enabled: true}")
+        return {"enabled": value}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Take the same in an editor."""
+        schema = handler(core_schema)
+        return {"anyOf": [{"type": "boolean"}, schema]} if "enabled" in cls.model_fields else schema
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `save_interval: yes`, which pydantic reads as 1."""
+        kinds = list(_kinds(cls.model_fields[str(info.field_name)].annotation))
+        if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+            raise ValueError("expected a number")
+        return value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Yield a type and those that it is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """List the sections that a field's type names."""
+    return [kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def expected(words: str) -> WrapValidator:
+    """Describe a union of types in one phrase; pydantic would report an error for each of its types."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"expected {words}") from None
+
+    return WrapValidator(check)
+
+
+def suggest(name: object, known: Iterable[str], section: str = "") -> str:
+    """Suggest the key that was meant, or list those that there are."""
+    known, prefix = list(known), f"{section}." if section else ""
+    key, advice, _ = FOREIGN.get(str(name).lower().replace("-", "_"), (None, "", []))
+    if key == "" and not section:
+        return f"; no such thing here: {advice}"
+    if key and key != f"{prefix}{name}" and section.partition(".")[0] in ("", key.partition(".")[0]):
+        return f"; did you mean {key}?{f' ({advice})' if advice else ''}"
+    if near := get_close_matches(str(name), known, n=1, cutoff=ALIKE):
+        return f"; did you mean {prefix}{near[0]}?"
+    return f"; expected one of {', '.join(known)}" if len(known) <= FEW else ""
+
+
+# `~` becomes the home folder, as no shell expands it in a file.
+PathText = Annotated[str, AfterValidator(with_home)]
+NewPathText = Annotated[str, Field(min_length=1), AfterValidator(with_home)]
+
+
+def _as_list(value: Any) -> Any:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+# The form of an entry decides its type, so that an error is about the right one.
+_Entry = Annotated[
+    Annotated[str, Tag("path")] | Annotated[Source, Tag("source")],
+    Discriminator(lambda entry: "source" if isinstance(entry, (dict, Source)) else "path"),
+]
+DataPath = Annotated[list[_Entry], BeforeValidator(_as_list, json_schema_input_type=_Entry | list[_Entry])]
