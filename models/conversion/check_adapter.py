@@ -1,7 +1,10 @@
 """Check an adapter's folder: whether it is whole and fits its base, and which programs read it.
 
-What is said of vLLM, SGLang and llama.cpp is what their code did in autumn 2026; few of them say so by themselves:
+What is said of them is what their code did in autumn 2026; few of them say so by themselves:
 
+- peft 0.21, `utils/transformers_weight_conversion.py`: in families whose experts were modules in transformers 4 it
+  takes the targets `gate_proj`, `up_proj` and `down_proj` for weights of the experts, and linear layers of these names
+  get no adapters.
 - vLLM: `FusedMoE3DWithLoRA` reads `experts.lora_A` and `experts.base_layer.lora_A` for models whose class says
   `is_3d_moe_weight` (gpt-oss, Qwen3-VL-MoE, Qwen3.5-MoE), others only with `enable_mixed_moe_lora_format`.
   `vllm/lora/peft_helper.py` raises "vLLM only supports modules_to_save being None" and scales by alpha / sqrt(r);
@@ -22,6 +25,7 @@ from models.errors import CheckpointError
 from models.spec import ModelSpec
 
 VLLM_RANKS = 16, 32, 64, 128, 256, 320, 512
+OF_EXPERTS = "gate_proj", "up_proj", "down_proj"
 MERGE = "serve it merged: pp_to_hg --merge for a run's, merge_and_unload of peft for others"
 
 
@@ -46,15 +50,16 @@ def check_adapter(folder: Path) -> tuple[list[str], list[str]]:
 
 def readers(spec: ModelSpec) -> list[str]:
     """Say for each program whether it reads a model's adapters, and what else to do."""
-    lora, (layers, experts) = spec.trained.lora, adapted_paths(spec)
+    lora, (_, experts) = spec.trained.lora, adapted_paths(spec)
     assert lora is not None
     obstacles: dict[str, list[str]] = {"peft and transformers": [], "vLLM": [], "SGLang": [], "llama.cpp": []}
+    if dense := dense_beside_experts(spec):
+        what = f"peft 0.21 takes the dense {', '.join(dense)} for those of the experts and leaves them out"
+        obstacles["peft and transformers"].append(what)
     if experts:
         obstacles["vLLM"].append("reads experts only of families whose weights it holds in one tensor, as gpt-oss")
         for name in ("SGLang", "llama.cpp"):
             obstacles[name].append("looks for an adapter of each expert by itself")
-        if any(path.endswith("gate_proj") for path in layers):
-            obstacles["peft and transformers"].append("peft 0.21 takes a dense gate_proj for that of the experts")
     if lora.modules_to_save:
         obstacles["vLLM"].append("knows no modules_to_save up to summer 2026")
         for name in ("SGLang", "llama.cpp"):
@@ -68,3 +73,9 @@ def readers(spec: ModelSpec) -> list[str]:
     yes = {"vLLM": f"yes, with --max-lora-rank {enough}"} if lora.r > VLLM_RANKS[0] else {}
     lines = [f"{name}: {'; '.join(reasons) or yes.get(name, 'yes')}" for name, reasons in obstacles.items()]
     return [*lines, MERGE] if any(obstacles.values()) else lines
+
+
+def dense_beside_experts(spec: ModelSpec) -> list[str]:
+    """List the names of adapted linear layers that peft looks for among the experts, and so leaves without adapters."""
+    names = {path.rpartition(".")[2] for path in adapted_paths(spec)[0]} if spec.has_experts else set()
+    return [name for name in OF_EXPERTS if name in names]

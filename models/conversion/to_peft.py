@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from models.checkpoint.adapter import (
 from models.checkpoint.layout import ADAPTER, side_files
 from models.checkpoint.side_files import copy_files
 from models.config_json import read_json, write_json
+from models.conversion.check_adapter import MERGE, dense_beside_experts
 from models.errors import CheckpointError
 from models.scores import LABELS
 
@@ -48,3 +50,7 @@ def write_adapter(folder: Path, target: Path) -> None:
     save_file(saved, target / PEFT_WEIGHTS, metadata=notes)
     write_json(target / ADAPTER, peft_config(spec, settings["base_model_name_or_path"]))
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])
+    if dense_beside_experts(spec):
+        print(
+            f"warning: peft reads this adapter in part; {MERGE} (convert_model.py check)", file=sys.stderr, flush=True
+        )

@@ -48,7 +48,7 @@ GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}  # 
 DEEPSEEK = {  # latent attention, a dense block before those of experts
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2} | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -60,8 +60,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "qwen3_next": ("qwen3_next", LINEAR),
 }
-# peft 0.21 takes `gate_proj` of a family with experts for that of the experts, whatever it is.
-RENAMED = ("qwen3_moe-some-dense", "deepseek_v3", "qwen3_next")
+# peft 0.21 takes gate_proj, up_proj and down_proj of a family with experts for those of the experts, whatever they are.
+BESIDE = ("qwen3_moe-some-dense", "deepseek_v3", "qwen3_next")
+ATTENTION = (
+    "q_proj k_proj v_proj o_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj in_proj_qkvz in_proj_ba out_proj"
+)
+NOT_DENSE = {"targets": (*ATTENTION.split(), "experts.gate_up_proj", "experts.down_proj")}
 ALL = {
     name: (case.model_type, case.changes) for name, case in CASES.items() if case.model_type not in ORIGINALS
 } | OTHERS
@@ -97,11 +101,9 @@ def of_peft(base: Path, adapter: Path) -> Any:
 
 @pytest.mark.parametrize("case", UNDER_TEST)
 def test_adapters_compute_what_peft_computes(case: str, make_checkpoint: Make) -> None:
-    if case in RENAMED:
-        pytest.skip("peft has no name for a dense gate_proj beside experts")
     model_type, changes = ALL[case]
     folder = make_checkpoint(model_type, **changes)
-    adapter = save_adapter(adapted(folder), folder)
+    adapter = save_adapter(adapted(folder, **NOT_DENSE if case in BESIDE else {}), folder)
     model, theirs, ids = load_model(folder, torch.float32, adapter=adapter), of_peft(folder, adapter), random_ids(2, 20)
     found, expected = model(ids), theirs(input_ids=ids).logits
     assert_near(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import convert_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
-from models.checkpoint.adapter import PEFT_WEIGHTS
+from models.checkpoint.adapter import CHECKSUM, PEFT_WEIGHTS, PeftFolder, peft_config
+from models.checkpoint.layout import ADAPTER, layer_file
 from models.conversion.check import check
 from models.conversion.check_adapter import MERGE
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
@@ -87,6 +90,7 @@ def test_pipeline_layers_are_refused(both_layouts: dict[str, Path]) -> None:
 
 ALL_READ_IT = [f"{name}: yes" for name in ("peft and transformers", "vLLM", "SGLang", "llama.cpp")]
 EACH_EXPERT = "looks for an adapter of each expert by itself"
+DENSE_IN_PEFT = "peft and transformers: peft 0.21 takes the dense"
 WIDE = {"hidden_size": 520, "num_attention_heads": 1, "head_dim": 520, "num_key_value_heads": 1}
 DENSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
 
@@ -111,7 +115,9 @@ DENSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32
         ),
         ("mixtral", {}, {}, ["vLLM: reads experts only", f"SGLang: {EACH_EXPERT}", f"llama.cpp: {EACH_EXPERT}", MERGE]),
         ("mixtral", {}, {"experts": False}, ALL_READ_IT),
-        ("qwen3_moe", DENSE, {}, ["peft and transformers: peft 0.21 takes a dense gate_proj", MERGE]),
+        ("qwen3_moe", DENSE, {}, [f"{DENSE_IN_PEFT} gate_proj, up_proj, down_proj for", MERGE]),
+        ("qwen3_moe", DENSE, {"targets": ("q_proj", "down_proj")}, [f"{DENSE_IN_PEFT} down_proj for", MERGE]),
+        ("qwen3_moe", DENSE, {"targets": ("q_proj",)}, ALL_READ_IT),
     ],
 )
 def test_an_adapter_is_whole_and_who_reads_it_is_said(
@@ -138,3 +144,22 @@ def test_an_adapter_is_whole_and_who_reads_it_is_said(
             convert_model.main()
     (line,) = capsys.readouterr().out.splitlines()
     assert "expected all weights that this adapter trains" in line
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ("q_proj",)])
+def test_an_export_that_peft_reads_in_part_warns(
+    targets: tuple[str, ...], make_checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = make_checkpoint("qwen3_moe", **DENSE)
+    spec = read_spec(base).training(Trained(Lora(r=2, alpha=6, targets=targets)))
+    adapter, run = PeftFolder(save_adapter(spec, base), spec), tmp_path / "run"
+    hg_to_pp(base, run)
+    for layer in range(spec.n_layers):
+        torch.save(adapter.read(layer, spec.trained_names(layer)), run / layer_file(layer))
+    (run / ADAPTER).write_text(json.dumps(peft_config(spec, str(base)) | {CHECKSUM: "0"}))
+    capsys.readouterr()
+    pp_to_hg(run, tmp_path / "peft")
+    exported, trained = load_file(tmp_path / "peft" / PEFT_WEIGHTS), map(spec.trained_names, range(spec.n_layers))
+    assert len(exported) == sum(map(len, trained))
+    warned = "warning: peft reads this adapter in part; serve it merged" in capsys.readouterr().err
+    assert warned == ("down_proj" in targets)
