@@ -19,7 +19,6 @@ from training.config.yaml_file import load_config
 
 EXAMPLES = ROOT / "examples"
 STORIES = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
-SHORT = "continued_pretraining"
 LANGUAGES = ["README.md", "README_CN.md"]
 NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]\d+)?%?")
 
@@ -74,9 +73,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(
-    "story", [pytest.param(each, marks=pytest.mark.slow if each == SHORT else pytest.mark.longest) for each in STORIES]
-)
+@pytest.mark.longest
+@pytest.mark.parametrize("story", STORIES)
 def test_a_story_goes_as_its_readme_says(story: str, place: Path) -> None:
     printed = ""
     for line in blocks(story, LANGUAGES[0], "bash"):
