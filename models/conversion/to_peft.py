@@ -51,6 +51,5 @@ def write_adapter(folder: Path, target: Path) -> None:
     write_json(target / ADAPTER, peft_config(spec, settings["base_model_name_or_path"]))
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])
     if dense_beside_experts(spec):
-        print(
-            f"warning: peft reads this adapter in part; {MERGE} (convert_model.py check)", file=sys.stderr, flush=True
-        )
+        what = f"warning: peft reads this adapter in part; {MERGE} (convert_model.py check)"
+        print(what, file=sys.stderr, flush=True)

@@ -52,9 +52,7 @@ class Server(NamedTuple):
     after: Sequence[str]
     without: Sequence[str] = ()  # see `environment`
     fields: dict[str, Any] = {}  # of every question
-    adapter: Sequence[
-        str
-    ] = ()  # words that serve the base with an adapter, {0}; without them it lies in the base's folder
+    adapter: Sequence[str] = ()  # words that add an adapter {0}; else its files lie in the base's folder
     lists: bool = False  # it names the folder among its models
 
 

@@ -50,8 +50,6 @@ class LoraSection(Section):
 
 
 BETA = 0.1
-
-
 UNPAIRED = ("kto", "apo_zero_unpaired")
 
 
