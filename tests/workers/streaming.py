@@ -1,7 +1,8 @@
 """Trains steps under any schedule, with an evaluation after them (see `cases.py`).
 
 Its cases are {"name", "config": {...}, "slots": [forward, backward, a_round, heads] | null, "steps": number}. Writes
-<folder>/<name>.<rank>.safetensors with "losses", "norms", "evaluated", and the weights of the layers that the rank has.
+<folder>/<name>.<rank>.safetensors with "losses", "norms", "evaluated", and the pieces
+of the weights that the rank updates, <name>@<offset>.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         norms.append(float(trainer.engine.get_global_grad_norm()))
     evaluated = trainer.eval_loss(loader, loader.batch(0))
     found = {"losses": torch.tensor(losses), "norms": torch.tensor(norms), "evaluated": torch.tensor(evaluated)}
-    for piece in slices_of(trainer.engine):
-        found[piece.name] = piece.master.detach().view(-1)[piece.start :][: piece.numel].float().clone()
+    for piece in (each for each in slices_of(trainer.engine) if each.numel):
+        found[f"{piece.name}@{piece.offset:09d}"] = (
+            piece.master.detach().view(-1)[piece.start :][: piece.numel].float().clone()
+        )
     save_file(found, folder / f"{case['name']}.{torch.distributed.get_rank()}.safetensors")
     torch.distributed.barrier()
     trainer.engine.destroy()

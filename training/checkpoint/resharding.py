@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def load_optimizer_state(
     missing = {name: sum(piece.numel for piece in pieces) for name, pieces in wanted.items()}
     hidden = torch.distributed.get_rank() > 0 or not sys.stderr.isatty()
     with tqdm(desc="optimizer states", total=sum(missing.values()), unit_scale=True, disable=hidden) as bar:
-        for stage in sorted({record.topology.stage_of(layer_of(name)) for name in wanted}):
+        for stage in _stages_with(wanted, record):
             for source in saved.slices(stage):
                 for piece in wanted.get(source.name, ()):
                     copied = _copy(source, piece, engine.basic_optimizer)
@@ -67,11 +67,23 @@ def load_optimizer_state(
         engine.optimizer.loss_scaler = saved.loss_scaler()
 
 
+def _in_pieces(record: CheckpointRecord) -> bool:
+    """Whether each process had a piece of every weight, whatever its layers."""
+    return record.settings.get("schedule") == "weight_streaming"
+
+
+def _stages_with(names: Iterable[str], record: CheckpointRecord) -> Sequence[int]:
+    """List the stages that had something of these weights."""
+    if _in_pieces(record):
+        return range(record.topology.stages)
+    return sorted({record.topology.stage_of(layer_of(name)) for name in names})
+
+
 def _saved_name(name: str, record: CheckpointRecord, tied_names: tuple[str, str] | None) -> str:
-    """Return the name under which a weight was saved: both ends of a tied model have one name on a single stage."""
+    """Return the name under which a weight was saved: a tied one has one if a stage had both ends, or pieces of all."""
     if tied_names and name == tied_names[1]:
         first, last = (record.topology.stage_of(layer_of(each)) for each in tied_names)
-        return tied_names[0] if first == last else name
+        return tied_names[0] if first == last or _in_pieces(record) else name
     return name
 
 
@@ -145,12 +157,14 @@ def _held(engine: DeepSpeedEngine) -> list[Slice]:
         return list(_of_ranges(optimizer, optimizer.bit16_groups))
     if isinstance(optimizer, BF16_Optimizer):
         return list(_of_ranges(optimizer, optimizer.bf16_groups))
+    offsets = getattr(engine, "offsets", {})  # of weight streaming
     masters = [group["params"] for group in optimizer.param_groups]
     weights = optimizer.fp16_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else masters
     return [
-        Slice(engine.param_names[weight], 0, weight.numel(), master, 0, engine.basic_optimizer.state[master])
+        Slice(name, offsets.get(name, 0), weight.numel(), master, 0, engine.basic_optimizer.state[master])
         for of_group, members in zip(masters, weights, strict=True)
         for master, weight in zip(of_group, members, strict=True)
+        for name in [engine.param_names[weight]]
     ]
 
 

@@ -1,8 +1,9 @@
 """List the optimizer's state in a checkpoint's files as slices of the weights.
 
 DeepSpeed's optimizers shard the weights in different ways: ZeRO 1 and 2 and the bf16 optimizer join a group's weights
-into one vector and give each replica a range of it; ZeRO 3 gives each rank a range of every weight; without ZeRO they
-stay whole. Here all become lists of slices; `training.checkpoint.resharding` lists those of an engine.
+into one vector and give each replica a range of it; ZeRO 3 gives each rank a range of every weight, as weight streaming
+does to each process of a pool; without ZeRO they stay whole. Here all become lists of slices;
+`training.checkpoint.resharding` lists those of an engine.
 
 The files are mapped, so a slice costs nothing until it is copied. Files on another host's disk are skipped.
 """
@@ -121,7 +122,7 @@ class SavedOptimizer:
     def _of_whole(self, path: Path, share: TensorShare | None) -> Iterator[Slice]:
         """Without ZeRO: weight by weight, under the names that `training.checkpoint.saving` adds."""
         file = read_mapped(path)
-        saved, names = file["optimizer"], file["parameter_names"]
+        saved, names, pieces = file["optimizer"], file["parameter_names"], file.get("pieces")
         if "fp32_groups" in saved:  # of a run in 16 bits; else the weights themselves
             masters, saved = list(chain.from_iterable(saved["fp32_groups"])), saved["optimizer_state_dict"]
         else:
@@ -131,8 +132,12 @@ class SavedOptimizer:
             masters = [
                 shard.of(each).contiguous() if shard else each for shard, each in zip(shards, masters, strict=True)
             ]
-        for number, (name, master) in enumerate(zip(names, masters, strict=True)):
-            yield Slice(name, 0, master.numel(), master, 0, saved["state"].get(number, {}))
+            if pieces:
+                ranges = [slice(begin, begin + numel) for begin, numel in pieces]
+                masters = [each.view(-1)[piece] for each, piece in zip(masters, ranges, strict=True)]
+        offsets = [begin for begin, _ in pieces] if pieces else [0] * len(names)  # none: of an early version
+        for number, (name, offset, master) in enumerate(zip(names, offsets, masters, strict=True)):
+            yield Slice(name, offset, master.numel(), master, 0, saved["state"].get(number, {}))
 
     def files_elsewhere(self, stage: int) -> list[Path]:
         """List a stage's optimizer files that are on other hosts' disks."""

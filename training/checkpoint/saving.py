@@ -169,10 +169,10 @@ class Checkpointer:
     def _begin(self, folder: Path, step: int, eval_loss: float | None) -> PendingSave:
         """Write a checkpoint's files, or start to; RunRefused, on every rank, if a folder cannot be created."""
         engine, rank = self.trainer.engine, torch.distributed.get_rank()
-        # Without ZeRO, DeepSpeed saves numbers and no names of the weights, so add the names.
+        # Without ZeRO, DeepSpeed saves numbers alone, so add the names of the weights, and which pieces they are of.
         sharded = engine.zero_optimization()
         kept = slices_of(engine)
-        names = {} if sharded else {"parameter_names": [piece.name for piece in kept]}
+        pieces = {"parameter_names": [piece.name for piece in kept], "pieces": [(p.offset, p.numel) for p in kept]}
         self._files.offsets = {piece.name: piece.offset for piece in kept}
         with ExitStack() as hidden:
             made = None
@@ -182,7 +182,9 @@ class Checkpointer:
                     made = hidden.enter_context(hidden_folder(folder))
             new = gather(made)[self.disk.ranks[0]]
             assert new is not None
-            engine.save_checkpoint(str(new.parent), tag=new.name, client_state=names, save_latest=False)
+            engine.save_checkpoint(
+                str(new.parent), tag=new.name, client_state={} if sharded else pieces, save_latest=False
+            )
             states = {"cpu": torch.get_rng_state(), "device": get_accelerator().get_rng_state()}
             self._files.save(states, str(new / random_file(rank)))
             self.trainer.write_layers(new, self._files.save, self.disk)

@@ -185,6 +185,8 @@ def of_optimizer(config: Any) -> Iterator[str]:
             yield f"{key} joins the weights, which Adafactor needs apart; expected stage 0 and fp32"
         if config.model_topo.tensor > 1:
             yield "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none"
+        if config.schedule == "weight_streaming":
+            yield "schedule: weight_streaming cuts the weights, which Adafactor needs whole; expected another schedule"
     known = OFFLOADED if zero.offloads and config.zero_force_ds_cpu_optimizer else PARAMETERS
     for name in (name for name in config.optimizer.params if name not in known.get(kind, [name])):
         yield f"optimizer.params.{name}: {kind} does not take it{suggest(name, known[kind], 'optimizer.params')}"

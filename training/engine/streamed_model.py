@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from models.adapters import add_idle_weight, save_trained_only
+from models.adapters import save_trained_only
 from models.block_options import BlockOptions
 from models.layers import Activations, Block, Head
 from models.loading import LayerStates, as_trained, build_layer
@@ -34,7 +34,7 @@ class StreamedModel(nn.Module):
     """The layers, under their numbers as names.
 
     Args:
-        own: layers that this process loads and updates.
+        own: layers that this process loads.
         pool: ranks that share the weights.
         device: that computes.
         heads: turns that share the head.
@@ -97,8 +97,6 @@ class StreamedModel(nn.Module):
             elif isinstance(layer, Head):
                 layer.project_in_loss = True
             self.add_module(str(number), layer)
-        if not any(f"{number}.{name}" in trained for number in own for name, _ in layers[number].named_parameters()):
-            add_idle_weight(layers[own[0]], dtype)
 
     def layer(self, number: int) -> nn.Module:
         """Return a layer by its number."""

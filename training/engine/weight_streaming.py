@@ -1,16 +1,17 @@
 """Train with weights in host memory, which GPUs take turns at (`schedule: weight_streaming`).
 
 The processes of a pipeline are a pool: on one host, with one copy of the weights and of the sums of gradients in memory
-that they share. `training.engine.turns` computes a step. Then each process updates the layers that `parts` gives it, on
-the CPU: it has their fp32 weights and their optimizer states, which it saves as a pipeline without ZeRO does. So a
-checkpoint goes on under any other schedule, and the other way round.
+that they share. `training.engine.turns` computes a step. Then each process updates a piece of every weight, on the CPU,
+so that all take equally long: it has the fp32 weights and the optimizer states of its pieces. It loads and saves the
+layers that `parts` gives it. A checkpoint goes on under any other schedule, and the other way round.
 
-A pool is a replica. Replicas sum the gradients that a process updates with its peers in the other pools.
+A pool is a replica. Replicas sum the gradients of a process's layers with its peers in the other pools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from torch import Tensor, nn
 
 from data.loader import GlobalBatch, Loader
-from models.adapters import IDLE
 from models.attention.packed import Documents
 from models.checkpoint.layout import layer_file
 from models.process_groups import RankGroup
@@ -40,17 +40,32 @@ from training.engine.turns import Batch, Turns
 from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
 
+PAGE = 1024  # numbers; pieces begin at multiples of it
+
+
+def piece_of(numel: int, process: int, processes: int) -> slice:
+    """Return the piece of a weight of `numel` elements that a process updates.
+
+    Kernels compute a weight's last elements apart from its vectors. No piece but the last has such ones, so the number
+    of processes changes no bit.
+    """
+    pages = math.ceil(numel / PAGE)
+    begin, end = (pages * each // processes * PAGE for each in (process, process + 1))
+    return slice(begin, min(end, numel))
+
 
 class HostEngine:
-    """What a run asks of DeepSpeed's engine: the optimizer of this process's own layers, and their files.
+    """What a run asks of DeepSpeed's engine: the optimizer of this process's pieces of the weights, and their files.
 
     Args:
-        own: layers that this process updates.
+        own: layers whose gradients this process sums over replicas, and which it saves.
         pool: the ranks that share the weights, the stage of each being its place.
-        peers: the ranks that update the same layers in the other replicas.
+        peers: the ranks that have the same place in the other replicas.
 
     Attributes:
-        param_names: weight that the optimizer updates -> `<layer>.<name>`.
+        param_names: piece that the optimizer updates -> `<layer>.<name>`.
+        offsets: `<layer>.<name>` -> where this process's piece begins in the flattened weight.
+        names: weights of its own layers that are trained; of a tied one the first end.
         save_non_zero_checkpoint: whether this replica writes files, though not the first.
         turns: that compute the gradients.
     """
@@ -70,18 +85,19 @@ class HostEngine:
         self._norm = 0.0
         tied = model.spec.tied_names or ()
         self._tied = tied if all(name in model.sums for name in tied) else ()
-        names = [name for name in model.sums if int(name.partition(".")[0]) in own]
-        # One weight where this process has both ends, as in a stage that has them.
-        self._both_ends = [self._tied] if self._tied and {*self._tied} <= {*names} else []
-        names = [name for name in names if name not in [last for _, last in self._both_ends]]
+        trained = [name for name in model.sums if name not in self._tied[1:]]
+        self.names = [name for name in trained if int(name.partition(".")[0]) in own]
+        pieces = {name: piece_of(model.sums[name].numel(), self._stage, len(pool)) for name in trained}
+        self.offsets, self._pieces = {name: piece.start for name, piece in pieces.items()}, pieces
         # In fp32 the optimizer updates the shared memory itself.
-        self._masters = {name: nn.Parameter(model.weights[name].float()) for name in names}
-        idle = [] if names else [(f"{own[0]}.{IDLE}", model.layer(own[0]).get_parameter(IDLE))]
+        self._masters = {
+            name: nn.Parameter(model.weights[name].view(-1)[piece].float()) for name, piece in pieces.items()
+        }
         with agreed():
-            self.optimizer = build_optimizer(config, [*self._masters.items(), *idle], model.spec.tied_names)
+            self.optimizer = build_optimizer(config, self._masters.items(), model.spec.tied_names)
         self.optimizer.loss_scaler = loss_scaler(config)  # where DeepSpeed's optimizers have theirs
         self.basic_optimizer = self.optimizer
-        self.param_names = {weight: name for name, weight in [*self._masters.items(), *idle]}
+        self.param_names = {master: name for name, master in self._masters.items()}
         like = {name: torch.empty(1, dtype=torch.float64, device="meta") for name in model.sums}
         self._squares = share_tensors(like, pool, model.device)
 
@@ -90,8 +106,8 @@ class HostEngine:
         sums, meet = self.module.sums, self.turns.handover.meet
         for others in self.module.head_sums[1:]:
             for name, other in others.items():
-                total, more = (each.view(-1).tensor_split(self._pool_size)[self._stage] for each in (sums[name], other))
-                total += more
+                piece = piece_of(other.numel(), self._stage, self._pool_size)
+                sums[name].view(-1)[piece] += other.view(-1)[piece]
         meet()
         if self._peers.size > 1:
             for name in [name for name in sums if int(name.partition(".")[0]) in self._own]:
@@ -103,36 +119,34 @@ class HostEngine:
 
         As in a pipeline, a step whose norm is not finite changes nothing.
         """
-        meet, gradients = self.turns.handover.meet, self.gradients()
-        for name, gradient in gradients.items():
-            self._squares[name].fill_(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+        meet, ends = self.turns.handover.meet, self._tied[1:]  # whose gradient is the first end's again
+        for name in self.names:
+            self._squares[name].fill_(torch.linalg.vector_norm(self.gradient(name), dtype=torch.float64).square())
         meet()
-        ends = self._tied[1:]  # which is the first end's gradient again
         norm = torch.stack([square for name, square in self._squares.items() if name not in ends]).sum().sqrt().float()
         self._norm = float(norm)
         if norm.isfinite():
-            for name, weight in self._masters.items():
-                weight.grad = gradients[name]
+            for name, master in self._masters.items():
+                master.grad = self.gradient(name, self._pieces[name]) if master.numel() else None
             clip(self.optimizer, list(self._masters.values()), self._clipping, norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
             with torch.no_grad():
-                for name, weight in self._masters.items():
-                    self.module.weights[name].copy_(weight)
-                for first, last in self._both_ends:
-                    self.module.weights[last].copy_(self._masters[first])
+                for name, master in self._masters.items():
+                    for end in self._ends(name):
+                        self.module.weights[end].view(-1)[self._pieces[name]].copy_(master)
         if self.fp16_enabled():
             self.optimizer.loss_scaler.update_scale(not norm.isfinite())
         self.global_steps += 1
         meet()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the weights that this process updates: of both ends, where they are tied."""
-        sums = self.module.sums
-        return {
-            name: torch.stack([sums[end] for end in self._tied]).sum(0) if name in self._tied else sums[name]
-            for name in self._masters
-        }
+    def gradient(self, name: str, piece: slice = slice(None)) -> Tensor:
+        """Return a piece of the flattened gradient of a weight, that of both ends where they are tied."""
+        sums = [self.module.sums[end].view(-1)[piece] for end in self._ends(name)]
+        return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
+
+    def _ends(self, name: str) -> Sequence[str]:
+        return self._tied if name in self._tied else (name,)
 
     def get_global_grad_norm(self) -> float:
         """Return the norm of the last step's gradient, before clipping."""

@@ -87,10 +87,12 @@ class StreamingRecorder(Recording, WeightStreamingTrainer):
     """A process of a pool that records its steps."""
 
     def _update(self) -> None:
-        self._record(_copied(self.engine.gradients()), super()._update)
+        like = self.engine.module.sums
+        gradients = {name: self.engine.gradient(name).view_as(like[name]) for name in self.engine.names}
+        self._record(_copied(gradients), super()._update)
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: self.engine.module.weights[name] for name in self.engine.param_names.values()}
+        return {name: self.engine.module.weights[name] for name in self.engine.names}
 
 
 class Recorder(Recording, PipelineTrainer):

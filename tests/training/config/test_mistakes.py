@@ -135,6 +135,10 @@ MISTAKES = [
         "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none",
     ),
     (
+        f"{ADAFACTOR}schedule: weight_streaming",
+        "schedule: weight_streaming cuts the weights, which Adafactor needs whole; expected another schedule",
+    ),
+    (
         "optimizer: {type: SGD}\nzero_optimization: {offload_optimizer: {device: cpu}}",
         "optimizer.type: SGD cannot be offloaded; expected one of AdamW, Lion, or zero_force_ds_cpu",
     ),

@@ -111,7 +111,12 @@ def outcomes(
         ranks.run(processes, "streaming", cases, folder)
         for each in cases:
             files = [load_file(folder / f"{each['name']}.{rank}.safetensors") for rank in range(processes)]
-            found[each["name"]] = {name: tensor for file in files for name, tensor in file.items()}
+            pieces: dict[str, dict[str, Tensor]] = defaultdict(dict)
+            for name, tensor in (piece for file in files for piece in file.items()):
+                pieces[name.partition("@")[0]][name] = tensor
+            found[each["name"]] = {
+                name: torch.cat([of[piece].view(-1) for piece in sorted(of)]) for name, of in pieces.items()
+            }
     return found
 
 
