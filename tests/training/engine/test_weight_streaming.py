@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.closeness import assert_near
 from tests.models.test_adapters import DEEPSEEK
 from tests.ranks import Ranks, write_samples
+from training.engine.weight_streaming import PAGE, piece_of
 
 STEPS, NORM = 6, 0.5
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "weight_decay": 0.1}}, "gradient_clipping": NORM}
@@ -154,3 +155,14 @@ def test_neither_processes_nor_slots_change_a_bit(name: str, outcomes: Outcomes)
     for other in others:
         for each in first:
             torch.testing.assert_close(other[each], first[each], atol=0, rtol=0, equal_nan=True, msg=each)
+
+
+@pytest.mark.parametrize("numel", [1, PAGE - 1, PAGE, 5 * PAGE + 7, 8 * PAGE, 100_003])
+@pytest.mark.parametrize("processes", [1, 3, 8])
+def test_pieces_are_even_and_cut_between_pages(numel: int, processes: int) -> None:
+    pieces = [piece_of(numel, process, processes) for process in range(processes)]
+    assert [each.start for each in pieces[1:]] == [each.stop for each in pieces[:-1]]
+    assert (pieces[0].start, pieces[-1].stop) == (0, numel)
+    assert all(each.start % PAGE == 0 for each in pieces if each.start < each.stop)
+    sizes = [each.stop - each.start for each in pieces]
+    assert max(sizes) - min(sizes) <= PAGE
