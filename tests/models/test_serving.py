@@ -151,7 +151,9 @@ def serving(server: Server, python: Path, folder: Path, adapter: Path | None = N
     port = str(free_port())
     words: list[str | Path] = [*server.before, folder, *server.after, "--host", "127.0.0.1", "--port", port]
     words += [word.format(adapter) for word in server.adapter if adapter]
-    launch = Launch(python, "-m", *words, environment=ALONE)
+    hub = folder.parent / "hub"  # transformers serve lists what lies there, and fails where there is no folder
+    hub.mkdir(exist_ok=True)
+    launch = Launch(python, "-m", *words, environment=ALONE | {"HF_HUB_CACHE": str(hub)})
     try:
         launch.until(lambda: "Application startup complete" in launch.stderr, pause=0.2)
         yield Service(server, python, folder, f"http://127.0.0.1:{port}/v1", adapter)
