@@ -98,7 +98,7 @@ class HostEngine:
         self.optimizer.loss_scaler = loss_scaler(config)  # where DeepSpeed's optimizers have theirs
         self.basic_optimizer = self.optimizer
         self.param_names = {master: name for name, master in self._masters.items()}
-        like = {name: torch.empty(1, dtype=torch.float64, device="meta") for name in model.sums}
+        like = {name: torch.empty(1, dtype=torch.float64, device="meta") for name in trained}
         self._squares = share_tensors(like, pool, model.device)
 
     def sum_up(self) -> None:
@@ -119,11 +119,11 @@ class HostEngine:
 
         As in a pipeline, a step whose norm is not finite changes nothing.
         """
-        meet, ends = self.turns.handover.meet, self._tied[1:]  # whose gradient is the first end's again
+        meet = self.turns.handover.meet
         for name in self.names:
             self._squares[name].fill_(torch.linalg.vector_norm(self.gradient(name), dtype=torch.float64).square())
         meet()
-        norm = torch.stack([square for name, square in self._squares.items() if name not in ends]).sum().sqrt().float()
+        norm = torch.stack([*self._squares.values()]).sum().sqrt().float()
         self._norm = float(norm)
         if norm.isfinite():
             for name, master in self._masters.items():
