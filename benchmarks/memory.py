@@ -29,7 +29,7 @@ from benchmarks.workers import ROOT, run_workers, write_figures
 if TYPE_CHECKING:
     import torch
 
-LENGTH, MICRO_BATCHES, STEPS = 1024, 4, 2
+LENGTH, MICRO_BATCHES, STEPS = 1024, 2, 2  # as many micro-batches as the first of two stages of 1F1B holds
 MMAP_THRESHOLD, ONE_MB = -3, 2**20  # of malloc.h
 MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -43,7 +43,8 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 LION: dict[str, Any] = {"optimizer": {"type": "Lion", "params": {"lr": 1.0e-5}}}
-BF16, RECOMPUTED, DUAL = {"bf16": {"enabled": True}}, {"use_grad_ckpt": True}, {"schedule": "dualpipev"}
+BF16, RECOMPUTED = {"bf16": {"enabled": True}}, {"use_grad_ckpt": True}
+DUAL: dict[str, Any] = {"schedule": "dualpipev", "train_batch_size": 4}
 CASES: dict[str, dict[str, Any]] = {
     "fp32, AdamW": {},
     "fp32, AdamW, dualpipev": DUAL,
@@ -84,7 +85,7 @@ def measure(figure: str, cases: dict[str, dict[str, Any]], folder: Path) -> Repo
     asked = {name: keys for name, keys in cases.items() if stages > 1 or "schedule" not in keys}
     found = {name: run_workers(stages, "benchmarks.memory", folder, "plan", keys=keys) for name, keys in asked.items()}
     error = max(abs(plan / peak - 1) for case in found.values() for plan, peak in case)
-    title = f"peak memory of {MICRO_BATCHES} micro-batches; {figure}_error {error:.3f}"
+    title = f"peak memory of {LENGTH} tokens a micro-batch; {figure}_error {error:.3f}"
     rows = (
         (name, str(rank), f"{plan / 1e9:.2f}", f"{peak / 1e9:.2f}", f"{plan / peak - 1:+.1%}")
         for name, case in found.items()
@@ -113,7 +114,7 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     with patch.object(freed_memory, "keep", _give_back_memory), joined(config):
         spec = with_trained(read_spec(folder), config)
         plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
-        loader = build_loader(random_rows(MODEL["vocab_size"], MICRO_BATCHES, LENGTH), config)
+        loader = build_loader(random_rows(MODEL["vocab_size"], config.train_batch_size, LENGTH), config)
         _load_libraries(training_dtype(config))
         _forget_peak()
         before = peak_memory()
