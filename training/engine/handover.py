@@ -1,10 +1,10 @@
 """Hand activations, gradients and counts from one process of a host to the next, through memory that they share.
 
-Every layer but the embedding has a place for each micro-batch of a round. There lies its input, from the forward pass
-on; the backward pass computes the layer again from it, and leaves the gradient of that input in its place.
+Every layer but the embedding has a place for each micro-batch of a round. The forward pass stores the layer's input
+there; the backward pass recomputes the layer from it, then overwrites it with the gradient of that input.
 
-A process counts what it has done, and those that need it look at the count (`wait_until`). On a GPU copies go over
-streams of their own, one each way, and a thread counts when the device has done what is counted.
+A process counts the micro-batches that it has finished, and those that need them poll the count (`wait_until`). On a
+GPU copies run on streams of their own, one each way, and a thread raises the count once the device has finished.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from training.distributed.shared_memory import share_memory, share_tensors, tens
 
 
 class Handover:
-    """What the processes of a host hand each other.
+    """Shared places for tensors and shared counts of the processes of one host.
 
     Args:
         pool: their ranks.
-        device: that computes.
-        counts: how many counts there are.
+        device: the device that this process computes on.
+        counts: number of counts.
 
     Attributes:
-        arriving, leaving: streams of copies to the device and from it; None on a CPU.
+        arriving, leaving: streams for copies to the device and from it; None on a CPU.
     """
 
     def __init__(self, pool: Sequence[int], device: torch.device, counts: int) -> None:
@@ -45,7 +45,7 @@ class Handover:
         self._size = self._places = 0
 
     def make_room(self, places: int, size: int) -> None:
-        """Have `places` of `size` bytes; all ranks of the run call it together, with the same numbers."""
+        """Allocate `places` of `size` bytes each; a collective call of all ranks, with the same arguments."""
         if places > self._places or size > self._size:
             self._places, self._size = max(places, self._places), max(size, self._size)
             self._memory = share_memory(self._places * self._size, self._pool, self._device)
@@ -62,14 +62,14 @@ class Handover:
         return bool(self._reached[number] >= value)
 
     def meet(self) -> None:
-        """Wait until all processes of the pool have come here, and their devices have done what they were given."""
+        """Wait until all processes of the pool have reached this call and their devices have finished (a barrier)."""
         self._meetings += 1
         self.count(self._first_of_ranks + self._pool.index(torch.distributed.get_rank()), self._meetings)
         for rank in range(len(self._pool)):
             self.wait(self._first_of_ranks + rank, self._meetings)
 
     def count(self, number: int, value: int) -> None:
-        """Set a count, when the device has done all that it was given, and copied back what it was given to copy."""
+        """Set a count once the device has finished all work and copies queued so far."""
         if self._thread is None or self.leaving is None:
             self._set(number, value)
             return
@@ -77,7 +77,7 @@ class Handover:
         self._counting = self._thread.submit(self._set_after, self.leaving.record_event(), number, value)
 
     def put(self, place: int, tensors: Sequence[Tensor]) -> None:
-        """Leave tensors at a place."""
+        """Copy tensors to a place."""
         views = self._views(place, tensors)
         if self.leaving is None:
             for view, tensor in zip(views, tensors, strict=True):
@@ -90,7 +90,7 @@ class Handover:
                 tensor.record_stream(self.leaving)
 
     def get(self, place: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors at a place, on the device; on a CPU the shared memory itself."""
+        """Return the tensors at a place, copied to the device; on a CPU views of the shared memory."""
         views = self._views(place, like)
         if self.arriving is None:
             return views
@@ -118,7 +118,7 @@ class Handover:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Return the size of a place for such tensors."""
+    """Return the bytes that a place for these tensors takes."""
     return sum(aligned(tensor.nbytes) for tensor in tensors)
 
 

@@ -1,11 +1,11 @@
-"""All layers of a model, whose weights lie in memory that the processes of a host share (`schedule: weight_streaming`).
+"""Keep all layers of a model in memory that the processes of a host share (`schedule: weight_streaming`).
 
-Each process has every layer as a module. On a CPU its parameters are the shared memory itself. On a GPU they are copied
-to the device for a turn and point back to host memory after it; so a device holds the layers of two turns, the one that
-it computes and the next.
+Each process has every layer as a module. On a CPU its parameters are views of the shared memory. On a GPU they are
+copied to the device for a turn and point back to host memory after it, so a device holds the layers of two turns: the
+current one and the next.
 
-Sums of gradients lie in fp32 in shared memory too. On a GPU they are added up on the device during a turn: they come
-with the weights and go back at its end. Micro-batches are added in their order, whichever process computes them.
+Gradients are summed in fp32, in shared memory too. On a GPU the sums go to the device with the weights, and back at
+the end of the turn. Micro-batches are added in their order, whichever process computes them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class StreamedModel(nn.Module):
     Args:
         own: layers that this process loads.
         pool: ranks that share the weights.
-        device: that computes.
-        heads: turns that share the head.
+        device: the device that this process computes on.
+        heads: number of turns that share the head.
 
     Attributes:
-        weights: `<layer>.<name>` -> what a layer computes with, in shared memory.
+        weights: `<layer>.<name>` -> weight or buffer of a layer, in shared memory.
         sums: `<layer>.<name>` -> the sum of a trained weight's gradients, in fp32 and in shared memory.
-        head_sums: by turn of the head, the sums that it adds to; the first one's are among `sums`.
-        positions: of the blocks, as a list of one.
+        head_sums: for each turn of the head, the sums that it adds to; the first turn's are in `sums`.
+        positions: masks and rotary angles of the blocks, a list of one.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class StreamedModel(nn.Module):
         return self.get_submodule(str(number))
 
     def loss(self, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
-        """Compute the loss of a micro-batch from what the head gave."""
+        """Compute the loss of a micro-batch from the head's output."""
         head = self.layer(self.spec.n_layers - 1)
         assert isinstance(head, Head)
         return self.micro_batch_loss(head, activations, labels)
 
     def activations_like(self, rows: int, length: int) -> tuple[Tensor, ...]:
-        """Make what flows from layer to layer for [rows, length], without position ids, on the meta device."""
+        """Make the activations between two layers for [rows, length], without position ids, on the meta device."""
         with torch.device("meta"):
             hidden = torch.empty(rows, length, self.spec.config.hidden_size, dtype=self.dtype)
             return hidden, *((torch.empty(2, n_experts(self.spec.config)),) if self.spec.family.router else ())
@@ -117,10 +117,11 @@ class StreamedModel(nn.Module):
 
 @dataclass
 class LoadedLayers:
-    """The weights of a turn's layers, on their way to the device, there, or back in host memory.
+    """The weights of a turn's layers: being copied to the device, there, or back in host memory.
 
     Args:
-        part: of the turns that share the head.
+        stream: the stream for copies; None on a CPU.
+        part: which of the turns that share the head this is.
 
     Attributes:
         sums: `<layer>.<name>` -> the sum of a weight's gradients, where this process adds to it.
@@ -128,14 +129,14 @@ class LoadedLayers:
 
     model: StreamedModel
     layers: Iterable[int]
-    stream: torch.cuda.Stream | None  # that copies; None on a CPU
+    stream: torch.cuda.Stream | None
     part: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     _weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     _begun: bool = False
 
     def fetch_weights(self) -> None:
-        """Let the weights come, once."""
+        """Start copying the weights to the device; a second call does nothing."""
         if self._begun:
             return
         self._begun = True
@@ -146,10 +147,10 @@ class LoadedLayers:
                         self._weights[weight] = weight.data.to(self.model.device, non_blocking=True)
 
     def fetch_sums(self, begun: bool) -> None:
-        """Let the sums come, or make room for new ones.
+        """Start copying the sums to the device, or allocate new ones there.
 
         Args:
-            begun: whether this step has added to them.
+            begun: whether this step has already added to them.
         """
         names = [
             f"{number}.{name}" for number in self.layers for name, _ in self.model.layer(number).named_parameters()
@@ -165,7 +166,7 @@ class LoadedLayers:
                 self.sums[name] = there.copy_(total, non_blocking=True) if begun else there
 
     def use(self) -> None:
-        """Compute with the weights from now on; the device waits until they are there."""
+        """Point the layers at the copied weights; the compute stream waits for the copies."""
         if self.stream is None:
             return
         computing = torch.cuda.current_stream(self.model.device)
@@ -176,7 +177,7 @@ class LoadedLayers:
             tensor.record_stream(computing)
 
     def clear_sums(self) -> None:
-        """Set the sums to zero, where a turn has nothing to add."""
+        """Set the sums to zero, for a turn without micro-batches."""
         for total in self.sums.values():
             total.zero_()
 
@@ -185,8 +186,8 @@ class LoadedLayers:
         """Add a layer's gradients to its sums.
 
         Args:
-            first: whether they are those of the step's first micro-batch.
-            scale: of the loss, which the sums are without.
+            first: whether this is the step's first micro-batch, which overwrites the sums.
+            scale: the loss scale, which the gradients are divided by.
         """
         for name, weight in self.model.layer(number).named_parameters():
             if (total := self.sums.get(f"{number}.{name}")) is None:
@@ -200,7 +201,7 @@ class LoadedLayers:
                 add(total, gradient)
 
     def give_back(self, stream: torch.cuda.Stream | None) -> None:
-        """Let the sums go back to host memory on `stream`, and point the weights there."""
+        """Start copying the sums back to host memory on `stream`, and point the weights back there."""
         if stream is None:
             return
         stream.wait_stream(torch.cuda.current_stream(self.model.device))

@@ -1,19 +1,19 @@
-"""Compute the micro-batches of a step in turns: GPU p mod n has turn p, which is slot p mod S of S.
+"""Compute the micro-batches of a step in turns: of n GPUs and S slots, turn p is slot p mod S on GPU p mod n.
 
-The slots are a few layers forward, then the head, forward and backward at once, then a few layers backward. A turn does
-one slot's work for all micro-batches of a round, one after the other, each as soon as the turn before has handed it on.
-After a round's last slot comes the first one of the next round. So a place for a micro-batch is free when it begins:
-the last slot has had the one before it there.
+The slots of a round are: a few layers forward each, then the head, forward and backward at once, then a few layers
+backward each. A turn does one slot's work for all micro-batches of a round, one after the other, each as soon as the
+previous slot has handed it on. The last slot of a round is followed by the first slot of the next round. A micro-batch
+of the next round reuses the place of one that the last slot has finished.
 
-A head that takes longer than other slots has several: of h, slot k has each h-th micro-batch from the k-th on, and sums
-of its own, which `HostEngine.sum_up` adds up.
+A head that takes longer than the other slots is spread over h slots: slot k takes every h-th micro-batch from the k-th
+on, and has sums of its own, which `HostEngine.sum_up` adds up.
 
-A forward slot keeps the input of each of its layers. A backward slot takes its layers one at a time, the last one
-first: forward again from that input, then backward. So a process holds the activations of one layer, the weights of two
-slots, and nothing that grows with the number of layers.
+A forward slot stores the input of each of its layers. A backward slot takes its layers one at a time, the last one
+first: forward again from the stored input, then backward. So a process holds the activations of one layer, the weights
+of two slots, and nothing that grows with the number of layers.
 
-Random numbers are drawn by (seed, step, micro-batch, layer): those of the recomputation are the forward pass's, and no
-number depends on which process computes what.
+The random generator is seeded by (seed, step, micro-batch, layer). So recomputation draws the same numbers as the
+forward pass, and no number depends on which process computes what.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Passes = Literal["forward", "head", "backward"]
 
 
 class Slot(NamedTuple):
-    """The work of a turn; `share` as in `training.schedule.weight_streaming.Slot`."""
+    """The layers and passes of a turn; `share` as in `training.schedule.weight_streaming.Slot`."""
 
     kind: Passes
     layers: range
@@ -48,7 +48,7 @@ class Slot(NamedTuple):
 
 
 def slots_of(slots: Slots) -> list[Slot]:
-    """List the slots of a round in their order."""
+    """List the slots of a round in order."""
     forward, backward = (layer_ranges(layers) for layers in (slots.forward, slots.backward))
     head = forward[-1][1]
     return [
@@ -60,13 +60,13 @@ def slots_of(slots: Slots) -> list[Slot]:
 
 @dataclass(frozen=True)
 class Batch:
-    """The micro-batches of a step or an evaluation that one replica computes.
+    """The micro-batches of one replica in a step or an evaluation.
 
     Attributes:
         shapes: rows and length of each.
-        place: the most bytes that a layer's input takes, in any replica.
-        seed: of all that is random, without the micro-batch and the layer; None in an evaluation, which draws nothing.
-        scale: of the loss whose gradients are computed; their sums are without it.
+        place: bytes of the largest input of a layer, over all replicas.
+        seed: (seed, step, replica) of the random generator; None in an evaluation, which draws nothing.
+        scale: loss scale of the backward pass; the sums of gradients are divided by it.
     """
 
     micro_batches: Iterator[Sent]
@@ -78,21 +78,21 @@ class Batch:
 
 
 class Turns:
-    """This process's turns.
+    """Take this process's turns.
 
     Args:
-        pool: the ranks that take turns, this one among them.
+        pool: the ranks that take turns, including this one.
 
     Attributes:
-        handover: between them.
-        work: kind of slot -> what computes a micro-batch, given the turn, the lane, the micro-batch and the weights.
+        handover: passes activations and counts between them.
+        work: kind of slot -> function that computes a micro-batch from (turn, lane, micro-batch, weights).
     """
 
     def __init__(self, model: StreamedModel, slots: Slots, pool: Sequence[int]) -> None:
         self._model, self._slots, self._a_round = model, slots_of(slots), slots.a_round
         self._head, self._heads, self._first_head = model.spec.n_layers - 1, slots.heads, len(slots.forward)
         self._gpus, self._own = len(pool), pool.index(torch.distributed.get_rank())
-        # Of each slot, the micro-batches that it has handed on, and those whose gradients are in the sums.
+        # Two counts a slot: micro-batches handed on, and micro-batches whose gradients are in the sums.
         self.handover = Handover(pool, model.device, counts=2 * len(self._slots))
         like = torch.empty(slots.heads, dtype=torch.float64, device="meta")
         self._total = share_tensors({"loss": like}, pool, model.device)["loss"]
@@ -105,9 +105,9 @@ class Turns:
         }
 
     def run(self, batch: Batch) -> float:
-        """Compute a batch's micro-batches, and sum their gradients where it has a seed; return their mean loss.
+        """Compute a batch, and sum its gradients where it has a seed; return the mean loss of its micro-batches.
 
-        All processes of all pools call it together. It returns when those of this pool have done all.
+        A collective call of all pools. It returns when this pool has finished.
         """
         training, number = batch.seed is not None, len(batch.shapes)
         slots = self._slots
@@ -143,7 +143,7 @@ class Turns:
     def _take(
         self, turn: Turn, sent: Sequence[Sent], loaded: LoadedLayers, following: LoadedLayers | None = None
     ) -> None:
-        """Take a turn, and let the weights of the following one come meanwhile."""
+        """Take a turn, and fetch the weights of the following one meanwhile."""
         (kind, _, share), index, begin = turn.slot, turn.number, turn.begin
         lanes = own_lanes(share, begin, begin + len(sent))
         adds = turn.batch.seed is not None and kind != "forward"
@@ -173,7 +173,7 @@ class Turns:
         self.handover.count(2 * index + 1, self._before + begin + len(sent))
 
     def _wait_for(self, turn: Turn, lane: int) -> None:
-        """Wait until a micro-batch has been handed on, and its place is free; on a GPU no more than two are queued."""
+        """Wait until a micro-batch has been handed on and its place is free; on a GPU queue at most two."""
         number = self._before + turn.begin + lane + 1
         if turn.number:
             self.handover.wait(2 * self._preceding(turn, lane), number)
@@ -185,7 +185,7 @@ class Turns:
                 self._computed.popleft().synchronize()
 
     def _preceding(self, turn: Turn, lane: int) -> int:
-        """Return the slot that hands a micro-batch on to a turn."""
+        """Return the slot that hands a micro-batch to a turn."""
         if turn.slot.kind == "head":
             return self._first_head - 1
         if turn.number == self._first_head + self._heads:
@@ -215,7 +215,7 @@ class Turns:
             self.handover.put(self._place(lane, layers.start), gradients)
 
     def _both(self, turn: Turn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> Tensor:
-        """Compute the loss, and the gradient of the head's input."""
+        """Compute the loss and the gradient of the head's input."""
         (_, position_ids), labels = micro_batch
         given = self._get(turn, lane, self._head)
         if turn.batch.seed is None:
@@ -244,12 +244,12 @@ class Turns:
         return self.handover.get(self._place(lane, layer), like)
 
     def _place(self, lane: int, layer: int) -> int:
-        """Return the place of a layer's input, and of its gradient."""
+        """Return the place of a layer's input and later its gradient."""
         return lane * self._head + layer - 1
 
 
 class Turn(NamedTuple):
-    """A turn: which slot's, of how many, and its first micro-batch."""
+    """A turn: slot `number` of `slots`, from micro-batch `begin` on."""
 
     batch: Batch
     slot: Slot
@@ -263,5 +263,5 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _gradients(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients of inputs; zeros of one that the loss does not depend on (router sums without a router loss)."""
+    """Return the inputs' gradients; zeros where the loss does not depend on one (router sums without a router loss)."""
     return [torch.zeros_like(each) if each.grad is None else each.grad for each in inputs if each.requires_grad]

@@ -1,11 +1,11 @@
-"""Train with weights in host memory, which GPUs take turns at (`schedule: weight_streaming`).
+"""Train with the weights in host memory, the GPUs taking turns at the layers (`schedule: weight_streaming`).
 
-The processes of a pipeline are a pool: on one host, with one copy of the weights and of the sums of gradients in memory
-that they share. `training.engine.turns` computes a step. Then each process updates a piece of every weight, on the CPU,
-so that all take equally long: it has the fp32 weights and the optimizer states of its pieces. It loads and saves the
-layers that `parts` gives it. A checkpoint goes on under any other schedule, and the other way round.
+The processes of a pipeline form a pool on one host: they share one copy of the weights and of the gradient sums.
+`training.engine.turns` computes a step. Then each process updates a piece of every weight on the CPU, so that all take
+equally long; it holds the fp32 weights and the optimizer states of its pieces. It loads and saves the layers that
+`parts` assigns to it. Checkpoints resume under every other schedule, and the other way round.
 
-A pool is a replica. Replicas sum the gradients of a process's layers with its peers in the other pools.
+Each pool is a replica. A process sums the gradients of its layers with its peers in the other pools.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from training.engine.turns import Batch, Turns
 from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
 
-PAGE = 1024  # numbers; pieces begin at multiples of it
+PAGE = 1024  # elements; pieces begin at multiples of it
 
 
 def piece_of(numel: int, process: int, processes: int) -> slice:
     """Return the piece of a weight of `numel` elements that a process updates.
 
-    Kernels compute a weight's last elements apart from its vectors. No piece but the last has such ones, so the number
-    of processes changes no bit.
+    Vectorized kernels compute the elements after the last full vector by other code. Only the last piece has such
+    elements, so the number of processes changes no bit.
     """
     pages = math.ceil(numel / PAGE)
     begin, end = (pages * each // processes * PAGE for each in (process, process + 1))
@@ -55,19 +55,19 @@ def piece_of(numel: int, process: int, processes: int) -> slice:
 
 
 class HostEngine:
-    """What a run asks of DeepSpeed's engine: the optimizer of this process's pieces of the weights, and their files.
+    """Stand in for DeepSpeed's engine: step the optimizer of this process's pieces, and write checkpoints.
 
     Args:
         own: layers whose gradients this process sums over replicas, and which it saves.
-        pool: the ranks that share the weights, the stage of each being its place.
-        peers: the ranks that have the same place in the other replicas.
+        pool: the ranks that share the weights, in the order of their stages.
+        peers: the ranks of the same stage in the other replicas.
 
     Attributes:
         param_names: piece that the optimizer updates -> `<layer>.<name>`.
-        offsets: `<layer>.<name>` -> where this process's piece begins in the flattened weight.
-        names: weights of its own layers that are trained; of a tied one the first end.
-        save_non_zero_checkpoint: whether this replica writes files, though not the first.
-        turns: that compute the gradients.
+        offsets: `<layer>.<name>` -> first element of this process's piece in the flattened weight.
+        names: trained weights of its own layers; of a tied pair the first.
+        save_non_zero_checkpoint: whether this replica writes files though it is not the first.
+        turns: computes the gradients.
     """
 
     save_non_zero_checkpoint = False
@@ -102,7 +102,7 @@ class HostEngine:
         self._squares = share_tensors(like, pool, model.device)
 
     def sum_up(self) -> None:
-        """Sum the gradients over the turns of the head and over replicas; all processes call it together."""
+        """Sum the gradients over the turns of the head and over replicas; a collective call."""
         sums, meet = self.module.sums, self.turns.handover.meet
         for others in self.module.head_sums[1:]:
             for name, other in others.items():
@@ -115,9 +115,9 @@ class HostEngine:
         meet()
 
     def update(self) -> None:
-        """Update the weights with what was summed up, clipped by the norm of all; all processes call it together.
+        """Clip the gradients by their global norm and update the weights; a collective call.
 
-        As in a pipeline, a step whose norm is not finite changes nothing.
+        As in a pipeline, a step whose norm is not finite is skipped.
         """
         meet = self.turns.handover.meet
         for name in self.names:
@@ -141,7 +141,7 @@ class HostEngine:
         meet()
 
     def gradient(self, name: str, piece: slice = slice(None)) -> Tensor:
-        """Return a piece of the flattened gradient of a weight, that of both ends where they are tied."""
+        """Return a piece of the flattened gradient of a weight; of a tied one the sum over both ends."""
         sums = [self.module.sums[end].view(-1)[piece] for end in self._ends(name)]
         return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
 
@@ -153,7 +153,7 @@ class HostEngine:
         return self._norm
 
     def destroy(self) -> None:
-        """Let go of the weights, as DeepSpeed's engine does."""
+        """Release the weights, as DeepSpeed's engine does."""
         self.module.weights.clear()
         self.module.sums.clear()
 
@@ -181,7 +181,7 @@ class HostEngine:
 
 
 class WeightStreamingTrainer(Trainer):
-    """A process of a pool; every one makes the tensors of its replica's micro-batches."""
+    """A process of a pool; each prepares all micro-batches of its replica."""
 
     in_stages = True
     engine: HostEngine
@@ -221,10 +221,10 @@ class WeightStreamingTrainer(Trainer):
         return loss
 
     def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
-        """Write nothing: `HostEngine.save_checkpoint` wrote all."""
+        """Write nothing: `HostEngine.save_checkpoint` has written all layers."""
 
     def _run(self, loader: Loader, batch: GlobalBatch, seed: tuple[int, ...] | None = None) -> float:
-        """Compute a batch, and return the mean loss of all replicas."""
+        """Compute a batch, and return the mean loss over all replicas."""
         documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.replica)]
         shapes = loader.shapes(batch, self.replica)
         like = self.engine.module.activations_like

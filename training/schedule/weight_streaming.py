@@ -1,17 +1,17 @@
-"""Simulate a step of weight streaming: weights lie in host memory, and GPUs take turns at the layers.
+"""Simulate a step of weight streaming: the weights are in host memory, and the GPUs take turns at the layers.
 
-A step is a list of S slots: a few layers forward, the head, a few layers backward. Turn p is slot p mod S on GPU
-p mod n, for the micro-batches of a round one after the other; after a round's last slot comes the first one of the next
-round, as weights do not change within a step. Several slots may share the head, by micro-batches.
-`training.engine.turns` runs it.
+A round is a list of S slots: a few layers forward each, the head, a few layers backward each. Of n GPUs, turn p is slot
+p mod S on GPU p mod n, for the micro-batches of a round one after the other. The last slot of a round is followed by
+the first slot of the next round, as weights do not change within a step. Several slots may share the head, each with a
+part of the micro-batches. `training.engine.turns` runs the schedule.
 
-A GPU has two buffers of weights. While it computes a turn, those of its next one arrive, and with them the sums of its
-gradients so far, piece by piece between the micro-batches; the sums go back at the end. What a micro-batch hands from
-slot to slot goes through host memory. Each GPU has a link, of the same bandwidth each way, that carries one thing after
-another. The optimizer on the host begins when the last sums have come, as only then clipping knows the norm; the next
-step begins when it has updated all.
+A GPU has two buffers of weights. While it computes a turn, the weights of its next turn arrive, with the sums of their
+gradients so far, in pieces between the micro-batches; the sums go back at the end of the turn. Activations go from slot
+to slot through host memory. Each GPU has a link with the same bandwidth each way, which carries one transfer at a time.
+The optimizer on the host begins when the last sums have arrived, as clipping needs the norm of all; the next step
+begins when all weights are updated.
 
-Host memory carries all of it, so a step is never shorter than `moved` over its bandwidth.
+All transfers pass through host memory, so a step takes at least `moved` bytes over its bandwidth.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slot:
-    """What a GPU does in one turn; bytes cross its link.
+    """The cost of one turn; bytes are those that cross the GPU's link.
 
     Attributes:
-        seconds: for a micro-batch.
-        weights: bytes that have to be there before.
-        sums: bytes of its gradients' sums, which come, but for the first round, and go.
-        enters, leaves: bytes of a micro-batch that come before and go after.
-        update: seconds of the host for the weights of these layers, in one slot of those that have them.
-        share: k of n: the slot has micro-batches k, k + n, k + 2 n and so on of a step, and n - 1 others the rest.
+        seconds: compute time of a micro-batch.
+        weights: bytes of weights, needed before the turn begins.
+        sums: bytes of gradient sums, fetched in every round but the first, and sent back.
+        enters, leaves: bytes of a micro-batch's activations, fetched before and sent after.
+        update: seconds of the optimizer on the host for these layers; 0 in all but one of the slots that share them.
+        share: (k, n): the slot has micro-batches k, k + n, k + 2 n and so on of a step, and n - 1 others the rest.
     """
 
     seconds: float
@@ -44,11 +44,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Streamed:
-    """A step, from the begin of the optimizer's work to that of the next one's.
+    """A simulated step, from the start of one optimizer update to the start of the next.
 
     Attributes:
-        work: seconds of all GPUs in which they compute.
-        moved: bytes that crossed links.
+        seconds: duration.
+        work: seconds of computation, summed over the GPUs.
+        moved: bytes that crossed all links.
     """
 
     seconds: float
@@ -58,12 +59,12 @@ class Streamed:
 
     @property
     def bubble(self) -> float:
-        """Share of the GPUs' time in which nothing is computed."""
+        """Fraction of the GPUs' time in which they do not compute."""
         return 1 - self.work / (self.gpus * self.seconds)
 
 
 def own_lanes(share: tuple[int, int], begin: int, end: int) -> range:
-    """Return a slot's micro-batches (`Slot.share`) of `begin` to `end`, counted from `begin`."""
+    """Return which micro-batches from `begin` to `end` a slot has (`Slot.share`), counted from `begin`."""
     part, parts = share
     return range((part - begin) % parts, end - begin, parts)
 
@@ -76,15 +77,15 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
         link: bytes/s of a GPU's link, each way.
 
     Raises:
-        ValueError: no more slots than GPUs, or rounds of unequal size.
+        ValueError: fewer slots than GPUs + 1, or rounds of unequal size.
     """
     if len(slots) <= gpus or micro_batches % a_round:
         raise ValueError(f"{len(slots)} slots, {gpus} GPUs, {micro_batches} micro-batches, {a_round} a round")
     turns = len(slots) * (micro_batches // a_round)
     updated = sum(slot.update for slot in slots)
-    summed = [0.0] * len(slots)  # when the host has a slot's sums
-    computed, came, left = ([0.0] * gpus for _ in range(3))  # until when core and link are taken
-    loaded, released = [0.0] * gpus, [0.0] * gpus  # weights of this turn are there; the turn before has given its back
+    summed = [0.0] * len(slots)  # when a slot's sums are back on the host
+    computed, came, left = ([0.0] * gpus for _ in range(3))  # until when the GPU and both ways of its link are busy
+    loaded, released = [0.0] * gpus, [0.0] * gpus  # when this turn's weights are there, and the other buffer is free
     handed = [0.0] * a_round
     moved = 0.0
     for turn in range(turns):
@@ -96,7 +97,7 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
         pieces, piece, allowed, most = 0, 0.0, 0.0, max(1, len(lanes))
         if following < turns:
             number = following % len(slots)
-            again = following >= len(slots)  # a later round
+            again = following >= len(slots)  # in a later round
             pieces, allowed = most, max(released[gpu], summed[number] if again else updated)
             piece = (slots[number].weights + (slots[number].sums if again else 0.0)) / link / pieces
             moved += piece * link * pieces
