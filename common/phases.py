@@ -11,7 +11,7 @@ _begun = 0.0
 
 
 def speaks_for_all() -> bool:
-    """Whether this process is rank 0, or belongs to no launcher."""
+    """Return whether this process is rank 0, or belongs to no launcher."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 

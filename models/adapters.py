@@ -54,7 +54,7 @@ class Lora:
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     def takes(self, path: str) -> bool:
-        """Whether `targets` names a module or a weight of experts, apart from `all-linear`."""
+        """Return whether `targets` names a module or a weight of experts, apart from `all-linear`."""
         if isinstance(self.targets, str):
             return re.fullmatch(self.targets, path) is not None
         return ends_with(path, self.targets)
@@ -118,12 +118,12 @@ def add_idle_weight(layer: nn.Module, dtype: torch.dtype) -> None:
 
 
 def ends_with(path: str, names: tuple[str, ...]) -> bool:
-    """Whether the last parts of a dotted name are one of `names`."""
+    """Return whether the last parts of a dotted name are one of `names`."""
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def is_factor(name: str) -> bool:
-    """Whether a weight is a factor of an adapter."""
+    """Return whether a weight is a factor of an adapter."""
     return name.endswith(FACTORS)
 
 
@@ -230,7 +230,7 @@ def _whole(value: Any) -> Any:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module's weights are stored as [in, out], as those of some experts are."""
+    """Return whether a module's weights are stored as [in, out], as those of some experts are."""
     return bool(getattr(module, "is_transposed", False))
 
 

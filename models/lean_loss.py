@@ -293,7 +293,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, 
 
 
 def gives_fp32(device: torch.device) -> bool:
-    """Whether torch multiplies 16-bit matrices into fp32 on a device."""
+    """Return whether torch multiplies 16-bit matrices into fp32 on a device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
 
 

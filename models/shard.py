@@ -31,7 +31,7 @@ class Shard:
         return (*self.shape[: self.side], self.width, *self.shape[self.side + 1 :])
 
     def meets(self, other: Shard) -> bool:
-        """Whether two shards may overlap."""
+        """Return whether two shards may overlap."""
         pairs = ((one, two) for one in self.ranges for two in other.ranges)
         return self.side != other.side or any(one.start < two.stop and two.start < one.stop for one, two in pairs)
 

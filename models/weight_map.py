@@ -111,7 +111,7 @@ class WeightMap:
         return found
 
     def is_carried(self, disk_name: str) -> bool:
-        """Whether a tensor is kept only to be given back."""
+        """Return whether a tensor is kept only to be given back."""
         prefix = self.family.prefix if self.prefix is None else self.prefix
         other = self.is_part and not disk_name.startswith(prefix) and self.binding(disk_name) is None
         return other or any(re.search(each, disk_name) for each in self.family.carried)
@@ -209,7 +209,7 @@ def _reshape_in_turns(tensors: Sequence[Tensor], shapes: Sequence[torch.Size], g
 
 
 def _counts(number: str, limit: int) -> bool:
-    """Whether a text is a number below `limit` as Python writes it: not "00"."""
+    """Return whether a text is a number below `limit` as Python writes it: not "00"."""
     return number.isascii() and number == str(int(number)) and int(number) < limit
 
 

@@ -64,7 +64,7 @@ class Job:
 
 
 def is_known(job: Job) -> bool:
-    """Whether what lies in the job's folder is this job's."""
+    """Return whether what lies in the job's folder is this job's."""
     path = job.folder / "fingerprint"
     return path.is_file() and path.read_text(encoding="utf-8") == job.fingerprint
 

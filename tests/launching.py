@@ -213,7 +213,7 @@ def processor_times(processes: Sequence[psutil.Process]) -> dict[int, float]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own, as Linux says."""
+    """Return whether a process has a handler of its own, as Linux says."""
     with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text().splitlines()
         (caught,) = (line.split()[1] for line in status if line.startswith("SigCgt:"))

@@ -102,7 +102,7 @@ def _count(word: str) -> int:
 
 
 def _is_override(word: str) -> bool:
-    """Whether the word is `key.sub=value` of an existing key."""
+    """Return whether the word is `key.sub=value` of an existing key."""
     key, equals, _ = word.partition("=")
     return bool(equals) and key.split(".")[0] in (*TrainConfig.model_fields, *ALIASES)
 

@@ -47,7 +47,7 @@ class Evaluation:
         self.before: Callable[[Trainer, Loader, GlobalBatch], None] = lambda *_: None  # called with each batch
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether to evaluate after `step`; 0 means before the first one."""
+        """Return whether to evaluate after `step`; 0 means before the first one."""
         if step == 0:
             return self._at_start
         return last or (self._interval > 0 and step % self._interval == 0)

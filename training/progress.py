@@ -84,7 +84,7 @@ class Progress:
         return self.known.step if self.known else 0
 
     def is_over(self) -> bool:
-        """Whether nothing is left to do; then log it."""
+        """Return whether nothing is left to do; then log it."""
         if not self.checkpoint or self.done < self.total_steps + self.evaluate_first:
             return False
         asking = "max_steps asks" if self.config.max_steps else "n_epoches ask"

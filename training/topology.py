@@ -36,7 +36,7 @@ class Topology(BaseModel):
 
     @property
     def v_schedule(self) -> bool:
-        """Whether each stage holds two chunks (`schedule: dualpipev`)."""
+        """Return whether each stage holds two chunks (`schedule: dualpipev`)."""
         return len(self.parts) > self.stages
 
     def stage_of(self, layer: int) -> int:

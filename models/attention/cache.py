@@ -38,7 +38,7 @@ class KeyValueCache:
 
     @property
     def level(self) -> bool:
-        """Whether all rows are equally long."""
+        """Return whether all rows are equally long."""
         return len(set(self.lengths)) <= 1
 
     def positions(self, count: int, device: torch.device) -> Tensor:

@@ -181,7 +181,7 @@ class Documents:
 
     @property
     def packed(self) -> bool:
-        """Whether some row holds several documents."""
+        """Return whether some row holds several documents."""
         return any(len(row) > 1 for row in self.rows)
 
     def flash_arguments(self, device: torch.device) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def attention_kind(config: PreTrainedConfig, index: int) -> str:
 
 
 def _same_memory(known: Tensor, other: Tensor) -> bool:
-    """Whether two living tensors are one; ZeRO's hooks pass views."""
+    """Return whether two living tensors are one; ZeRO's hooks pass views."""
     return known.data_ptr() == other.data_ptr() != 0 and known.shape == other.shape
 
 
@@ -198,7 +198,7 @@ def cached_mask(positions: Tensor, cache: KeyValueCache, window: int | None, dty
 
 
 def _is_causal(positions: Tensor, cache: KeyValueCache, window: int | None) -> bool:
-    """Whether plain causal attention equals `cached_mask`."""
+    """Return whether plain causal attention equals `cached_mask`."""
     length = positions.shape[1]
     return cache.level and (length == 1 or not cache.longest) and (window is None or cache.longest + length <= window)
 

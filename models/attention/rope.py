@@ -67,12 +67,12 @@ class DocumentRotary(nn.Module):
 
 
 def depends_on_length(config: PreTrainedConfig) -> bool:
-    """Whether a document's angles depend on its length."""
+    """Return whether a document's angles depend on its length."""
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in (LONGROPE, DYNAMIC)
 
 
 def several_depend_on_length(config: PreTrainedConfig) -> bool:
-    """Whether they do so in several kinds of attention, which `DocumentRotary` cannot do."""
+    """Return whether they do so in several kinds of attention, which `DocumentRotary` cannot do."""
     kinds = (getattr(config, "rope_parameters", None) or {}).values()
     return any(isinstance(kind, dict) and kind.get("rope_type") in (LONGROPE, DYNAMIC) for kind in kinds)
 

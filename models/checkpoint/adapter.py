@@ -43,7 +43,7 @@ PLAIN = {
 
 
 def is_peft(folder: Path) -> bool:
-    """Whether a folder holds an adapter as peft saves it."""
+    """Return whether a folder holds an adapter as peft saves it."""
     return (folder / PEFT_WEIGHTS).is_file()
 
 

@@ -167,7 +167,7 @@ def apart_from_callers(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _is_kernel(value: Any) -> bool:
-    """Whether a function of transformers replaces itself by a package's kernel."""
+    """Return whether a function of transformers replaces itself by a package's kernel."""
     made_by = getattr(getattr(value, "__code__", None), "co_qualname", "")
     return made_by.startswith(f"{use_kernel_func_from_hub_with_fallback.__name__}.<locals>")
 

@@ -124,7 +124,7 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
 
 
 def is_dropout(name: str) -> bool:
-    """Whether a field of config.json is a dropout rate."""
+    """Return whether a field of config.json is a dropout rate."""
     return any(word in name for word in WITH_DROPOUT)
 
 

@@ -75,7 +75,7 @@ def test_one_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> No
 
 
 def ended(process: int) -> bool:
-    """Whether it is there no more, or only waits to be counted."""
+    """Return whether it is there no more, or only waits to be counted."""
     return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 

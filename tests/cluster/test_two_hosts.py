@@ -90,7 +90,7 @@ def test_two_hosts_train_as_one(
     ranks: list[psutil.Process] = []
 
     def all_started() -> bool:
-        """Whether every rank is there. Looked at while they start: a run of 4 steps ends soon after its first."""
+        """Return whether every rank runs. Polled while they start: a run of 4 steps ends soon after its first step."""
         pids = [pid for host in hosts for pid, line in host.processes().items() if is_rank(line, script)]
         ranks[:] = map(psutil.Process, pids)
         return len(ranks) == prod(dims)
@@ -126,7 +126,7 @@ def test_two_hosts_answer_as_one_process(
 
 
 def is_rank(command_line: str, script: str) -> bool:
-    """Whether a process is one of the run's, and none of what started it."""
+    """Return whether a process is one of the run's, and none of what started it."""
     python, *words = command_line.split()
     return python.endswith("python") and words[:2] == ["-u", script]
 

@@ -16,7 +16,7 @@ READ = "Pipetune 流水线 दाख़िल ক্‌ষ العربية עבר
 
 
 def obeyed(char: str) -> bool:
-    """Whether a terminal may do more with a character than show it."""
+    """Return whether a terminal may do more with a character than show it."""
     controls = unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")
     return controls or unicodedata.bidirectional(char) in BIDIRECTIONAL or char in MARKS
 

@@ -105,7 +105,7 @@ def printed_by(parse: Callable[[], Any]) -> str:
 
 
 def understood(words: list[str]) -> bool:
-    """Whether the launcher, where there is one, and the script take these words."""
+    """Return whether the launcher, where there is one, and the script take these words."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             if words[0] == "deepspeed":

@@ -57,7 +57,7 @@ def test_another_template_for_tools_is_another_tokenizer(tokenizer_folder: Path,
 
 
 def counts(path: Path) -> bool:
-    """Whether the digest of the tokenizer in a folder changes with a file of it."""
+    """Return whether the digest of the tokenizer in a folder changes with a file of it."""
     folder = path.parent.parent if path.parent.name == hub.CHAT_TEMPLATE_DIR else path.parent
     before = tokenizer_digest(folder)
     path.write_bytes((path.read_bytes() if path.is_file() else b"") + b" ")

@@ -139,5 +139,5 @@ def test_a_base_in_fp8_computes_with_what_its_folder_stands_for(
 
 
 def is_stored(name: str, weight: torch.Tensor) -> bool:
-    """Whether `to_fp8` stores a weight in 8 bits."""
+    """Return whether `to_fp8` stores a weight in 8 bits."""
     return "block" in name and weight.dim() > 1 and not name.endswith(("lora_A", "lora_B", "gate.weight"))

@@ -73,7 +73,7 @@ def block_prefix(family: Family) -> str:
 
 
 def consistent(weight_map: WeightMap, disk_name: str) -> bool:
-    """Whether a name on disk has no place, or one that gives the name back."""
+    """Return whether a name on disk has no place, or one that gives the name back."""
     binding = weight_map.binding(disk_name)
     return binding is None or (
         disk_name in binding.disk

@@ -35,7 +35,7 @@ def this_device() -> torch.device:
 
 
 def is_ours(value: object) -> bool:
-    """Whether this is a tensor with memory, of the one kind of device that the process really has."""
+    """Return whether this is a tensor with memory, of the one kind of device that the process really has."""
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
         return False
     return value.layout == torch.strided and REAL_DEVICE(value).type == "cpu"

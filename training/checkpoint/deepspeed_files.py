@@ -80,7 +80,7 @@ class CheckpointFiles(TorchCheckpointEngine):
 
     @property
     def done(self) -> bool:
-        """Whether nothing is being written."""
+        """Return whether nothing is being written."""
         return all(task.done() for task in self._tasks)
 
     def wait(self) -> dict[str, FileRecord]:

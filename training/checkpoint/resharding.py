@@ -68,7 +68,7 @@ def load_optimizer_state(
 
 
 def _in_pieces(record: CheckpointRecord) -> bool:
-    """Whether each process had a piece of every weight, whatever its layers."""
+    """Return whether each process had a piece of every weight, whatever its layers."""
     return record.settings.get("schedule") == "weight_streaming"
 
 

@@ -91,7 +91,7 @@ def _checkpoint_errors(folder: Path) -> Iterator[None]:
 
 
 def same_positions(record: CheckpointRecord, topology: Topology, config: TrainConfig) -> bool:
-    """Whether each rank has the same position as before, so that it can restore its own random states."""
+    """Return whether each rank has the same position as before, so that it can restore its own random states."""
     now = settings_of(config)[AXES]
     return record.topology == topology and record.settings.get(AXES, now) == now
 

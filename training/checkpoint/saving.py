@@ -106,14 +106,14 @@ class Checkpointer:
         self.best = best_so_far(self.save_path, self.record.step, self.eval_records)
 
     def due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after `step`; for `save_minutes`, by this rank's clock."""
+        """Return whether the config asks for a checkpoint after `step`; for `save_minutes`, by this rank's clock."""
         if self.config.save_interval and step % self.config.save_interval == 0:
             return True
         minutes = self.config.save_minutes
         return minutes is not None and time.monotonic() - self._last >= minutes * 60
 
     def is_best(self, eval_loss: float) -> bool:
-        """Whether the loss is finite and below that of all checkpoints so far."""
+        """Return whether the loss is finite and below that of all checkpoints so far."""
         return math.isfinite(eval_loss) and (self.best is None or eval_loss < self.best.eval_loss)
 
     def note(self, step: int, eval_loss: float) -> None:

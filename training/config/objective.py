@@ -92,12 +92,12 @@ class PreferenceSection(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with the model as it was before training."""
+        """Return whether the loss compares with the model as it was before training."""
         return self.loss in ("dpo", "cdpo", "ipo", *UNPAIRED)
 
     @property
     def unpaired(self) -> bool:
-        """Whether each answer is marked by itself."""
+        """Return whether each answer is marked by itself."""
         return self.loss in UNPAIRED
 
     @property

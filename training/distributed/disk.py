@@ -63,7 +63,7 @@ class Disk:
 
     @property
     def owns_folder(self) -> bool:
-        """Whether this rank owns the run's folder on this disk."""
+        """Return whether this rank owns the run's folder on this disk."""
         return self.number == 0
 
     def name_host(self, text: str) -> str:

@@ -43,7 +43,7 @@ def current_instruction() -> str | None:
 
 
 def needs_no_other_rank(name: str | None) -> bool:
-    """Whether an instruction is a computation of this rank alone, which the others wait for."""
+    """Return whether an instruction is a computation of this rank alone, which the others wait for."""
     return name in ON_ITS_OWN - _joined
 
 

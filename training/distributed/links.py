@@ -73,7 +73,7 @@ class Links(BaseModel):
         replace_text(folder / FILE, self.model_dump_json(indent=2) + "\n")
 
     def fits(self, topology: ModelTopo) -> bool:
-        """Whether they are of a run with as many stages and replicas."""
+        """Return whether they are of a run with as many stages and replicas."""
         sums = topology.stages if topology.replicas > 1 else 0
         return len(self.stages) == topology.stages - 1 and len(self.sums) == sums
 

@@ -75,7 +75,7 @@ class Device:
 
     @property
     def ampere(self) -> bool:
-        """Whether it is an Ampere or later GPU, the first with bf16."""
+        """Return whether it is an Ampere or later GPU, the first with bf16."""
         return self.reserves and self.bf16
 
     def flops(self, dtype: torch.dtype) -> float:

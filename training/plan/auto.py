@@ -52,7 +52,7 @@ class Planning(Callback):
 
 
 def leaves_open(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> bool:
-    """Whether the planner has to divide the model: without a pipeline there is nothing to choose."""
+    """Return whether the planner has to divide the model: without a pipeline there is nothing to choose."""
     streamed = config.schedule == WEIGHT_STREAMING
     return in_stages and (streamed or config.use_grad_ckpt == "auto" or config.parts_for(spec.n_layers) is None)
 

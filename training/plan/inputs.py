@@ -255,7 +255,7 @@ class Basis:
 
     @property
     def in_fp8(self) -> bool:
-        """Whether the linear layers of the blocks multiply in fp8, which the device must support."""
+        """Return whether the linear layers of the blocks multiply in fp8, which the device must support."""
         return self.config.fp8.enabled and self.device.fp8 > 0
 
     @property

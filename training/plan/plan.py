@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def knows_seconds(self) -> bool:
-        """Whether times are seconds; else only their proportions are known."""
+        """Return whether times are seconds; else only their proportions are known."""
         return bool(self.basis.measured or self.basis.calibration) or self.basis.device.known
 
     @property
@@ -132,12 +132,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory; always, where that is not known."""
+        """Return whether every rank has the memory; always, where that is not known."""
         return self.basis.device.memory is None or self.peak <= self.basis.device.memory
 
     @property
     def is_tight(self) -> bool:
-        """Whether the plan may err by more than the memory that it leaves free."""
+        """Return whether the plan may err by more than the memory that it leaves free."""
         return self.basis.device.memory is not None and self.peak > (1 - ERROR) * self.basis.device.memory
 
 

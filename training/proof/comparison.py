@@ -58,7 +58,7 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Whether the property holds; it fails if nothing was compared."""
+        """Return whether the property holds; it fails if nothing was compared."""
         return self.count > 0 and self.largest <= self.bound
 
     def note(self, value: float, where: str) -> None:
@@ -177,7 +177,7 @@ def relative_difference(found: float | None, expected: float) -> float:
 
 
 def is_flat(gradient: Tensor) -> bool:
-    """Whether a gradient is zero, constant or not finite, so that comparing it proves nothing."""
+    """Return whether a gradient is zero, constant or not finite, so that comparing it proves nothing."""
     return not gradient.isfinite().all() or bool((gradient == gradient.flatten()[0]).all())
 
 

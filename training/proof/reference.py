@@ -128,7 +128,7 @@ class Reference:
 
     @property
     def _pairs(self) -> bool:
-        """Whether answers have log-probabilities that are compared."""
+        """Return whether answers have log-probabilities that are compared."""
         return bool(self._config.preference and not self._config.scores)
 
     def _loss(

@@ -116,6 +116,6 @@ def test_killed_and_stopped_while_a_thread_writes(
 
 
 def same_files(one: Path, other: Path, *names: str) -> bool:
-    """Whether two runs have the same bytes in files of a checkpoint, the first of `names`."""
+    """Return whether two runs have the same bytes in files of a checkpoint, the first of `names`."""
     folder, *files = names
     return all((one / folder / file).read_bytes() == (other / folder / file).read_bytes() for file in files)

@@ -165,7 +165,7 @@ OF_FOUR = ("fp32", "bf16", "sequence", "sequence_unpacked", "sequence_bf16", "du
 
 
 def in_every_run(case: Case) -> bool:
-    """Whether `make test` has it."""
+    """Return whether `make test` has it."""
     if case.dims[0] * case.dims[1] == 4 and case.variant not in OF_FOUR:
         return False
     if case.model == "tied":
