@@ -180,7 +180,7 @@ class Loader:
         return [self._shape(rows) for rows in batch.micro_batches[replica]]
 
     def layouts(self, batch: GlobalBatch, replica: int) -> list[tuple[Rows, int]]:
-        """For each of a replica's micro-batches its rows' documents' lengths, and the length of the padded rows."""
+        """Return, for each micro-batch of a replica, the document lengths of its rows and the padded length."""
         return [
             ([[part for number in row for part in self._parts(number)] for row in rows] or [[]], self._shape(rows)[1])
             for rows in batch.micro_batches[replica]

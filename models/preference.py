@@ -70,7 +70,7 @@ def _dpo(of: Objective, scores: Tensor) -> Tensor:
 
 
 def _ipo(of: Objective, scores: Tensor) -> Tensor:
-    """The squared distance of a difference from 1 / (2 beta) (arXiv:2310.12036, equation 17)."""
+    """Return the squared distance of a difference from 1 / (2 beta) (arXiv:2310.12036, equation 17)."""
     return (scores[:, 0] - scores[:, 1] - 1 / (2 * of.beta)).square()
 
 

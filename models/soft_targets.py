@@ -50,12 +50,12 @@ class SoftTargets:
 
     @property
     def hard(self) -> float:
-        """How often the label counts."""
+        """Return the weight of the label's cross-entropy."""
         return 1 - self.weight
 
     @property
     def plain(self) -> float:
-        """How often the softmax at temperature 1 counts in the gradient."""
+        """Return the weight of the softmax at temperature 1 in the gradient."""
         return 1.0 if self.temperature == 1 else self.hard
 
 

@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def shipped_job(folder: Path) -> Job:
-    """The shipped records on SmolLM2; what other records or other code made is removed."""
+    """Train SmolLM2 on the shipped records; results of other records or other code are removed first."""
     say(1, f"the base model: {NAME}")
     console.print(ABOUT)
     if not (folder / MODEL).exists():
@@ -104,7 +104,7 @@ def shipped_job(folder: Path) -> Job:
 
 
 def own_job(arguments: argparse.Namespace) -> Job:
-    """The user's records on the user's model.
+    """Train the user's model on the user's records.
 
     Raises:
         ConfigError: the folder holds another job, or a key is wrong.
@@ -135,7 +135,7 @@ def own_job(arguments: argparse.Namespace) -> Job:
 
 
 def finish(job: Job, is_own: bool) -> None:
-    """The picture, and what to do next."""
+    """Draw the picture, and print what to do next."""
     from quickstart.picture import PICTURE, draw_picture  # what draws is large, and trains nothing
 
     picture = draw_picture(job.run_folder, job.folder / PICTURE)

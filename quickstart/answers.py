@@ -18,7 +18,7 @@ RIGHT = "✓: has all that was asked for, and nothing that the records on it do 
 def comparison(
     questions: Sequence[Question], before: Sequence[str], after: Sequence[str], judged: bool
 ) -> tuple[Table, str, bool]:
-    """The table, one line that sums it up, and whether the training had the effect that it should have.
+    """Return the table, one line that sums it up, and whether the training had the effect that it should have.
 
     Args:
         judged: each question has a judge; else the record's answer stands beside the others, which are as good as they
@@ -72,5 +72,5 @@ def _table(*columns: str) -> Table:
 
 
 def _short(text: str, most: int = 160) -> str:
-    """The beginning of a text on one line, safe to print in a table."""
+    """Return the beginning of a text on one line, safe to print in a table."""
     return escape(safe_line(" ".join(text.split()), most))

@@ -84,14 +84,14 @@ def train(job: Job) -> None:
 
 
 def training_arguments(job: Job) -> list[str]:
-    """What follows `deepspeed` on the command line: a process for each stage."""
+    """Return the arguments of `deepspeed`: one process for each stage."""
     processes = settings(job).model_topo.processes
     arguments = ["--num_gpus", str(processes), "--master_port", str(free_port())]
     return [*arguments, "train_ds.py", "--config", str(job.config), *job.overrides]
 
 
 def settings(job: Job) -> TrainConfig:
-    """The run's config.
+    """Make the run's config.
 
     Raises:
         ConfigError: its file or an override is wrong.
@@ -100,7 +100,7 @@ def settings(job: Job) -> TrainConfig:
 
 
 def ask(job: Job, model: Path, name: str) -> list[str]:
-    """The model's answers, each in a dialogue of its own; texts to go on with are another file of prompts."""
+    """Get the model's answers, each in a dialogue of its own; texts to continue are a prompts file of their own."""
     answers: dict[int, str] = {}
     for raw in (False, True):
         asked = [number for number, question in enumerate(job.questions) if question.raw == raw]

@@ -33,7 +33,7 @@ HEAD = "# Made by `make quickstart` for {model}; edit it and train again: python
 
 
 def processes() -> int:
-    """Stages of a pipeline that suit this machine."""
+    """Choose the number of stages for this machine."""
     gpus = torch.cuda.device_count()
     return min(gpus, MOST_STAGES) if gpus else min(2, len(os.sched_getaffinity(0)))
 
@@ -74,13 +74,13 @@ def write_config(path: Path, model: str, pipeline: Path, data: str, run: Path) -
 
 
 def learning_rate(spec: ModelSpec) -> float:
-    """For fine-tuning all weights with AdamW, two digits."""
+    """Choose a learning rate, of two digits, for fine-tuning all weights with AdamW."""
     size = sum(prod(shape) for layer in range(spec.n_layers) for shape in spec.shapes(layer).values())
     return float(f"{KNOWN_LR * (size / KNOWN_SIZE) ** -FALL:.1e}") if size > KNOWN_SIZE else KNOWN_LR
 
 
 def fingerprint(model: str, data: str, overrides: Sequence[str]) -> str:
-    """What the results depend on: names, sizes and times of the model's files and the records, and the keys."""
+    """List what the results depend on: names, sizes and times of the model's files and the records, and the keys."""
     files = [*sorted(path for path in resolve(model).iterdir() if path.is_file()), *files_of(Source(path=data))]
     digest = hashlib.sha256()
     for path in files:

@@ -56,12 +56,12 @@ class Question:
         return self.judge.fault(answer)
 
     def likeness(self, answer: str) -> float:
-        """How much of the first 200 characters of an answer and of the record's own is the same, from 0 to 1."""
+        """Compare the first 200 characters of an answer with the record's own: 0 to 1."""
         return SequenceMatcher(None, self.answer[:COMPARED], answer[:COMPARED], autojunk=False).ratio()
 
 
 def shipped(records: Path) -> list[Question]:
-    """The questions of questions.json; the records tell which of them are trained in the same words."""
+    """Read the questions of questions.json; the records tell which of them are trained in the same words."""
     known = json.loads(records.read_text(encoding="utf-8"))
     asked = {text for raw in known for text in _asked_in(raw)}
     texts = [json.dumps(raw, ensure_ascii=False) for raw in known]
@@ -73,7 +73,7 @@ def shipped(records: Path) -> list[Question]:
 
 
 def sample_of(data: str, skip_bad: bool = False) -> list[Question]:
-    """Questions of the user's own records, evenly spread over the first ones.
+    """Choose questions from the user's own records, evenly spread over the first ones.
 
     Args:
         skip_bad: pass over bad records, as the run does with `on_bad_record: skip`.
@@ -93,7 +93,7 @@ def sample_of(data: str, skip_bad: bool = False) -> list[Question]:
 
 
 def question_of(record: Record) -> Question | None:
-    """The first question of a record; none where demo.py's files of prompts have no place for what it rests on."""
+    """Return the first question of a record; None where a prompts file of demo.py cannot hold its context."""
     if isinstance(record, Pretrain):
         half = len(record.text) // 2
         prompt, rest = record.text[max(0, half - OF_A_TEXT) : half], record.text[half:]

@@ -101,7 +101,7 @@ class CheckpointRecord(BaseModel):
 
     @property
     def here(self) -> dict[FileName, FileRecord]:
-        """The files of the folder that holds this copy of the record."""
+        """List the files of the folder that holds this copy of the record."""
         return self.hosts.get(self.host, {}) if self.hosts else self.files
 
     def write(self, folder: Path) -> None:

@@ -84,7 +84,7 @@ class ZeroTrainer(Trainer):
                 save(mine, str(folder / layer_file(first + rank)))
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """The mean over micro-batches and ranks."""
+        """Return the mean over micro-batches and ranks."""
         mean = torch.stack(losses).mean() / self.engine.world_size
         torch.distributed.all_reduce(mean)
         return float(mean)

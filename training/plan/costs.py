@@ -195,7 +195,7 @@ def update_time(config: TrainConfig, device: Device) -> float:
 
 
 def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
-    """Forward and backward pass of a layer for one micro-batch, gradients not yet added up."""
+    """Estimate the forward and backward pass of a layer for one micro-batch, without adding up gradients."""
     spec, work, dtype = basis.spec, basis.share, training_dtype(basis.config)
     is_block = 0 < layer < spec.n_layers - 1
     slides = is_block and attention_kind(spec.config, layer - 1) == SLIDING

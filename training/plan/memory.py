@@ -221,7 +221,7 @@ class MemoryModel:
         return frozenset(blocks[: bisect_left(range(len(blocks)), True, key=fits)])  # all where that is not enough
 
     def _chunk(self, begin: int, end: int) -> tuple[int, int, int, int]:
-        """Bytes of a chunk: kept of a micro-batch, kept while it waits, temporaries of a pass, largest offloaded.
+        """Return a chunk's bytes: kept of a micro-batch, kept while it waits, temporaries of a pass, largest offloaded.
 
         Kept are input, output, saved tensors, and the masks once; for the gradients of weights that wait
         (`models.weight_gradients`) less.

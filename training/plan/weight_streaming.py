@@ -68,7 +68,7 @@ class StreamedPlan:
 
     @property
     def host_share(self) -> float:
-        """Share of the host's memory bandwidth that transfers take."""
+        """Return the fraction of the host's memory bandwidth that transfers take."""
         return self.step.moved / TOTAL_HOST / self.seconds
 
 
