@@ -37,8 +37,9 @@ from training.schedule.simulation import moments_in_flight
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
 # On a CPU: kernels that oneDNN compiles at the first step, pages of libraries, holes between small tensors. Fitted to
-# what `benchmarks.memory` finds above the tensors of a process: some 15 MB in fp32 and 35 MB in bf16.
-CPU_KERNELS = 25_000_000
+# what `benchmarks.memory` finds above the tensors of a process: some 15 MB in fp32 and 35 MB in bf16; 8 to 19 MB less
+# on a CPU for whose 16-bit numbers oneDNN has no kernels.
+CPU_KERNELS, CPU_WITHOUT_KERNELS = 25_000_000, 12_000_000
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
 # Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
 # 8 bits alone, for both factors in both orders.
@@ -161,7 +162,7 @@ class MemoryModel:
         self._packed_bytes = BYTES.get(basis.config.lora.base, 0.0) if basis.config.lora else 0.0  # of each
         kept, self._offloaded = kept_bytes(basis)
         self._inside = [0, *accumulate(kept)]  # cumulative bytes
-        self._kernels = 0 if basis.device.reserves else CPU_KERNELS
+        self._kernels = 0 if basis.device.reserves else _cpu_kernels(training_dtype(basis.config))
         ranks, beyond = basis.config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
         # For each rank and moment: per chunk the micro-batches kept whole, and those whose weights wait.
@@ -260,3 +261,11 @@ class MemoryModel:
         summed = shape.numel() if HEAD_WEIGHT in self._basis.trained_names[self._head] else 0
         rounded = summed * self._itemsize if self._itemsize == 2 else 0  # when the backward pass hands it on
         return max(int(chunk * copies), rounded) + 4 * summed + tokens * shape[1] * (self._itemsize + 4)
+
+
+def _cpu_kernels(dtype: torch.dtype) -> int:
+    """Return the bytes of a process on this CPU that no tensor holds."""
+    onednn = torch.ops.mkldnn
+    found = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    compiled = dtype not in found or (torch.backends.mkldnn.is_available() and getattr(onednn, found[dtype])())
+    return CPU_KERNELS if compiled else CPU_WITHOUT_KERNELS

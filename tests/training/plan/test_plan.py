@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from training.plan.auto import Planning, choose, divide
 from training.plan.command import plan_summary, search_table
 from training.plan.costs import layer_times
 from training.plan.inputs import FILE, Basis, Calibration, Workload
-from training.plan.memory import MemoryModel, StateBytes
+from training.plan.memory import CPU_KERNELS, CPU_WITHOUT_KERNELS, MemoryModel, StateBytes
 from training.plan.plan import Plan, best_parts
 from training.plan.search import advise, search
 from training.plan.timing import calibrate
@@ -352,3 +353,14 @@ def test_memory_of_a_rank_grows_with_its_layers(tmp_path: Path) -> None:
     memory = MemoryModel(basis_of(llama(tmp_path), config))
     peaks = [memory.rank(1, ((4, end),)).peak for end in range(5, 35)]
     assert peaks == sorted(peaks)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_on_a_cpu_kernels_count_where_it_has_any(bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, found = tiny(tmp_path), []
+    config = config_of(tmp_path, 1, fp16={"enabled": False}, bf16={"enabled": bf16})
+    for supported in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", partial(bool, supported))
+        basis = Basis(config, spec, Workload.assumed(config), this_device())
+        found.append(MemoryModel(basis).rank(0, ((0, spec.n_layers),)).peak)
+    assert found[0] - found[1] == (CPU_KERNELS - CPU_WITHOUT_KERNELS if bf16 else 0)
