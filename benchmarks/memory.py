@@ -1,4 +1,4 @@
-"""Measure the memory of training; half an hour on two cores.
+"""Measure the memory of training; half an hour on two cores, hours where the CPU has no kernels for bf16.
 
 - `planner`: what `--plan` predicts against what a run takes. Two stages train a llama of 160M parameters for two steps;
   measured is the growth of resident memory, on a GPU (one process) what torch allocated. On a CPU freed memory goes

@@ -265,7 +265,5 @@ class MemoryModel:
 
 def _cpu_kernels(dtype: torch.dtype) -> int:
     """Return the bytes of a process on this CPU that no tensor holds."""
-    onednn = torch.ops.mkldnn
-    found = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    compiled = dtype not in found or (torch.backends.mkldnn.is_available() and getattr(onednn, found[dtype])())
-    return CPU_KERNELS if compiled else CPU_WITHOUT_KERNELS
+    has_half = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return CPU_KERNELS if has_half or dtype == torch.float32 else CPU_WITHOUT_KERNELS
