@@ -23,7 +23,7 @@ from models.spec import ModelSpec
 from training.config.changes import leaves
 from training.config.keys import TrainConfig
 from training.config.yaml_file import checked, override
-from training.metrics.devices import Device
+from training.metrics.devices import Device, cpu_has_bf16
 
 YOURS = "yours"
 LONGEST = 32_768  # tokens of a sample, where the model is made for more
@@ -35,7 +35,7 @@ WARM_UP = 0.03
 APART = "Adafactor needs the weights apart"
 EVALUATED, LEAST_EVALUATED, MOST_EVALUATED = 0.02, 200, 1000
 FASTER = 1.3  # speed of bf16 relative to fp32 that makes it worth while on a CPU
-PRODUCTS = 20  # that are timed for it
+PRODUCTS = 50  # that are timed for it
 
 
 class Choices:
@@ -112,10 +112,12 @@ def precision(device: Device) -> tuple[str | None, str]:
     """Choose `bf16`, `fp16` or neither, and say why."""
     if device.reserves:
         return ("bf16", f"{device.name} computes in it") if device.bf16 else ("fp16", f"{device.name} has no bf16")
+    if not cpu_has_bf16():
+        return None, "this CPU has no instructions for bf16"
     least = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
     for _ in range(PRODUCTS):  # in turn, as other programs come and go
         for dtype in least:
-            factors = torch.ones(256, 512, dtype=dtype), torch.ones(512, 256, dtype=dtype)
+            factors = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 512, dtype=dtype)
             begin = time.perf_counter()
             torch.mm(*factors)
             least[dtype] = min(least[dtype], time.perf_counter() - begin)

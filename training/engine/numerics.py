@@ -17,7 +17,7 @@ import torch
 from models.lean_loss import AMPERE
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.metrics.devices import this_device
+from training.metrics.devices import cpu_has_bf16, this_device
 
 WORTH = 1.5  # speed-up over fp32 from which the log suggests TF32
 
@@ -43,7 +43,7 @@ def describe_numerics(config: TrainConfig) -> list[str]:
         lines.append(f"threads: {torch.get_num_threads()}")
         if config.tf32:
             lines.append("warning: tf32 is without effect, as there is no GPU")
-        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if dtype is torch.bfloat16 and not cpu_has_bf16():
             lines.append("warning: this CPU has no instructions for bf16, which takes it ten times as long as fp32")
     elif config.fp8.enabled:
         lines.append("products: fp8 in the blocks' linear layers, bf16 elsewhere; weights and their gradients are bf16")

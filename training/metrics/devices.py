@@ -122,6 +122,13 @@ def _normalize(word: str) -> str:
     return re.sub(r"[^a-z0-9]|sxm\d?|nvidia|tesla|geforce|(?<=\d)gi?b?$", "", word.lower())
 
 
+def cpu_has_bf16() -> bool:
+    """Return whether oneDNN has kernels for bf16 on this CPU."""
+    import torch
+
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def this_device() -> Device:
     """Return the device of this process; machines may differ, so ask one rank and broadcast."""
     import torch  # takes seconds; the command line is checked before

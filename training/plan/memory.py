@@ -30,6 +30,7 @@ from models.quantized_base import BYTES
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.engine import host_sums
+from training.metrics.devices import cpu_has_bf16
 from training.optimizer.optimizers import PIECE
 from training.plan.inputs import Basis, layer_kinds
 from training.plan.partition import LayerRange, layers_of
@@ -162,7 +163,10 @@ class MemoryModel:
         self._packed_bytes = BYTES.get(basis.config.lora.base, 0.0) if basis.config.lora else 0.0  # of each
         kept, self._offloaded = kept_bytes(basis)
         self._inside = [0, *accumulate(kept)]  # cumulative bytes
-        self._kernels = 0 if basis.device.reserves else _cpu_kernels(training_dtype(basis.config))
+        self._kernels = 0
+        if not basis.device.reserves:
+            has_kernels = training_dtype(basis.config) == torch.float32 or cpu_has_bf16()
+            self._kernels = CPU_KERNELS if has_kernels else CPU_WITHOUT_KERNELS
         ranks, beyond = basis.config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
         # For each rank and moment: per chunk the micro-batches kept whole, and those whose weights wait.
@@ -261,9 +265,3 @@ class MemoryModel:
         summed = shape.numel() if HEAD_WEIGHT in self._basis.trained_names[self._head] else 0
         rounded = summed * self._itemsize if self._itemsize == 2 else 0  # when the backward pass hands it on
         return max(int(chunk * copies), rounded) + 4 * summed + tokens * shape[1] * (self._itemsize + 4)
-
-
-def _cpu_kernels(dtype: torch.dtype) -> int:
-    """Return the bytes of a process on this CPU that no tensor holds."""
-    has_half = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return CPU_KERNELS if has_half or dtype == torch.float32 else CPU_WITHOUT_KERNELS
