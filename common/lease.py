@@ -30,13 +30,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from common.whole_files import regular
 
+POLL = 0.2  # seconds between two looks at what another process makes
 INTERVAL = 10.0  # seconds between two heartbeats
 GIVING_WAY = 0.1  # seconds that a process may take to give way
 EXPIRY, WATCH = 6, 2  # intervals without a heartbeat until a holder is dead; the watched ones among them at least
+
+
+Value = TypeVar("Value")
 
 
 class Holder(NamedTuple):
@@ -48,8 +52,12 @@ class Holder(NamedTuple):
     kernel: str
     token: str
 
+    @property
+    def name(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since}"
+        return f"{self.name} since {self.since}"
 
 
 class Held(Exception):
@@ -85,6 +93,7 @@ class Lease:
 
     def __init__(self, folder: Path, name: str, lost: Callable[[str], object], interval: float = INTERVAL) -> None:
         self._folder, self._name, self._lost, self._interval = folder, name, lost, interval
+        self.holder: Holder  # once it is held
         self._ended = threading.Event()
         self._watched: dict[tuple[Path, Holder | None], tuple[int, float]] = {}  # last touch; when it counts as dead
 
@@ -105,13 +114,37 @@ class Lease:
                     raise
             time.sleep(random.uniform(0.0, 0.1))  # not in step with another process that gave way
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
-        return self._holder
+        return self.holder
+
+    def take_or_find(self, find: Callable[[], Value | None], wait: Callable[[Held], object]) -> Value | None:
+        """Get the lease to make something, unless that is found; return what was found, without the lease.
+
+        Args:
+            find: looks for it.
+            wait: called now and then while another process has the lease.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        while (found := find()) is None:
+            try:
+                self.take()
+                break
+            except Held as held:
+                wait(held)
+                time.sleep(POLL)
+        else:
+            return found
+
+        if (found := find()) is not None:  # its last holder was done meanwhile
+            self.release()
+        return found
 
     def successor(self) -> str | None:
         """Name who has taken over, `nobody` if the file was removed; None while the lease is held."""
         with suppress(OSError):  # a disk that does not answer proves nothing
             found = _read(self._path)
-            if found is None or found.holder != self._holder:
+            if found is None or found.holder != self.holder:
                 return next((str(lease.holder) for lease in self._leases()), "nobody")
         return None
 
@@ -147,9 +180,9 @@ class Lease:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             kernel = kernel_name()
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        self._holder = Holder(socket.gethostname(), os.getpid(), now, kernel, secrets.token_hex(8))
+        self.holder = Holder(socket.gethostname(), os.getpid(), now, kernel, secrets.token_hex(8))
         try:
-            os.write(self._file, json.dumps(self._holder).encode())
+            os.write(self._file, json.dumps(self.holder).encode())
         except OSError:  # a full disk: an empty lease would hold up the next process
             self._give_up()
             raise

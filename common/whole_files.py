@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 BLOCKS, BLOCK = 16, 2**14  # blocks read for a checksum of a large file, and bytes of each
 Kept = TypeVar("Kept")
-Read = Callable[[Path], bytes]
+Read = Callable[[Path], Any]
 Tell = Callable[[str], object]
 
 
@@ -30,11 +30,15 @@ def replacing(path: Path, tag: str = "partial") -> Iterator[BinaryIO]:
         tag: end of its temporary name; several writers of one file need different ones.
     """
     partial = path.with_name(f".{path.name}.{tag}")
-    with open(partial, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with open(partial, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
@@ -59,11 +63,17 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def expect_own(file: BinaryIO) -> None:
+    """Raise ValueError for another user's file."""
+    if os.fstat(file.fileno()).st_uid != os.getuid():
+        raise ValueError("of another user")
+
+
 def read_checked(path: Path) -> bytes:
     """Read what `replace_checked` wrote; raise ValueError where it is damaged, or another user's."""
-    content = read_regular(path)
-    if path.stat().st_uid != os.getuid():
-        raise ValueError("of another user")
+    with open(path, "rb", opener=regular) as file:
+        expect_own(file)
+        content = file.read()
     text, _, checksum = content.rpartition(b"\n")
     if checksum != b"%08x" % zlib.crc32(text):
         raise ValueError("damaged")
@@ -75,7 +85,7 @@ def _warn(line: str) -> None:
     logging.getLogger("pipetune").warning("warning: %s", line)
 
 
-def kept(path: Path, parse: Callable[[bytes], Kept], read: Read = read_checked, tell: Tell = _warn) -> Kept | None:
+def kept(path: Path, parse: Callable[[Any], Kept], read: Read = read_checked, tell: Tell = _warn) -> Kept | None:
     """Parse what an earlier start kept in a file, if anything; warn of a file that cannot be used, and ignore it."""
     try:
         return parse(read(path))

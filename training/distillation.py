@@ -16,9 +16,9 @@ import hashlib
 import json
 import shutil
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy
@@ -28,11 +28,13 @@ from torch import distributed
 from tqdm import tqdm
 
 from common import phases
+from common.kept_arrays import KeptArray
+from common.lease import Held, Lease
 from common.quantities import duration, gigabytes
 from common.terminal import paused
-from common.whole_files import replacing
+from data.tokenized.store import digests_folder
 from models.attention.kernels import choose_attention
-from models.checkpoint.adapter import base_checksum
+from models.checkpoint.digest import model_digest
 from models.checkpoint.publish import writing
 from models.checkpoint.source import open_source
 from models.distillation import TeacherWords
@@ -66,25 +68,54 @@ class Distillation(Callback):
         assert task.teacher and given
         folder, spec = task.teacher
         limit = shared_words(task.spec, spec)
-        digest = from_first(lambda: base_checksum(open_source(folder, spec)))
-        key = [task.dataset.fingerprint(), digest, str(training_dtype(job.config)), given.top_k, limit]
-        name = f"teacher-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.bin"
-        path, shape = task.dataset.folder / name, (int(task.loader.first_tokens[-1]), 2, given.top_k)
-        if all(gather(_is_whole(path, shape))):
-            job.log.print("teacher: log-probabilities of the data are known")
-        else:
-            if job.progress.checkpoint:
-                job.log.print(
-                    "teacher: nothing is kept of it (another than before, or an emptied cache): it is asked anew"
-                )
-            self._compute(job, TeacherWords(given.top_k, limit), path, shape)
+        notes = digests_folder(job.config.cache_dir)
+        digest = from_first(lambda: model_digest(open_source(folder, spec), notes))
+        made_of = [task.dataset.fingerprint(), digest, str(training_dtype(job.config)), given.top_k, limit]
+        name = f"teacher-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}.bin"
+        shape = (int(task.loader.first_tokens[-1]), 2, given.top_k)
+        place = KeptArray(task.dataset.folder / name, made_of, "int32", shape)
+
+        with self._alone(job, place) as known:
+            if known:
+                job.log.print("teacher: log-probabilities of the data are known")
+            else:
+                if job.progress.checkpoint:
+                    job.log.print(
+                        "teacher: nothing is kept of it (another than before, or an emptied cache): it is asked anew"
+                    )
+                self._compute(job, TeacherWords(given.top_k, limit), place)
         if task.spec.n_layers - 1 in job.layers:
-            task.loader.soft = numpy.memmap(path, numpy.int32, "r", shape=shape)
+            task.loader.soft = place.map()
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
         metrics.measures |= measures_of(run.trainer)
 
-    def _compute(self, job: Job, words: TeacherWords, path: Path, shape: tuple[int, ...]) -> None:
+    @contextmanager
+    def _alone(self, job: Job, place: KeptArray) -> Iterator[bool]:
+        """Say whether the file is on every host's disk; if not, let no other run ask the same teacher meanwhile.
+
+        All ranks call it together. One rank of each host looks at its disk; rank 0 has the lease.
+        """
+        looks = job.process.local_rank == 0  # another host may have another disk
+        lease, held = Lease(place.path.parent, f"{place.path.name}.lease", lambda _: None), False
+        told: set[str] = set()
+
+        def wait(other: Held) -> None:
+            if other.holder and other.holder.name not in told:
+                told.add(other.holder.name)
+                job.log.print(f"teacher: {other.holder.name} asks it about these records; waiting for it")
+
+        try:
+            with agreed(), writing(place.path.parent):
+                if job.process.rank == 0:
+                    held = lease.take_or_find(place.find, wait) is None
+            yield all(gather(not looks or place.find() is not None))
+        finally:
+            if held:
+                place.sweep()
+                lease.release()
+
+    def _compute(self, job: Job, words: TeacherWords, place: KeptArray) -> None:
         """Load the teacher, write the file, and free the teacher; all ranks call it together."""
         assert self._model.teacher
         folder, begin = self._model.teacher[0], time.monotonic()
@@ -95,29 +126,32 @@ class Distillation(Callback):
         check_resources(config, spec, division.topology.layers(job.stage, spec.n_layers), job.disk)
         writes = job.process.local_rank == 0  # another host may have another disk
         with agreed():
-            free, size = shutil.disk_usage(path.parent).free, _bytes_of(shape)
+            folder_of_file, size = place.path.parent, place.n_bytes
+            free = shutil.disk_usage(folder_of_file).free
             if writes and free < size:
                 raise ConfigError(
                     f"distillation.top_k: {gigabytes(size)} of log-probabilities do not fit into the {gigabytes(free)} "
-                    f"that are free in {path.parent}; expected a smaller top_k, or another cache_dir"
+                    f"that are free in {folder_of_file}; expected a smaller top_k, or another cache_dir"
                 )
         try:
             with (
                 for_a_while(partial(self._model.kind.build, config, spec, folder, division)) as trainer,
-                writing(path.parent),
-                replacing(path, f"partial-{job.process.rank}") if writes else nullcontext() as file,
+                writing(folder_of_file),
+                place.writing() if writes else nullcontext() as file,
             ):
                 trainer.engine.module.micro_batch_loss = words
-                mass = self._write(job, trainer, words, file, shape)
+                mass = self._write(job, trainer, words, file, place.shape)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"distillation.teacher: {folder} does not fit into the GPU's memory; expected more stages, a smaller "
                 "train_micro_batch_size_per_gpu, or train_ds_zero.py with ZeRO stage 3"
             ) from error
         with agreed():
-            if not _is_whole(path, shape):
-                raise ConfigError(f"{path}: was just written on this host, and is not there; expected one cache_dir")
-        covered = f"its {shape[2]} most probable words have {mass:.1%} of the probability"
+            if not place.path.is_file():
+                raise ConfigError(
+                    f"{place.path}: was just written on this host, and is not there; expected one cache_dir"
+                )
+        covered = f"its {place.shape[2]} most probable words have {mass:.1%} of the probability"
         took = duration(time.monotonic() - begin)
         job.log.print(f"teacher: log-probabilities of the data computed in {took}; {covered}")
 
@@ -125,7 +159,7 @@ class Distillation(Callback):
         self, job: Job, trainer: Trainer, words: TeacherWords, file: BinaryIO | None, shape: tuple[int, ...]
     ) -> float:
         """Write what the teacher finds of all samples; return how much of the probability that is, on average."""
-        loader, row = build_loader(self._model.dataset, job.config), _bytes_of(shape[1:])
+        loader, row = build_loader(self._model.dataset, job.config), 4 * int(numpy.prod(shape[1:]))
         loader.soft, device, mass = _Numbers(), trainer.engine.device, 0.0
         hidden = True if job.log.quiet else None  # None: only on a terminal
         with paused(), tqdm(total=loader.steps_per_epoch, desc="teacher", disable=hidden, leave=False) as bar:
@@ -161,11 +195,3 @@ class _Numbers:
 
     def __getitem__(self, tokens: slice, /) -> NDArray[numpy.int64]:
         return numpy.arange(tokens.start, tokens.stop)[:, None]
-
-
-def _bytes_of(shape: tuple[int, ...]) -> int:
-    return 4 * int(numpy.prod(shape))
-
-
-def _is_whole(path: Path, shape: tuple[int, ...]) -> bool:
-    return path.is_file() and path.stat().st_size == _bytes_of(shape)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
+from data.tokenized.store import digests_folder
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import MANIFEST
 from models.spec import ModelSpec
@@ -93,12 +94,13 @@ class LanguageModel(Task):
         if disk.owns_folder:
             self.side_files = read_side_files(folder, language, reader.ends)
             if config.lora:
-                self.side_files |= adapter_file(spec, folder)
+                self.side_files |= adapter_file(spec, folder, digests_folder(config.cache_dir))
             if spec.labels:
                 self.side_files["config.json"] = (json.dumps(spec.raw, indent=2) + "\n").encode()
                 if spec.language:
                     self.side_files.pop(MANIFEST, None)  # it lists the weights of the language model
         self.model_folder, self.spec, self.n_layers = folder, spec, spec.n_layers
+        self._notes = digests_folder(config.cache_dir)
         self.order = DataOrder(
             samples=len(self.dataset),
             fingerprint=self.dataset.fingerprint(),
@@ -112,7 +114,7 @@ class LanguageModel(Task):
     def check_checkpoint(self, folder: Path) -> None:
         check_same_model(self.spec, folder)
         if self.spec.trained.lora:
-            check_same_base(folder, self.model_folder, self.spec)
+            check_same_base(folder, self.model_folder, self.spec, self._notes)
 
     def check_weights(self, job: Job) -> None:
         check_model(self.model_folder, weights=job.progress.checkpoint is None and not job.config.from_scratch)

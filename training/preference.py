@@ -19,7 +19,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,20 +27,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
 from torch import Tensor, distributed
 from tqdm import tqdm
 
 from common import phases
+from common.kept_arrays import KeptArray
 from common.quantities import duration
 from common.terminal import paused
-from common.whole_files import block_checksum, replacing
 from data.loader import GlobalBatch, Loader
 from data.mismatch import Mismatched
 from data.sample_set import SampleSet
 from data.tokenized.dataset import Dataset
-from models.checkpoint.adapter import base_checksum
+from data.tokenized.recipe import digest_of
+from data.tokenized.store import digests_folder
+from models.checkpoint.digest import model_digest
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.checkpoint.source import open_source
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from training.metrics.step_metrics import StepMetrics
 
 Value = TypeVar("Value")
+FP32_ROUNDING, ROUNDING = 1e-3, 5e-2  # of log-probabilities, in another division of the model or by other kernels
 # [samples, 2]: log-probabilities of the better and the worse answer; or of the only one, and of that to another prompt.
 Sums = NDArray[numpy.float32]
 
@@ -70,6 +71,7 @@ class Preferences(Callback):
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self._missing: list[tuple[str, Dataset, Sequence[Loader]]] = []
+        self._unproven: list[tuple[str, Dataset, Loader]] = []  # taken from an earlier run
 
     def on_build(self, job: Job) -> None:
         if not (job.config.preference and job.config.preference.needs_reference):
@@ -89,20 +91,24 @@ class Preferences(Callback):
         self._folder = job.save_path if job.disk.owns_folder else None
         for each in tuple(self._missing):
             what, dataset, loaders = each
-            name = self._name(dataset, loaders)
-            places = [folder / name for folder in (job.save_path, dataset.folder)]
-            known = from_first(partial(_read, places, len(dataset)))
+            places = [self._place(folder, dataset, loaders) for folder in (job.save_path, dataset.folder)]
+            known = from_first(partial(_read, places))
             if known is not None:
                 self._missing.remove(each)
                 self._use(known, dataset, loaders)
+                if not job.progress.checkpoint:
+                    self._unproven.append((what, dataset, loaders[0]))
                 job.log.print(f"reference: log-probabilities of the {what} are known")
             elif job.progress.checkpoint:
                 raise RunRefused(
                     f"reference: the {what} have to be compared with the weights that this run began with, and neither "
-                    f"{' nor '.join(map(str, places))} is there; expected one of them, or another save_path"
+                    f"{' nor '.join(str(place.path) for place in places)} is there; expected one of them, or another "
+                    "save_path"
                 )
 
     def on_start(self, run: Run) -> None:
+        for what, dataset, loader in self._unproven:
+            check_reference(run.trainer, build_loader(dataset, run.config), loader, what, training_dtype(run.config))
         for what, dataset, loaders in self._missing:
             phases.enter(f"reference: log-probabilities of the {what}")
             loader, quiet = build_loader(dataset, run.config), run.progress.log.quiet
@@ -131,11 +137,13 @@ class Preferences(Callback):
         error = {} if right is None else {"eval_error": 1 - right}
         metrics |= error | {f"eval_{name}": value for name, value in found.items()}
 
-    def _name(self, dataset: Dataset, loaders: Sequence[Loader]) -> str:
+    def _place(self, folder: Path, dataset: Dataset, loaders: Sequence[Loader]) -> KeptArray:
+        """Name what is kept in a folder."""
         others = loaders[0].mismatched
         cut = [int(others.data.lengths.sum())] if others else []  # max_seq_len cuts more than in the samples
-        key = hashlib.sha256(json.dumps([dataset.fingerprint(), self._start, *cut]).encode()).hexdigest()[:16]
-        return f"reference-{key}.safetensors"
+        made_of = [dataset.fingerprint(), self._start, *cut]
+        name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+        return KeptArray(folder / f"reference-{name}.bin", made_of, "float32", (len(dataset), 2))
 
     def _use(self, sums: Sums, dataset: Dataset, loaders: Sequence[Loader]) -> None:
         """Give the loaders log-probabilities, and keep them for later starts; all ranks call it together."""
@@ -146,10 +154,10 @@ class Preferences(Callback):
         folders = [dataset.folder] if distributed.get_rank() == 0 else []
         with agreed():
             for folder in [*folders, *([self._folder] if self._folder else [])]:
-                path = folder / self._name(dataset, loaders)
-                if _read([path], len(dataset)) is None:  # missing, or damaged
-                    with writing(folder), replacing(path) as file:
-                        file.write(save({"sums": sums}))
+                place = self._place(folder, dataset, loaders)
+                if place.find() is None:  # missing, or damaged
+                    with writing(folder):
+                        place.write(sums)
 
 
 def log_probabilities(
@@ -245,23 +253,53 @@ def measures_of(trainer: Trainer) -> dict[str, float]:
     return found
 
 
-def _digest_start(config: TrainConfig, model: LanguageModel) -> str:
+def check_reference(trainer: Trainer, loader: Loader, known: Loader, what: str, dtype: torch.dtype) -> None:
+    """Refuse kept log-probabilities that are not those of the weights that the run begins with.
+
+    Before the first update the model is its own reference, so rewards and KTO's divergence are 0 but for rounding. A
+    forward pass of the first batch shows it; all ranks call it together.
+
+    Args:
+        loader: of all samples once.
+        known: has the kept ones.
+
+    Raises:
+        RunRefused: they are another model's.
+    """
+    for own, kept in [(loader, known.reference), *_with_mismatched(known)]:
+        assert kept is not None
+        numbers, found = _of_batch(trainer, own, own.batch(0))
+        expected = torch.from_numpy(kept[numbers, : found.shape[1]]).to(found)
+        sums = torch.stack([(found - expected).abs().sum(), expected.abs().sum()]).double()
+        distributed.all_reduce(sums)
+        difference, size = sums.tolist()
+        if difference > (FP32_ROUNDING if dtype is torch.float32 else ROUNDING) * size:
+            raise RunRefused(
+                f"reference: the kept log-probabilities of the {what} are not those of the weights that this run "
+                f"begins with: {difference / size:.2%} off; expected another cache_dir and save_path"
+            )
+
+
+def _with_mismatched(known: Loader) -> list[tuple[Loader, Sums | None]]:
+    return [(known.mismatched, known.mismatched.reference)] if known.mismatched else []
+
+
+def _digest_start(config: TrainConfig, model: LanguageModel) -> list[Any]:
     """Digest what the start weights, and what is computed with them, depend on."""
     lora = config.lora
-    given = [str(training_dtype(config)), config.fp8.enabled, lora and lora.base]
+    weights = model_digest(open_source(model.model_folder, model.spec.base), digests_folder(config.cache_dir))
+    given = [weights, str(training_dtype(config)), config.fp8.enabled, lora and lora.base]
     if lora and lora.start_from:
         folder = resolve(lora.start_from, adapter=True)
-        given.append(block_checksum(sorted(file for file in folder.iterdir() if file.is_file())))
-    return json.dumps([base_checksum(open_source(model.model_folder, model.spec.base)), *given])
+        given += [lora.alpha, lora.rslora, *lora.modules_to_save]
+        given += [digest_of(file) for file in sorted(folder.iterdir()) if file.is_file()]
+    return given
 
 
-def _read(places: Sequence[Path], samples: int) -> Sums | None:
-    """Read log-probabilities from the first file that is whole and of as many samples."""
-    for path in places:
-        with suppress(OSError, SafetensorError, KeyError):
-            if (sums := load_file(path)["sums"]).shape == (samples, 2):
-                return sums
-    return None
+def _read(places: Sequence[KeptArray]) -> Sums | None:
+    """Read log-probabilities from the first place that has them."""
+    found = (place.find() for place in places)
+    return next((numpy.array(sums) for sums in found if sums is not None), None)
 
 
 def from_first(make: Callable[[], Value]) -> Value:

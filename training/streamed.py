@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.paths import expanded
 from data.streaming.stream import Stream, StreamLoader, open_stream
 from data.tokenized.dataset import Dataset
-from data.tokenized.store import default_folder
+from data.tokenized.store import cache_folder
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.job import Job
@@ -54,6 +53,6 @@ def stream_of(config: TrainConfig, reader: RecordReader) -> Stream:
     """Open the records to train on, to be tokenized while training; nothing is read yet."""
     assert config.stream_gb is not None
     run = hashlib.sha256(os.fsencode(Path(config.save_path).resolve())).hexdigest()[:16]
-    folder = (expanded(config.cache_dir) if config.cache_dir else default_folder()) / "streams" / run
+    folder = cache_folder(config.cache_dir) / "streams" / run
     sources = config.data_path, reader.folder, config.max_seq_len, reader.prompts
     return open_stream(*sources, gigabytes=config.stream_gb, folder=folder, **reader.how)

@@ -9,17 +9,17 @@ from functools import partial
 from pathlib import Path
 
 from common.quantities import counted
+from data.tokenized.store import digests_folder
 from models.adapters import ALL, Lora, Trained, ends_with
 from models.checkpoint.adapter import (
-    CHECKSUM,
     AdaptedStates,
     LayerFiles,
     adapted_paths,
-    base_checksum,
     check_base,
     open_factors,
     peft_config,
 )
+from models.checkpoint.digest import DIGEST, model_digest
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import first_few, open_source
@@ -90,25 +90,25 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
     if config.lora.start_from is None:
         return AdaptedStates(base, spec, None, config.seed)
     start = resolve(config.lora.start_from, adapter=True)
-    check_base(start, given)
+    check_base(start, given, digests_folder(config.cache_dir))
     return AdaptedStates(base, spec, open_factors(start, spec))
 
 
-def adapter_file(spec: ModelSpec, base: Path) -> dict[str, bytes]:
+def adapter_file(spec: ModelSpec, base: Path, notes: Path | None = None) -> dict[str, bytes]:
     """Make the file that names an adapter's settings and its base, for a checkpoint."""
     source = open_source(base, spec.language or spec.base)
-    settings = peft_config(spec, str(base.resolve())) | {CHECKSUM: base_checksum(source)}
+    settings = peft_config(spec, str(base.resolve())) | {DIGEST: model_digest(source, notes)}
     return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
 
 
-def check_same_base(adapter: Path, base: Path, spec: ModelSpec) -> None:
+def check_same_base(adapter: Path, base: Path, spec: ModelSpec, notes: Path) -> None:
     """Refuse another base than the one that an adapter was trained on.
 
     Raises:
-        ConfigError: the weights differ.
+        ConfigError: the weights or the config differ.
     """
     try:
-        check_base(adapter, open_source(base, spec.language or spec.base))
+        check_base(adapter, open_source(base, spec.language or spec.base), notes)
     except CheckpointError as error:
         raise ConfigError(f"model_path: {error}, or another save_path") from None
 

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
 from data.errors import DataError
-from data.paths import expanded
 from data.records.pairs import Wanted
 from data.records.reading import OnBadRecord, origin
 from data.records.record import TYPES
@@ -28,7 +27,7 @@ from data.records.sources import Source, as_sources, files_of, mixture
 from data.tokenized.columns import Tally
 from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import SampleFile
-from data.tokenized.store import default_folder, open_cache, read_meta
+from data.tokenized.store import cache_folder, open_cache, read_meta
 
 
 class Dataset:
@@ -183,7 +182,7 @@ def load_dataset(
     ]
     every = tuple(chain.from_iterable(files))
     recipe = Recipe(every, str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate, preference)
-    folder = expanded(cache_dir) if cache_dir else default_folder()
+    folder = cache_folder(cache_dir)
     found = open_cache(recipe, folder, log)
     dataset = Dataset(found, [file.path for file in recipe.files])
     if all(source.weight is None and source.repeat == 1 for source in sources):

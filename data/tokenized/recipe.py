@@ -4,10 +4,7 @@ The key digests all that the samples depend on: the files' contents, how each is
 prompts, the limit, and the code that makes samples (its modules, as a version number would be forgotten one day).
 Paths and times are not in it, so a copy of the data on another machine has the same key.
 
-Digests of files' contents are remembered, so that a second start reads no data. They hold as long as a file's size and
-its times of modification and of change stay the same. The second time cannot be set by hand, so a file that was
-replaced by an equally old one is noticed too. A file that was written within the last seconds is not remembered: it may
-change once more within the same tick of the clock.
+Digests of files' contents are remembered (`common.digests`), so that a second start reads no data.
 
 A window of a streamed set (`data.streaming`) is known by where it begins: nobody reads such a set twice for a key.
 
@@ -18,9 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
@@ -28,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.whole_files import kept, replace_checked
+from common.digests import stamp as stamp_of
 from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_in_file
 from data.errors import DataError
 from data.records.pairs import Wanted
@@ -43,7 +37,6 @@ CARRIERS = "tokenized/builder tokenized/store tokenized/recipe"
 LATER = "tokenized/dataset inspection/ streaming/ loader packing"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 BLOCK = 4 * 2**20  # bytes read at a time
-SETTLED = 3.0  # seconds without a write
 
 
 class DataFile(NamedTuple):
@@ -166,52 +159,32 @@ def _digest(value: Any) -> str:
 
 
 def stamp(path: Path) -> list[int]:
-    """Return what changes whenever the file does: size in bytes, modification and change times in ns.
+    """Return what changes whenever the file does; see `common.digests.stamp`.
 
     Raises:
         DataError: there is no such file.
     """
     try:
-        found = path.stat()
+        return stamp_of(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-class Digests:
-    """Remember the digests of files, one small note for each in a cache folder."""
+def digest_of(path: Path, count: Callable[[int], Any] = lambda _: None) -> str:
+    """Read a file whole and return its digest.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        count: called with the number of bytes after each block.
 
-    def known(self, path: Path) -> str | None:
-        """Return an unchanged file's digest as hex; None if it has to be taken."""
-        return kept(self._note(path, stamp(path)), bytes.decode)
-
-    def take(self, path: Path, count: Callable[[int], Any] = lambda _: None) -> str:
-        """Read a file whole and return its digest.
-
-        Args:
-            count: called with the number of bytes after each block.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        before = stamp(path)
-        digest = hashlib.sha256()
-        try:
-            with open(path, "rb") as file:
-                while block := file.read(BLOCK):
-                    digest.update(block)
-                    count(len(block))
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-        age = time.time() - max(before[1:]) / 1e9
-        if before == stamp(path) and age > SETTLED:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_checked(self._note(path, before), digest.hexdigest(), secrets.token_hex(4))
-        return digest.hexdigest()
-
-    def _note(self, path: Path, stamped: list[int]) -> Path:
-        """Name the note of a file as it is now; a changed file has another one."""
-        return self._folder / f"{_digest([os.fsencode(path.resolve()).hex(), stamped])}.checked"
+    Raises:
+        DataError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+                count(len(block))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()

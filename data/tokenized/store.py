@@ -26,22 +26,23 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from common.digests import Digests
 from common.lease import Held, Lease
 from common.whole_files import kept, read_regular, replace_checked, sync
 from data.errors import DataError
 from data.paths import expanded
 from data.tokenized.parallel import META, Tell, build, meta_digest
-from data.tokenized.recipe import Digests, Recipe
+from data.tokenized.recipe import Recipe, digest_of
 from data.tokenized.sample_file import DAMAGED, SampleFile
 
 SMALL = 2**20  # bytes that are tokenized before another process has started
-POLL = 0.2  # seconds
 PATIENCE = 0.5  # seconds of waiting before a line about it
 ROOT = Path(__file__).parents[__name__.count(".")]  # where imports begin
 # Workers are the parallelism; a second one inside each would only fight with them.
@@ -49,6 +50,16 @@ ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "
 ENVIRONMENT |= {"TRANSFORMERS_VERBOSITY": "error"}
 
 logger = logging.getLogger("pipetune")
+
+
+def cache_folder(named: str | Path | None) -> Path:
+    """Return the folder of all caches: `cache_dir` where it is given."""
+    return expanded(named) if named else default_folder()
+
+
+def digests_folder(cache_dir: str | Path | None) -> Path:
+    """Return the folder with notes of files' digests."""
+    return cache_folder(cache_dir) / "digests"
 
 
 def default_folder() -> Path:
@@ -71,7 +82,7 @@ class Cache:
     def __init__(self, folder: Path) -> None:
         self.builds = folder / "builds"
         self._datasets = folder / "datasets"
-        self._digests = Digests(folder / "digests")
+        self._digests = Digests(digests_folder(folder))
         try:
             for each in (self.builds, self._datasets):
                 each.mkdir(parents=True, exist_ok=True)
@@ -83,7 +94,7 @@ class Cache:
 
     def find(self, recipe: Recipe) -> Path | None:
         """Find a recipe's whole set, if that needs no reading of data."""
-        digests = [] if recipe.window else [self._digests.known(Path(file.path)) for file in recipe.files]
+        digests = [] if recipe.window else [self._digests.known([Path(file.path)]) for file in recipe.files]
         known = [digest for digest in digests if digest is not None]
         if len(known) < len(digests):
             return None
@@ -146,7 +157,9 @@ class Cache:
             done += n_bytes
             tell("reading", min(done, total), total, 0)
 
-        return [self._digests.known(path) or self._digests.take(path, count) for path in paths]
+        return [
+            self._digests.known([path]) or self._digests.take([path], partial(digest_of, path, count)) for path in paths
+        ]
 
 
 def is_whole(folder: Path) -> bool:
@@ -180,33 +193,29 @@ def open_cache(recipe: Recipe, folder: Path, log: Console, progress: bool = True
     lease = Lease(cache.builds, f"{identity}.lease", lambda _: None)
     failure = cache.builds / f"{identity}.failed"
     builders: set[str] = set()  # that were waited for, by the tokens of their leases
-    begun, waiting = time.monotonic(), False
+    begun, told = time.monotonic(), False
+
+    def wait(held: Held) -> None:
+        nonlocal told
+        if held.holder is None:
+            return
+        builders.add(held.holder.token)
+        if not told and time.monotonic() - begun > PATIENCE:
+            told = True
+            log.print(f"data: {held.holder.name} tokenizes these records; waiting for it")
+
     try:
-        while (found := cache.find(recipe)) is None:
-            try:
-                token = lease.take().token
-                break
-            except Held as held:
-                if held.holder:
-                    builders.add(held.holder.token)
-                if held.holder and not waiting and time.monotonic() - begun > PATIENCE:
-                    waiting = True
-                    who = f"process {held.holder.pid} on {held.holder.host}"
-                    log.print(f"data: {who} tokenizes these records; waiting for it")
-                time.sleep(POLL)
-        else:
+        if (found := lease.take_or_find(partial(cache.find, recipe), wait)) is not None:
             return found
         try:
-            if (found := cache.find(recipe)) is not None:
-                return found
             builder, words = kept(failure, json.loads) or ("", "")
             if builder in builders:
                 raise DataError(*words.split("\n"))
+            cache.sweep(identity)
             try:
-                cache.sweep(identity)
                 return _build(cache, recipe, folder, progress)
             except DataError as error:
-                replace_checked(failure, json.dumps([token, str(error)]))
+                replace_checked(failure, json.dumps([lease.holder.token, str(error)]))
                 raise
         finally:
             cache.sweep(identity)

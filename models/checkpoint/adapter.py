@@ -7,7 +7,7 @@ weights that are trained, and nothing of the base.
 
 from __future__ import annotations
 
-from hashlib import blake2b
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.adapters import ALL_LINEAR, Lora, base_of, ends_with, fresh_factors, is_factor, is_transposed, merged
+from models.checkpoint.digest import DIGEST, model_digest
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, layer_file, resolve
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
@@ -24,7 +25,6 @@ from models.quantized_base import Fp8
 from models.spec import ModelSpec
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
-CHECKSUM = "base_checksum"  # in a checkpoint's ADAPTER, and in the metadata of weights for peft, which it passes over
 PEFT_PREFIX = "base_model.model."
 SCORES, WORDS = "SEQ_CLS", "CAUSAL_LM"  # peft's task_type
 # What peft can do to an adapter beside what Pipetune knows, with the value of each that changes nothing.
@@ -40,6 +40,9 @@ PLAIN = {
     "trainable_token_indices": None,
     "exclude_modules": None,
 }
+
+
+logger = logging.getLogger("pipetune")
 
 
 def is_peft(folder: Path) -> bool:
@@ -196,28 +199,33 @@ def base_folder(folder: Path) -> Path:
     return resolve(found)
 
 
-def base_checksum(base: PipelineSource | HuggingFaceSource) -> str:
-    """Digest a row of each weight of three blocks: the same in any layout, and in a wider dtype."""
-    digest = blake2b(digest_size=8)
-    last = base.spec.n_blocks
-    for layer in sorted({1, (1 + last) // 2, last}):
-        for _, weight in sorted(base.read_layer(layer).items()):
-            row = weight[tuple(size // 2 for size in weight.shape[:-1])]
-            digest.update(row.double().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def check_base(adapter: Path, base: PipelineSource | HuggingFaceSource) -> None:
+def check_base(adapter: Path, base: PipelineSource | HuggingFaceSource, notes: Path | None = None) -> None:
     """Refuse another base than the one that an adapter was trained on, where the adapter says which that was.
 
+    Args:
+        notes: see `model_digest`.
+
     Raises:
-        CheckpointError: the weights differ.
+        CheckpointError: the weights or the config differ.
     """
     settings = read_json(adapter / ADAPTER)
     known = SafetensorsFile(adapter / PEFT_WEIGHTS).metadata if is_peft(adapter) else settings
-    if known.get(CHECKSUM, "") not in ("", base_checksum(base)):
+    if not (expected := known.get(DIGEST)):
+        if "base_checksum" in known:
+            logger.warning(
+                "warning: %s: its checksum is an earlier version's, of three blocks of the base, and is not compared "
+                "with %s",
+                adapter,
+                base.folder,
+            )
+        return
+
+    found = model_digest(base, notes)
+    if found != expected:
+        same_weights = found.partition("-")[0] == expected.partition("-")[0]
+        what = "config" if same_weights else "weights"
         raise CheckpointError(
-            f"{base.folder}: not the weights that the adapter in {adapter} was trained on; expected those of "
+            f"{base.folder}: not the {what} that the adapter in {adapter} was trained on; expected those of "
             f"{settings.get('base_model_name_or_path')}"
         )
 

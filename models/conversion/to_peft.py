@@ -11,13 +11,13 @@ from torch import Tensor
 
 from models.api import adapted_spec, read_spec
 from models.checkpoint.adapter import (
-    CHECKSUM,
     PEFT_WEIGHTS,
     LayerFiles,
     peft_config,
     peft_name,
     to_peft,
 )
+from models.checkpoint.digest import DIGEST
 from models.checkpoint.layout import ADAPTER, side_files
 from models.checkpoint.side_files import copy_files
 from models.config_json import read_json, write_json
@@ -46,7 +46,9 @@ def write_adapter(folder: Path, target: Path) -> None:
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
             saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
     settings = read_json(folder / ADAPTER)
-    notes = {"format": "pt", CHECKSUM: settings[CHECKSUM]} | ({LABELS: json.dumps(base.labels)} if base.labels else {})
+    notes = {"format": "pt"} | {name: settings[name] for name in [DIGEST] if name in settings}
+    if base.labels:
+        notes[LABELS] = json.dumps(base.labels)
     save_file(saved, target / PEFT_WEIGHTS, metadata=notes)
     write_json(target / ADAPTER, peft_config(spec, settings["base_model_name_or_path"]))
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])

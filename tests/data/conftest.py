@@ -45,7 +45,7 @@ def sentencepiece(sentencepiece_folder: Path) -> PreTrainedTokenizerBase:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests of files that were just written are remembered as well: nobody writes them twice in a tick here."""
-    monkeypatch.setattr("data.tokenized.recipe.SETTLED", -1.0)
+    monkeypatch.setattr("common.digests.SETTLED", -1.0)
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from common.digests import Digests
 from data.errors import DataError
 from data.tokenized import recipe
 from data.tokenized.dataset import Dataset, load_dataset
-from data.tokenized.recipe import DataFile, Digests
+from data.tokenized.recipe import DataFile, digest_of
 from data.tokenized.sample_file import INDEX, INDEX_FILE, SAMPLES
 from data.tokenized.store import default_folder
 from tests.conftest import ROOT
@@ -48,14 +49,14 @@ def test_every_change_of_what_samples_depend_on_gives_another_cache(
     shutil.copytree(tokenizer_folder, tokenizer)
 
     def key(**changes: Any) -> str:
-        return plain_recipe(data, tokenizer, **changes).key([Digests(tmp_path / "digests").take(data)])
+        return plain_recipe(data, tokenizer, **changes).key([digest_of(data)])
 
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     keys = [key(), key(max_seq_len=LIMIT + 1), key(prompt_format="chat_template"), key(on_bad_record="skip")]
     keys.append(key(prompt_format=str(template)))
     named = DataFile(str(data), columns={"answer": "a"})
-    keys.append(replace(plain_recipe(data, tokenizer), files=(named,)).key([Digests(tmp_path / "digests").take(data)]))
+    keys.append(replace(plain_recipe(data, tokenizer), files=(named,)).key([digest_of(data)]))
     keys += [key(truncate="oldest"), key(mask="all"), key(template_fallback="refuse"), key(template_args={"a": 1})]
     template.write_text("{% for message in messages %}{{ message['content']  }}{% endfor %}")
     keys.append(key(prompt_format=str(template)))
@@ -70,7 +71,7 @@ def test_every_change_of_what_samples_depend_on_gives_another_cache(
         keys.append(key())
     recipe.code_digest.cache_clear()  # or a build in another process would have another identity
     renamed = data.rename(tmp_path / "a.txt")  # read as lines of text
-    keys.append(plain_recipe(renamed, tokenizer).key([Digests(tmp_path / "digests").take(renamed)]))
+    keys.append(plain_recipe(renamed, tokenizer).key([digest_of(renamed)]))
     assert len(set(keys)) == len(keys)
 
 
@@ -95,11 +96,11 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_anew(
     assert data.stat().st_size == before.st_size
     assert data.stat().st_mtime_ns == before.st_mtime_ns
     assert load(data).fingerprint() != first.fingerprint()
-    monkeypatch.setattr("data.tokenized.recipe.SETTLED", 60.0)  # what was just written may change in the same tick
+    monkeypatch.setattr("common.digests.SETTLED", 60.0)  # what was just written may change in the same tick
     (just := tmp_path / "just.jsonl").write_text("")
     digests = Digests(tmp_path / "digests")
-    digests.take(just)
-    assert digests.known(just) is None
+    digests.take([just], lambda: "1")
+    assert digests.known([just]) is None
 
 
 SPOILT: dict[str, Callable[[bytes], bytes]] = {
@@ -116,16 +117,16 @@ def test_a_note_that_is_damaged_or_of_another_user_is_ignored_with_a_warning(
 ) -> None:
     data = write(tmp_path / "a.jsonl", records(3))
     digests = Digests(tmp_path / "digests")
-    taken = digests.take(data)
+    digests.take([data], lambda: "1" * 64)
     (note,) = (tmp_path / "digests").iterdir()
     note.write_bytes(SPOILT[damage](note.read_bytes()))
     with pytest.MonkeyPatch.context() as patch:
         if damage == "of another user":
             patch.setattr(os, "getuid", lambda: -5)
-        assert digests.known(data) is None and digests.known(data) is None
+        assert digests.known([data]) is None and digests.known([data]) is None
     reason = damage if damage == "of another user" else "damaged"
     assert caplog.messages == [f"warning: {note}: ignored: {reason}"]
-    assert digests.take(data) == digests.known(data) == taken
+    assert digests.take([data], lambda: "2") == digests.known([data]) == "2"
 
 
 def use(dataset: Dataset) -> None:

@@ -21,14 +21,13 @@ from models.adapters import Lora, Trained, fresh_factors
 from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.adapter import (
-    CHECKSUM,
     PEFT_WEIGHTS,
     AdaptedStates,
-    base_checksum,
     peft_name,
     read_peft_config,
     to_peft,
 )
+from models.checkpoint.digest import DIGEST, model_digest
 from models.checkpoint.layout import ADAPTER
 from models.checkpoint.source import open_source
 from models.conversion.to_pipeline import hg_to_pp
@@ -274,8 +273,8 @@ def test_an_adapter_that_does_not_fit_is_refused(
 def test_a_base_is_known_by_its_weights_in_any_layout(model_type: str, make_checkpoint: Make, tmp_path: Path) -> None:
     folder = make_checkpoint(model_type)
     adapter = save_adapter(adapted(folder), folder)
-    checksum = base_checksum(open_source(folder, read_spec(folder)))
-    save_file(load_file(adapter / PEFT_WEIGHTS), adapter / PEFT_WEIGHTS, metadata={CHECKSUM: checksum})
+    digest = model_digest(open_source(folder, read_spec(folder)))
+    save_file(load_file(adapter / PEFT_WEIGHTS), adapter / PEFT_WEIGHTS, metadata={DIGEST: digest})
     hg_to_pp(folder, tmp_path / "layers")
     load_model(tmp_path / "layers", adapter=adapter)
     merged = AutoModelForCausalLM.from_pretrained(folder)

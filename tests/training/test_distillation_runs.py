@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.tokenized.dataset import Dataset
@@ -24,6 +25,7 @@ from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import metrics, topology
 from tests.ranks import Ranks
+from tests.training.kept_files import fill, flip, forge, parts_of
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
 from training.checkpoint.folder import step_folder
 from training.config.keys import TrainConfig
@@ -57,6 +59,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "again": PIPE | {"train_micro_batch_size_per_gpu": 2, "resume": "stages", "cache": "stages"},
     "elsewhere": {"model_topo": topology((1, 2)), "resume": "stages", "cache": "stages"},
     "other-teacher": PIPE | {"resume": "stages", "cache": "stages", "distillation": WITHIN | {"teacher": "student"}},
+    "other-head": PIPE | {"cache": "stages", "distillation": WITHIN | {"teacher": "other-head"}},
+    "other-block": PIPE | {"cache": "stages", "distillation": WITHIN | {"teacher": "other-block"}},
+    "other-angles": PIPE | {"cache": "stages", "distillation": WITHIN | {"teacher": "other-angles"}},
     "sweep": PIPE | {"cache": "stages", "distillation": WITHIN | {"temperature": 1.0, "weight": 1.0}},
     "lora": PIPE | {"cache": "stages", "lora": {"r": 2, "alpha": 8}},
     "bf16": PIPE | {"bf16": {"enabled": True}},
@@ -83,6 +88,16 @@ def models(make_checkpoint: Callable[..., Path], folder: Path) -> dict[str, Path
     sizes = {"num_hidden_layers": 4, "vocab_size": WORDS + 16, "initializer_range": 0.2}
     made["teacher"] = make_checkpoint("llama", tie_word_embeddings=True, **sizes)
     made["flat"] = make_checkpoint("llama", num_hidden_layers=1)
+    state = load_file(made["teacher"] / "model.safetensors")
+    for name, weight in (("other-head", "model.norm.weight"), ("other-block", "model.layers.2.mlp.up_proj.weight")):
+        made[name] = folder / name
+        shutil.copytree(made["teacher"], made[name])
+        save_file(state | {weight: state[weight] * 3}, made[name] / "model.safetensors", {"format": "pt"})
+    made["other-angles"] = folder / "other-angles"
+    shutil.copytree(made["teacher"], made["other-angles"])
+    settings = json.loads((made["teacher"] / "config.json").read_text())
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 3.0}
+    (made["other-angles"] / "config.json").write_text(json.dumps(settings))
     for name in ("other-words", "scores"):
         made[name] = folder / name
         shutil.copytree(student, made[name])
@@ -146,8 +161,15 @@ def outcomes(
     # Each token gets what the teacher finds of the one before it: a fault that nothing but the loss can show.
     shutil.copytree(folder / "cache-self", folder / "cache-shifted")
     (path,) = (folder / "cache-shifted").rglob("teacher-*.bin")
-    numpy.roll(numpy.fromfile(path, numpy.int32).reshape(-1, 2, WORDS), 1, axis=0).tofile(path)
-    ranks.run(2, "jobs", [describe("shifted", "pipeline", SELF, models, folder)], folder)
+    found = numpy.frombuffer(parts_of(path)[0], numpy.int32).reshape(-1, 2, WORDS)
+    forge(path, numpy.roll(found, 1, axis=0))
+    cases = [describe("shifted", "pipeline", SELF, models, folder)]
+    for name, change in (("flipped", flip), ("filled", fill)):
+        shutil.copytree(folder / "cache-self", folder / f"cache-{name}")
+        (path,) = (folder / f"cache-{name}").rglob("teacher-*.bin")
+        change(path)
+        cases.append(describe(name, "pipeline", SELF, models, folder))
+    ranks.run(2, "jobs", cases, folder)
     disks = [folder / "disk0", folder / "disk1"]
     for name in ("hosts", "hosts-again", "hosts-known"):
         case = describe(name, "pipeline", PIPE | {"storage": "local"}, models, folder)
@@ -165,7 +187,9 @@ def outcomes(
 def found_by(folder: Path, name: str, top_k: int = TOP_K) -> tuple[Tensor, Tensor]:
     """What the teacher of a run found: words and log-probabilities, [tokens, k]."""
     files = sorted((folder / f"cache-{name}").rglob("teacher-*.bin"), key=lambda path: path.stat().st_mtime)
-    words, bits = torch.from_numpy(numpy.fromfile(files[0], numpy.int32)).view(-1, 2, top_k).unbind(1)
+    words, bits = (
+        torch.from_numpy(numpy.frombuffer(bytearray(parts_of(files[0])[0]), numpy.int32)).view(-1, 2, top_k).unbind(1)
+    )
     return words, bits.contiguous().view(torch.float32)
 
 
@@ -257,6 +281,20 @@ def test_another_teacher_is_asked_anew_and_that_is_said(outcomes: dict[str, Any]
     assert outcomes["other-teacher"]["error"] is None and ANOTHER in printed and MADE in printed
     assert "changed since the checkpoint: distillation.teacher " in printed
     assert losses(folder / "other-teacher") != losses(folder / "stages")
+
+
+@pytest.mark.parametrize("name", ["other-head", "other-block", "other-angles"])
+def test_a_teacher_that_differs_in_one_weight_or_setting_is_another(
+    name: str, outcomes: dict[str, Any], folder: Path
+) -> None:
+    assert outcomes[name]["error"] is None and MADE in outcomes[name]["printed"]
+    assert steps(folder / name)[1]["kl"] != pytest.approx(steps(folder / "stages")[1]["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["flipped", "filled"])
+def test_a_damaged_file_is_made_anew(name: str, outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes[name]["error"] is None and MADE in outcomes[name]["printed"]
+    assert losses(folder / name) == losses(folder / "self")
 
 
 def test_other_settings_and_adapters_take_what_is_known(outcomes: dict[str, Any], folder: Path) -> None:

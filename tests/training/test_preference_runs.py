@@ -6,22 +6,21 @@ The jobs run one after the other in the same two processes (tests/workers/jobs.p
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from safetensors.numpy import save_file
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.closeness import assert_near
 from tests.launching import metrics, topology
 from tests.ranks import Ranks
+from tests.training.kept_files import flip, parts_of, shift, swap
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
 from training.checkpoint.folder import BEST, step_folder
-from training.preference import _read
 
 pytestmark = pytest.mark.launched
 
@@ -32,6 +31,11 @@ MADE, KNOWN = (
 )
 LORA = {"lora": {"r": 2, "alpha": 8}}
 KTO = {"preference": {"loss": "kto", "beta": 0.2, "desirable_weight": 1.5}, "data_path": "marked.json"}
+OTHERS = {
+    "other-block": "model.layers.0.mlp.up_proj.weight",
+    "other-head": "lm_head.weight",
+    "other-embedding": "model.embed_tokens.weight",
+}
 JOBS: dict[str, dict[str, Any]] = {
     "run": PIPE,
     "again": PIPE | {"resume": "run"},  # the cache has the reference
@@ -48,7 +52,20 @@ JOBS: dict[str, dict[str, Any]] = {
     "kto-elsewhere": DATA | KTO | {"resume": "kto", "train_micro_batch_size_per_gpu": 4},
     "kto-lora": PIPE | KTO | LORA,
     "kto-one-prompt": PIPE | KTO | {"data_path": "one-prompt.json"},
+    "other-block": PIPE | {"model_path": "other-block"},
+    "other-head": PIPE | {"model_path": "other-head"},
+    "other-embedding": PIPE | {"model_path": "other-embedding"},
+    "kto-other-head": PIPE | KTO | {"model_path": "other-head"},
     "apo": PIPE | {"preference": {"loss": "apo_zero_unpaired"}, "data_path": "marked.json"},
+}
+
+
+# Name: the job that is run again with a copy of the cache, and what has become of the references in it.
+SPOILT: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "flipped": ("run", flip),
+    "swapped": ("run", swap),
+    "forged": ("run", shift),
+    "kto-forged": ("kto", shift),
 }
 
 
@@ -76,7 +93,11 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
     ]
     (folder / "marked.json").write_text(json.dumps(marked))
     (folder / "one-prompt.json").write_text(json.dumps([each | {"prompt": "How many?"} for each in marked]))
-    cases = []
+    state = load_file(model / "model.safetensors")
+    for name, weight in OTHERS.items():
+        shutil.copytree(model, folder / name)
+        save_file(state | {weight: state[weight] * 1.5}, folder / name / "model.safetensors", {"format": "pt"})
+    cases: list[dict[str, Any]] = []
     for name, keys in JOBS.items():
         config = {
             "model_path": str(model),
@@ -94,12 +115,23 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
             "tensorboard": {"enabled": False},
         } | keys
         config["data_path"] = str(folder / str(config["data_path"]))
+        config["model_path"] = str(folder / str(config["model_path"]))
         config["cache_dir"] = str(folder / keys.get("cache_dir", "cache"))
         if "resume" in keys:
             config["resume"] = str(step_folder(folder / keys["resume"], TAKEN_UP_AT))
         cases.append({"name": name, "kind": "pipeline", "config": config, "events": {}})
     ranks.run(2, "jobs", cases, folder)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in JOBS}
+    spoilt: list[dict[str, Any]] = []
+    for name, (origin, change) in SPOILT.items():
+        case = next(each for each in cases if each["name"] == origin)
+        (cache := folder / f"cache-{name}").mkdir()
+        shutil.copytree(folder / "cache" / "datasets", cache / "datasets")
+        for path in cache.rglob("reference-*"):
+            change(path)
+        config = case["config"] | {"save_path": str(folder / name), "cache_dir": str(cache)}
+        spoilt.append(case | {"name": name, "config": config})
+    ranks.run(2, "jobs", spoilt, folder)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in [*JOBS, *SPOILT]}
 
 
 def test_a_run_learns_and_says_what_it_counts(outcomes: dict[str, Any], folder: Path) -> None:
@@ -181,7 +213,9 @@ def test_a_reference_belongs_to_weights_and_dtype(outcomes: dict[str, Any], fold
     # Adapters begin as nothing, so the reference of their run is that of the base.
     assert KNOWN in outcomes["lora"]["printed"] or MADE in outcomes["lora"]["printed"]
     own = sorted((folder / "lora").glob("reference-*")), sorted((folder / "run").glob("reference-*"))
-    found, expected = ([load_file(path)["sums"] for path in paths] for paths in own)
+    found, expected = (
+        [torch.frombuffer(bytearray(parts_of(path)[0]), dtype=torch.float32) for path in paths] for paths in own
+    )
     for each, other in zip(sorted(found, key=len), sorted(expected, key=len), strict=True):
         assert_near(each, other)
 
@@ -192,15 +226,33 @@ def test_a_run_that_lost_its_reference_is_refused(outcomes: dict[str, Any]) -> N
     assert "have to be compared with the weights that this run began with" in error and "reference-" in error
 
 
-def test_a_damaged_reference_counts_as_missing(tmp_path: Path) -> None:
-    whole, other, damaged, gone = (tmp_path / name for name in ("whole", "other", "damaged", "gone"))
-    sums = numpy.array([[-1.0, -2.0], [-3.0, -4.0]], numpy.float32)
-    save_file({"sums": sums}, whole)
-    save_file({"sums": sums[:1]}, other)
-    damaged.write_bytes(whole.read_bytes()[:-3])
-    found = _read([gone, damaged, other, whole], 2)
-    assert found is not None and found.tolist() == sums.tolist()
-    assert _read([gone, damaged, other], 2) is None
+@pytest.mark.parametrize("name", ["other-block", "other-head", "other-embedding", "kto-other-head"])
+def test_a_model_that_differs_in_one_weight_has_a_reference_of_its_own(
+    name: str, outcomes: dict[str, Any], folder: Path
+) -> None:
+    assert MADE in outcomes[name]["printed"] and KNOWN not in outcomes[name]["printed"]
+    first = steps(folder / name)[1]
+    if name.startswith("kto"):
+        assert first["kl"] == pytest.approx(0, abs=1e-4)
+        assert first["rewards/chosen"] == pytest.approx(0, abs=1e-4)
+    else:
+        assert first["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["forged", "kto-forged"])
+def test_a_kept_reference_of_other_weights_is_refused_before_the_first_step(
+    name: str, outcomes: dict[str, Any], folder: Path
+) -> None:
+    """Whatever went wrong with its name and sum: a model is its own reference when it begins."""
+    error = outcomes[name]["error"]
+    assert error.startswith("reference: the kept log-probabilities of the data are not those of the weights"), error
+    assert not (folder / name / "metrics.jsonl").exists() or not steps(folder / name)
+
+
+@pytest.mark.parametrize("name", ["flipped", "swapped"])
+def test_a_damaged_reference_is_computed_anew(name: str, outcomes: dict[str, Any], folder: Path) -> None:
+    assert MADE in outcomes[name]["printed"] and outcomes[name]["error"] is None
+    assert losses(folder / name) == losses(folder / "run")
 
 
 def test_another_loss_is_refused_in_the_same_run(outcomes: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 import convert_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
-from models.checkpoint.adapter import CHECKSUM, PEFT_WEIGHTS, PeftFolder, peft_config
+from models.checkpoint.adapter import PEFT_WEIGHTS, PeftFolder, peft_config
+from models.checkpoint.digest import DIGEST
 from models.checkpoint.layout import ADAPTER, layer_file
 from models.conversion.check import check
 from models.conversion.check_adapter import MERGE
@@ -156,7 +157,7 @@ def test_an_export_that_peft_reads_in_part_warns(
     hg_to_pp(base, run)
     for layer in range(spec.n_layers):
         torch.save(adapter.read(layer, spec.trained_names(layer)), run / layer_file(layer))
-    (run / ADAPTER).write_text(json.dumps(peft_config(spec, str(base)) | {CHECKSUM: "0"}))
+    (run / ADAPTER).write_text(json.dumps(peft_config(spec, str(base)) | {DIGEST: "0"}))
     capsys.readouterr()
     pp_to_hg(run, tmp_path / "peft")
     exported, trained = load_file(tmp_path / "peft" / PEFT_WEIGHTS), map(spec.trained_names, range(spec.n_layers))
