@@ -36,7 +36,7 @@ from pydantic import BaseModel, Field, PositiveFloat
 from torch import Tensor, nn
 
 from common.terminal import reason_of
-from common.whole_files import kept, read_regular, replace_text
+from common.whole_files import kept, replace_checked
 from data.loader import Loader
 from models.attention.kernels import NAMES, candidates, choose_attention
 from models.block_options import PLAIN, BlockOptions
@@ -288,7 +288,7 @@ def fastest(
     Raises:
         Exception: of the last kernel, where none can run a block.
     """
-    found = kept(file, Trial.model_validate_json, read_regular)
+    found = kept(file, Trial.model_validate_json)
     if found and found.known == known:
         return _ranking(found, "as measured when the run began")
     times: dict[str, float] = {}
@@ -302,7 +302,7 @@ def fastest(
                 raise
     trial = Trial(known=known, milliseconds=times, failures=failures)
     with suppress(OSError):  # disk-full is reported when the config is written
-        replace_text(file, trial.model_dump_json(indent=2) + "\n")
+        replace_checked(file, trial.model_dump_json(indent=2))
     return _ranking(trial, "of a block")
 
 
