@@ -99,6 +99,48 @@ def test_a_killed_holders_lease_is_free_at_once(tmp_path: Path) -> None:
     assert leases(tmp_path) == []
 
 
+def make(pipe: Any, folder: Path) -> None:
+    lease = take(folder)
+    pipe.send(os.getpid())
+    pipe.recv()
+    (folder / "made").write_text("by another")
+    lease.release()
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["it is made", "its maker dies"])
+def test_who_wants_what_another_makes_waits_for_it_and_makes_it_after_a_death(dies: bool, tmp_path: Path) -> None:
+    heard: list[int] = []
+    made = tmp_path / "made"
+    with process(make, tmp_path) as (child, pipe):
+        pid = pipe.recv()
+
+        def wait(held: Held) -> None:
+            assert held.holder is not None
+            if not heard:
+                if dies:
+                    child.kill()
+                    child.join()
+                else:
+                    pipe.send("make it")
+            heard.append(held.holder.pid)
+
+        lease = Lease(tmp_path, NAME, unheard, NEVER)
+        found = lease.take_or_find(lambda: made.read_text() if made.exists() else None, wait)
+    assert set(heard) == {pid}
+    if dies:
+        assert found is None and lease.successor() is None
+        lease.release()
+    else:
+        assert found == "by another"
+    assert leases(tmp_path) == []
+
+
+def test_what_is_there_needs_no_lease(tmp_path: Path) -> None:
+    lease = Lease(tmp_path, NAME, unheard, NEVER)
+    assert lease.take_or_find(lambda: 7, lambda _: pytest.fail("nobody has it")) == 7
+    assert list(tmp_path.iterdir()) == []
+
+
 def rounds(pipe: Any, folder: Path, barrier: Any) -> None:
     """Start again and again together with others; every second winner dies, for its lease."""
     for number in range(ROUNDS):
