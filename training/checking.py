@@ -19,6 +19,7 @@ import torch
 from rich.table import Column, Table
 
 from common.quantities import GIGA
+from data.tokenized.store import digests_folder
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.links import FILE, Link, Links, measure
@@ -48,7 +49,7 @@ def check_run(in_stages: bool, config: TrainConfig, process: ProcessInfo, monito
     log = job.log
     job.read()
     check_samples(task.order.fingerprint, job.eval_records or "none")
-    check_model(task.model_folder, weights=not config.from_scratch)
+    check_model(task.model_folder, not config.from_scratch, digests_folder(config.cache_dir))
     job.division = divide(config, task.spec, in_stages, task.known_loader)
     check_resources(config, task.spec, job.layers, job.disk)
     hosts = gather(Host.here(config.save_path))

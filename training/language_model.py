@@ -117,9 +117,10 @@ class LanguageModel(Task):
             check_same_base(folder, self.model_folder, self.spec, self._notes)
 
     def check_weights(self, job: Job) -> None:
-        check_model(self.model_folder, weights=job.progress.checkpoint is None and not job.config.from_scratch)
+        begins = job.progress.checkpoint is None and not job.config.from_scratch
+        check_model(self.model_folder, begins, self._notes)
         if self.teacher:
-            check_model(self.teacher[0], True, "distillation.teacher")
+            check_model(self.teacher[0], True, self._notes, "distillation.teacher")
 
     def divide(self, config: TrainConfig) -> Division:
         return split_as_configured(config, self.spec, self.in_stages)

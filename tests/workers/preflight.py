@@ -42,7 +42,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
             if case["check"] in ("setup", "code"):
                 preflight.check_setup(config.model_copy(update=case["keys"][rank]), log)
             elif case["check"] == "model":
-                preflight.check_model(own, weights=case["weights"])
+                preflight.check_model(own, case["weights"], folder / "notes")
             elif case["check"] == "room":
                 spec, config = read_spec(own), config.model_copy(update={"save_path": str(own)})
                 check_resources(config, spec, range(spec.n_layers), Disk.shared())
