@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
+from common.whole_files import read_checked
 from models.api import read_spec
 from models.attention.kernels import EAGER, FLASH, TORCH, VARLEN
 from tests.conftest import FAQ
@@ -101,7 +102,7 @@ def test_a_kernel_that_cannot_run_the_rows_is_left_out(tmp_path: Path) -> None:
             taken == VARLEN and "flash-attn failed (flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E)" in reason
         )
         assert "torch's scaled_dot_product_attention failed (CUDA out of memory)" in reason
-    assert json.loads((tmp_path / KERNELS_FILE).read_text(encoding="utf-8"))["milliseconds"] == {VARLEN: 9.0}
+    assert json.loads(read_checked(tmp_path / KERNELS_FILE))["milliseconds"] == {VARLEN: 9.0}
     with pytest.raises(torch.OutOfMemoryError):
         fastest([TORCH], milliseconds, tmp_path / "other.json", KNOWN)
 
@@ -112,7 +113,7 @@ def test_blocks_are_really_run(
     spec = read_spec(make_checkpoint("llama"))
     monkeypatch.setattr(timing, "candidates", lambda *_: [TORCH, EAGER])
     taken, reason = timing._attention(config_of(tmp_path), spec, None)
-    times = json.loads((tmp_path / KERNELS_FILE).read_text(encoding="utf-8"))["milliseconds"]
+    times = json.loads(read_checked(tmp_path / KERNELS_FILE))["milliseconds"]
     assert times.keys() == {TORCH, EAGER} and min(times.values()) > 0 and taken == min(times, key=times.__getitem__)
     assert "the fastest of a block" in reason
 
