@@ -16,9 +16,9 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 from data.errors import DataError
 from data.records import layouts
 from data.records.chat import SPELLINGS, Chat
-from data.records.fields import check_columns, check_grades, unused_fields
+from data.records.fields import check_columns, check_grades, check_single, unused_fields
 from data.records.layouts import Layout
-from data.records.pairs import FIELDS, Judged, Wanted, answers_alone, split, unpaired
+from data.records.pairs import ASKED, FIELDS, Judged, Wanted, answers_alone, split, unpaired
 from data.records.record import KINDS, Record, explain, json_type
 
 Names = Mapping[str, str]  # what a file calls our fields
@@ -108,6 +108,8 @@ def convert(
     try:
         if preference is not None:
             judged, unused = _judged(there, preference, read)
+            if preference.kind == "classes":
+                check_single(unused, raw)
             return Converted([], unused, with_columns, judged)
         if not columns:
             check_grades(raw)
@@ -130,7 +132,7 @@ def _judged(
             ("chosen", "rejected") if len(each.documents) > 1 else ("",), each.documents, strict=True
         ):
             try:
-                records, more = read(fields, fields)
+                records, more = read(fields, fields, unanswered=preference.kind == "classes")
             except (DataError, ValueError) as error:
                 raise DataError(f"{name}: {error}" if name else str(error)) from None
             if len(records) > 1:
@@ -148,8 +150,13 @@ def _read(
     format_name: str | None,
     columns: Names,
     mapped: Names,
+    unanswered: bool = False,
 ) -> tuple[list[Record], list[str]]:
-    """Convert an object without preferences, whose fields have our names; also return its unused fields."""
+    """Convert an object without preferences, whose fields have our names; also return its unused fields.
+
+    Args:
+        unanswered: nothing of a dialogue has to be trained.
+    """
     try:
         found = _find(there, named, format_name)
         extra = found.unknown(there)
@@ -164,6 +171,8 @@ def _read(
             raise DataError(f"field {first['loc'][0]}: expected a value, found null") from None
         theirs = {name: [other] for name, other in columns.items()}
         raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
+    if not unanswered and any(isinstance(record, Chat) and not record.answered for record in records):
+        raise DataError("field messages: expected at least one of the assistant, found none that is trained")
     if columns:
         check_columns(extra, mapped)
         unused = [name for name in raw if (name in extra or name in mapped) and name not in mapped.values()]
@@ -206,9 +215,10 @@ def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None)
         raise DataError(f"field type: expected one of {', '.join(OWN)}, found {kind!r:.60}")
     names = [f"{name!r:.60}" for name in list(named)[:FIELDS_SHOWN]] + ["..."] * (len(named) > FIELDS_SHOWN)
     formats = "; ".join(f"{name} ({known})" for name, known in FORMATS.items())
+    asked = [f", such as {{text: {name}}} for a text alone," for name in ASKED if name in named]
     raise DataError(
-        f"no known format has the fields {', '.join(names) or '(none)'}; expected columns that name them, or those of "
-        f"one of: pipetune (type); {formats}"
+        f"no known format has the fields {', '.join(names) or '(none)'}; expected columns that name them"
+        f"{(asked or [','])[0]} or those of one of: pipetune (type); {formats}"
     )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from data.records.chat import ROLES, Chat
+from data.records.chat import ROLES, Chat, Unanswered
 from data.records.fields import EMPTY, graded
-from data.records.record import Instruct, Passage, Pretrain, Record, RefQA, Tokenized
+from data.records.record import ConverHasApi, Conversation, Instruct, Passage, Pretrain, Record, RefQA, Tokenized
 
 Fields = dict[str, Any]
 
@@ -29,14 +30,25 @@ DIALOGUES = ("messages", "conversations", "conversation")
 ASKED = ("prompt", "instruction", "question", "query", "input")
 ONE_ANSWER = frozenset("answer completion output response target".split())  # where a plain record has it
 TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # of HH-RLHF, whose dialogues are one text
+WHOLE = re.compile(r"-?[0-9]{1,9}(?:\.0+)?")
 TRUTHS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "desirable": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0, "undesirable": 0.0}
 
 
 class Wanted(NamedTuple):
     """Hold which kind of preference records are expected to have."""
 
-    kind: Literal["pairs", "marked", "classes"]
+    kind: Literal["pairs", "rewards", "marked", "classes"]  # rewards are pairs whose answers are scored
     labels: tuple[str, ...] = ()  # names of classes, in the order of their numbers
+
+    @property
+    def paired(self) -> bool:
+        """Say whether a sample is two documents."""
+        return self.kind in ("pairs", "rewards")
+
+    @property
+    def scored(self) -> bool:
+        """Say whether whole documents are scored, so that no token is one to predict."""
+        return self.kind in ("rewards", "classes")
 
 
 class Judged(NamedTuple):
@@ -55,7 +67,7 @@ def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
     """
     # Pairs are taken apart (`unpaired`) where answers are marked by themselves.
     alone = wanted.kind == "classes" or (_first(MARKS, fields) and not _first(CHOSEN, fields))
-    if wanted.kind == "pairs" or (not alone and (_first(REJECTED, fields) or _ranked(fields))):
+    if wanted.paired or (not alone and (_first(REJECTED, fields) or _ranked(fields))):
         judged, used = _ranked(fields) or _pair(fields)
     else:
         judged, used = _marked(fields, wanted)
@@ -69,7 +81,8 @@ def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
 def _marked(fields: Fields, wanted: Wanted) -> tuple[list[Judged], set[str]]:
     names = MARKS if wanted.kind == "marked" else MARKS[:1]
     if (name := _first(names, fields)) is None:
-        raise ValueError(f"{' or '.join(names)}: missing; expected one, as the key preference is for such records")
+        key = "preference" if wanted.kind == "marked" else "labels"
+        raise ValueError(f"{' or '.join(names)}: missing; expected one, as the key {key} is for such records")
     value = fields[name]
     rest = {other: each for other, each in fields.items() if other != name}
     if wanted.kind == "marked":
@@ -78,12 +91,40 @@ def _marked(fields: Fields, wanted: Wanted) -> tuple[list[Judged], set[str]]:
         if "prompt" not in rest and "response" not in rest and "completion" in rest:  # axolotl's: instruction, question
             rest["response"] = rest.pop("completion")
         return [Judged("marked", (rest,), mark)], {name}
-    if isinstance(value, str) and value in wanted.labels:
-        return [Judged("class", (rest,), wanted.labels.index(value))], {name}
-    if type(value) not in (int, bool) or not 0 <= value < (len(wanted.labels) or 2**24):  # which fp32 holds
-        known = ", ".join(wanted.labels[:12]) or "names in the key labels"
+    return [Judged("class", (rest,), _class_of(name, value, wanted.labels))], {name}
+
+
+def _class_of(name: str, value: Any, labels: tuple[str, ...]) -> int:
+    """Return the number of the class that a label means, by its name or its number, also where a table says it.
+
+    Raises:
+        ValueError: it means none, or might mean two.
+    """
+    if isinstance(value, str) and value in labels:
+        return labels.index(value)
+    number, known = _whole(value), ", ".join(labels[:12])
+    if number is not None and (other := _out_of_place(labels)):
+        raise ValueError(
+            f"{name}: {value!r:.40} may be a name or a number from 0 here, as in the key labels {other}; expected one "
+            f"of {known}, as a text, or labels in the order of their numbers from 0"
+        )
+    if number is None or not 0 <= number < (len(labels) or 2**24):  # which fp32 holds
+        known = known or "names in the key labels"
         raise ValueError(f"{name}: expected a number from 0 or one of {known}; found {value!r:.40}")
-    return [Judged("class", (rest,), value)], {name}
+    return number
+
+
+@cache
+def _out_of_place(labels: tuple[str, ...]) -> str:
+    """Describe the first class whose name is the number of another one; empty where there is none."""
+    named = ((_whole(label), place) for place, label in enumerate(labels))
+    return next((f"{labels[place]!r} is class {place}" for number, place in named if number not in (None, place)), "")
+
+
+def _whole(value: Any) -> int | None:
+    """Return the whole number that a value is, or says as a text; true is 1."""
+    text = {"true": "1", "false": "0"}.get(str(value).lower(), str(value))
+    return int(text.partition(".")[0]) if WHOLE.fullmatch(text) else None
 
 
 def _pair(fields: Fields) -> tuple[list[Judged], set[str]]:
@@ -271,4 +312,11 @@ def _untrained(chat: Chat, count: int) -> Chat:
 
 
 def _passage(record: Record) -> Record:
-    return Passage(type="pretrain", text=record.text) if isinstance(record, Pretrain) else record
+    """Return a record as it is written where a class is asked for."""
+    if isinstance(record, Pretrain):
+        return Passage(type="pretrain", text=record.text)
+    if isinstance(record, Chat) and record.messages[-1].role != "assistant":
+        return Unanswered(**dict(record))
+    if isinstance(record, (Conversation, ConverHasApi, RefQA)) and record.rounds[-1][0] == "ask":
+        raise ValueError("rounds: expected an answer at the end, or the dialogue as messages")
+    return record

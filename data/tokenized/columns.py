@@ -3,7 +3,7 @@
 Over-long texts are split into pieces of the limit. The config's `truncate` decides about a longer dialogue: `turns`
 cuts after the last trained run that fits, which is the end of a turn, or at the limit where none fits; `oldest` leaves
 out the oldest turns, so that the last answer and the system message stay; `refuse` refuses the record. A single turn is
-cut, but for `refuse`. Samples without a trained token are left out, and what follows the last one is no turn.
+cut, but for `refuse`. Samples without a trained token are left out, unless documents are scored as wholes, and what follows the last one is no turn.
 
 A pair's documents are cut alike: `oldest` leaves out the same turns of both, and a longer answer is cut at the limit.
 Where one of them then has no trained token, or both are equal, the pair is left out.
@@ -132,8 +132,14 @@ def _from(record: Record, begins: list[int], turn: int) -> Record:
     return record.model_copy(update={"rounds": record.rounds[begins[turn] :]})
 
 
-def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray[Any], Tallies]:
-    """Cut whole samples to `limit` tokens; return their numbers, the rows of their index, and what became of them."""
+def pack_samples(
+    encoded: Sequence[Encoded], limit: int, scored: bool = False
+) -> tuple[bytes, NDArray[Any], Tallies]:
+    """Cut whole samples to `limit` tokens; return their numbers, the rows of their index, and what became of them.
+
+    Args:
+        scored: documents are scored as wholes, so that each counts with all its tokens, whatever their labels.
+    """
     tallies: Tallies = {}
     contents: list[bytes] = []
     rows: list[tuple[float, ...]] = []
@@ -147,8 +153,9 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
         tally.longest = max(tally.longest, *(len(tokens.ids) for tokens in each.documents))
         made = 0
         equal = tally.equal
-        for ids, runs, first in _cut(each, limit, tally):
+        for ids, runs, first in _cut(each, limit, tally, scored):
             counts = [_trained(runs, begin, end) for begin, end in ((0, first), (first, len(ids)))]
+            counts = [first, len(ids) - first] if scored else counts
             supervised = sum(counts)
             if all(counts) if first else supervised:
                 made += 1
@@ -173,10 +180,12 @@ def _trained(runs: Sequence[tuple[int, int]], start: int, stop: int) -> int:
     return sum(max(min(end, stop) - max(begin, start + 1), 0) for begin, end in runs)
 
 
-def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
+def _cut(
+    each: Encoded, limit: int, tally: Tally, scored: bool
+) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
     """Return the ids and the runs of a record's samples, and the tokens of the first of two documents, or 0."""
     if len(each.documents) > 1:
-        yield from _cut_alike(each.documents, limit, tally)
+        yield from _cut_alike(each.documents, limit, tally, scored)
         return
     (tokens,) = each.documents
     ids, loss = tokens.ids, joined(tokens.loss)
@@ -194,12 +203,14 @@ def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], l
         yield ids[start:stop], _inside(loss, start, stop), 0
 
 
-def _cut_alike(pair: list[Tokens], limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
+def _cut_alike(
+    pair: list[Tokens], limit: int, tally: Tally, scored: bool
+) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
     """Return a pair's sample, unless its documents are equal."""
     ids = [tokens.ids[:limit] for tokens in pair]
     chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in pair)
     tally.cut += max(len(tokens.ids) for tokens in pair) > limit
-    if chosen and ids[0] == ids[1]:
+    if (chosen or scored) and ids[0] == ids[1]:
         tally.equal += 1
         return
     first = len(ids[0])

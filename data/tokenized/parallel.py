@@ -92,6 +92,7 @@ class Encoder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._prompts = recipe, recipe.prompts
+        self._scored = recipe.preference is not None and recipe.preference.scored
         if recipe.preference is not None:
             if recipe.preference.kind == "classes":
                 self._prompts = replace(recipe.prompts, mask="all")
@@ -145,7 +146,7 @@ class Encoder:
         notes = [note for each in noted for note in each.items()]
         answer.notes.update(note for note, _ in notes)
         answer.examples = dict(reversed(notes))
-        numbers, index, answer.tallies = pack_samples(encoded, recipe.max_seq_len)
+        numbers, index, answer.tallies = pack_samples(encoded, recipe.max_seq_len, self._scored)
         answer.samples = numbers, index
         return answer
 

@@ -14,6 +14,7 @@ import json
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
@@ -26,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template
-from data.chat.messages import JSON, Said, said_in, with_mask
+from data.chat.messages import JSON, Said, ends_with, said_in, with_mask, without_end
 from data.chat.native.kinds import native_tokenizer, older_template
 from data.chat.native.pieces import expected_ids, read_json
 from data.chat.plain import write_plain
@@ -34,7 +35,8 @@ from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, end_of_seq
 from data.chat.rendered import RenderedText, Span, join
 from data.chat.sandbox import SlowTemplate
 from data.errors import DataError
-from data.records.chat import Chat
+from data.prompt_texts import PLAIN_ANSWER
+from data.records.chat import Chat, Unanswered
 from data.records.files import SURROGATE
 from data.records.formats import convert
 from data.records.record import Passage, Pretrain, Record, Segments, Tokenized
@@ -42,6 +44,12 @@ from data.sample_set import IGNORED, Sample
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 NO_TEMPLATE = "chat_template_kwargs are not used, as prompt_format: plain has no template"
+TWICE = "the token that ends an answer, or begins or ends a text, stands there already and is not written once more"
+RENDERED = (
+    "a text holds a dialogue as the chat template writes it: all of it is trained, also what users say, and an end of "
+    "sequence follows; expected messages, or segments"
+)
+SHOWN = 60  # characters of an example
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 READ = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # suffixes of files that make a tokenizer
@@ -194,31 +202,70 @@ class Writer:
             DataError: the format cannot hold the record.
         """
         if isinstance(record, Pretrain):
-            end = "" if isinstance(record, Passage) else end_of_sequence(self._tokenizer.eos_token)
-            return RenderedText(record.text + end, [(0, len(record.text + end))]), self.beginning
+            return self._continued(record)
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
+
         said = with_mask(said_in(record), self._prompts.mask)
         tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
-        if self._plain:
-            written = write_plain(said, tools, end_of_sequence(self._tokenizer.eos_token))
-            written = written._replace(notes=written.notes | {NO_TEMPLATE: json.dumps(own)}) if own else written
-        elif own:
-            prompts = replace(self._prompts, template_args=self._prompts.template_args | own)
-            written = chat_template(self._tokenizer, prompts, bool(tools)).write(said, tools)
+        notes = {NO_TEMPLATE: json.dumps(own)} if own and self._plain else {}
+        end = end_of_sequence(self._tokenizer.eos_token) if self._plain else self._for(tools, own).end
+        if twice := next((each.text for each in said if ends_with(each, end)), None):
+            said, notes = [without_end(each, end) for each in said], notes | {TWICE: repr(twice[-SHOWN:])}
+
+        if isinstance(record, Unanswered):
+            written = RenderedText(self.ask(said, tools, own, opened=False)[0], [])
         else:
-            written = self._template(bool(tools)).write(said, tools)
+            written = write_plain(said, tools, end) if self._plain else self._for(tools, own).write(said, tools)
         if self._prompts.mask == "all":
             written = written._replace(loss=[(0, len(written.text))])
+        written = written._replace(notes=written.notes | notes) if notes else written
         return written, self.beginning if self._plain else []
 
-    def ask(self, said: Sequence[Said], tools: list[JSON]) -> tuple[str, list[int]]:
-        """Write the prompt for the answer to the last message, and the ids that go before it."""
+    def ask(
+        self, said: Sequence[Said], tools: list[JSON], own: JSON | None = None, opened: bool = True
+    ) -> tuple[str, list[int]]:
+        """Write the prompt for the answer to the last message, and the ids that go before it.
+
+        Args:
+            own: what the template gets besides.
+            opened: with what a template, or the plain format, begins an answer.
+        """
         if self._plain:
-            end = end_of_sequence(self._tokenizer.eos_token)
-            return write_plain(said, tools, end, open_end=True).text, self.beginning
-        return self._template(bool(tools)).ask(said, tools), []
+            text = write_plain(said, tools, end_of_sequence(self._tokenizer.eos_token), open_end=True).text
+            return text if opened else text.removesuffix(PLAIN_ANSWER), self.beginning
+        return self._for(tools, own).ask(said, tools, opened), []
+
+    def _for(self, tools: list[JSON], own: JSON | None = None) -> ChatTemplate:
+        """Return the template of a dialogue."""
+        if not own:
+            return self._template(bool(tools))
+        prompts = replace(self._prompts, template_args=self._prompts.template_args | own)
+        return chat_template(self._tokenizer, prompts, bool(tools))
+
+    def _continued(self, record: Pretrain) -> tuple[RenderedText, list[int]]:
+        """Write a text with the tokens before and behind it that it does not have by itself."""
+        text, before, notes = record.text, self.beginning, {}
+        if isinstance(record, Passage):
+            return RenderedText(text, [(0, len(text))]), before
+
+        end, first = end_of_sequence(self._tokenizer.eos_token), self._tokenizer.bos_token
+        begun, ended = bool(before and first and text.startswith(first)), text.endswith(end)
+        if begun or ended:
+            notes[TWICE] = repr(text[-SHOWN:] if ended else text[:SHOWN])
+        if self._turn and self._turn in text:
+            notes[RENDERED] = repr(text[:SHOWN])
+
+        text += "" if ended else end
+        return RenderedText(text, [(0, len(text))], notes), [] if begun else before
+
+    @cached_property
+    def _turn(self) -> str:
+        """Return what a template writes between a question and its answer; empty where there is none."""
+        with suppress(DataError, SlowTemplate):
+            return "" if self._plain else self._template(False).turn
+        return ""
 
     @cached_property
     def beginning(self) -> list[int]:

@@ -24,16 +24,16 @@ from data.records.pairs import FIELDS, Wanted
 from data.records.record import type_of
 from data.sample_set import Sample
 from data.tokenized.columns import OLDEST
-from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.dataset import Dataset
 from data.tokenized.recipe import Recipe
 from data.tokenized.tokenize import encode
-from tests.data.caches import caches
+from tests.data.caches import JUDGED_LIMIT, caches
 from tests.data.helpers import as_lists, runs_of, supervised, whole_text
 
 JSON = dict[str, Any]
 PAIRS, MARKED, CLASSES = Wanted("pairs"), Wanted("marked"), Wanted("classes")
 PROMPTS = Prompts("chat_template")
-LIMIT = 320
+LIMIT = JUDGED_LIMIT
 CLASS_NAMES = ("desirable", "undesirable")
 
 
@@ -124,21 +124,8 @@ SEVERAL_TURNS: dict[str, JSON] = {
 
 
 @pytest.fixture
-def load(tmp_path: Path, tokenizer_folder: Path) -> Any:
-    def run(
-        *records: JSON,
-        wanted: Wanted | None = PAIRS,
-        limit: int = LIMIT,
-        how: Truncate = "turns",
-        prompts: Prompts = PROMPTS,
-        **options: Any,
-    ) -> Dataset:
-        path = tmp_path / "a.jsonl"
-        path.write_text("\n".join(map(json.dumps, records)))
-        options |= {"truncate": how, "cache_dir": tmp_path / "cache", "preference": wanted}
-        return load_dataset(str(path), tokenizer_folder, limit, prompts, **options)
-
-    return run
+def load(load_judged: Any) -> Any:
+    return load_judged
 
 
 def listed(sample: Sample) -> Sample:
