@@ -210,14 +210,15 @@ class Writer:
         said = with_mask(said_in(record), self._prompts.mask)
         tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
         notes = {NO_TEMPLATE: json.dumps(own)} if own and self._plain else {}
-        end = end_of_sequence(self._tokenizer.eos_token) if self._plain else self._for(tools, own).end
+        template = None if self._plain else self._for(tools, own)
+        end = template.end if template else end_of_sequence(self._tokenizer.eos_token)
         if twice := next((each.text for each in said if ends_with(each, end)), None):
             said, notes = [without_end(each, end) for each in said], notes | {TWICE: repr(twice[-SHOWN:])}
 
         if isinstance(record, Unanswered):
             written = RenderedText(self.ask(said, tools, own, opened=False)[0], [])
         else:
-            written = write_plain(said, tools, end) if self._plain else self._for(tools, own).write(said, tools)
+            written = template.write(said, tools) if template else write_plain(said, tools, end)
         if self._prompts.mask == "all":
             written = written._replace(loss=[(0, len(written.text))])
         written = written._replace(notes=written.notes | notes) if notes else written
