@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from data.records.chat import ROLES, Chat, Unanswered
@@ -57,6 +59,9 @@ class Judged(NamedTuple):
     kind: str  # as which it is counted
     documents: tuple[Any, ...]
     value: float = 0.0  # see `data.sample_set.Preference`
+
+
+WRONG_WAY = "the margin, or score_chosen minus score_rejected, is below 0: the worse answer may stand as chosen"
 
 
 def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
@@ -148,11 +153,14 @@ def _pair(fields: Fields) -> tuple[list[Judged], set[str]]:
 
 def _margin(fields: Fields) -> tuple[float, tuple[str, ...]]:
     """Return by how much an answer is better, where that is said, and the names of the fields that say it."""
-    if _is_number(fields.get("margin")):
-        return float(fields["margin"]), ("margin",)
+    if fields.get("margin") not in EMPTY:
+        if (margin := _number(fields["margin"])) is None:
+            raise ValueError(f"margin: expected a number, found {fields['margin']!r:.40}")
+        return margin, ("margin",)
     for names in SCORES:
-        if all(_is_number(fields.get(name)) for name in names):
-            return float(fields[names[0]] - fields[names[1]]), names
+        chosen, rejected = (_number(fields.get(name)) for name in names)
+        if chosen is not None and rejected is not None:
+            return chosen - rejected, names
     return 0.0, ()
 
 
@@ -174,9 +182,10 @@ def _ranked(fields: Fields) -> tuple[list[Judged], set[str]] | None:
         answers = [
             next((each[key] for key in ("response", "text", "content") if key in each), None) for each in entries
         ]
-    if not isinstance(grades, list) or len(grades) != len(answers) or not all(map(_is_number, grades)):
+    numbers = [_number(grade) for grade in grades] if isinstance(grades, list) else []
+    better = [sign * number for number in numbers if number is not None]
+    if not len(better) == len(numbers) == len(answers):
         raise ValueError(f"{by}: expected a number for each of {name}")
-    better = [sign * grade for grade in grades]
     best = better.index(max(better, default=0)) if better else 0
     rest = {other: value for other, value in fields.items() if other not in (name, by)}
     pairs = [
@@ -267,8 +276,12 @@ def _first(names: Sequence[str], fields: Mapping[str, Any]) -> str | None:
     return next((name for name in names if name in fields), None)
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e30  # which fp32 holds, and no NaN
+def _number(value: Any) -> float | None:
+    """Return a number, which a table has as text; None where it is none that fp32 holds."""
+    with suppress(ValueError, OverflowError):
+        if type(value) in (int, float, str) and abs(number := float(value)) < 1e30:
+            return number
+    return None
 
 
 def answers_alone(judged: Judged) -> Judged:
@@ -280,6 +293,8 @@ def answers_alone(judged: Judged) -> Judged:
         ValueError: the records have no answers.
     """
     made = judged.documents
+    if judged.kind == "pair" and all(isinstance(each, Tokenized) for each in made):
+        _check_prompts(made)
     if judged.kind == "class" or all(isinstance(each, Tokenized) for each in made):
         return judged._replace(documents=tuple(map(_passage, made)))
     if not all(
@@ -297,6 +312,20 @@ def answers_alone(judged: Judged) -> Judged:
     return judged._replace(
         documents=tuple(_untrained(each, shared) if isinstance(each, Chat) else each for each in made)
     )
+
+
+def _check_prompts(pair: Sequence[Tokenized]) -> None:
+    """Refuse two documents that differ before their answers; where nothing is trained, nothing tells these apart."""
+    chosen, rejected = (list(zip(each.input_ids, each.trained, strict=True)) for each in pair)
+    if not all(any(each.trained) for each in pair):
+        return
+    places = enumerate(zip_longest(chosen, rejected, fillvalue=(-1, True)))
+    place, other = next(((place, both) for place, both in places if both[0] != both[1]), (0, ((-1, True),)))
+    if not all(trained for _, trained in other):
+        raise ValueError(
+            f"rejected: input_ids[{place}] is another one than in chosen, or trained in one of them alone; expected "
+            "another answer to the same prompt"
+        )
 
 
 def unpaired(judged: Sequence[Judged]) -> list[Judged]:

@@ -156,6 +156,11 @@ class Tokenized(BaseModel):
                 raise ValueError(f"labels[{place}]: expected {token}, as in input_ids, or {IGNORED}, found {label}")
         return self
 
+    @property
+    def trained(self) -> list[bool]:
+        """Say of each token whether it is trained."""
+        return [label != IGNORED for label in self.labels or self.input_ids]
+
 
 Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA | Chat | Segments | Tokenized
 KINDS: dict[str, type[Pretrain | Instruct | Conversation | ConverHasApi | RefQA]] = {

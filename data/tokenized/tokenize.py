@@ -330,7 +330,7 @@ def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens
             f"field input_ids[{place}]: expected a token of this model's tokenizer, which has {len(tokenizer)}, found "
             f"{largest}"
         )
-    borders = [0, *(label != IGNORED for label in record.labels or record.input_ids), 0]
+    borders = [False, *record.trained, False]
     changes = [place for place, (one, other) in enumerate(pairwise(borders)) if one != other]
     return Tokens(record.input_ids, list(zip(changes[::2], changes[1::2], strict=True)))
 

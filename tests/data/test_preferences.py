@@ -442,7 +442,7 @@ def test_both_classes_are_counted_with_what_is_left_out(load: Any) -> None:
     assert (bad.records, bad.samples, bad.cut, bad.silent, bad.empty) == (3, 2, 2, 1, 1)
     rows = [line.split()[1:4] for line in table(dataset).splitlines()]
     assert ["desirable", "2", "2"] in rows and ["undesirable", "3", "2"] in rows
-    with pytest.raises(DataError, match=r"all 2 answers are desirable \(1 left out, as no token within max_seq_len"):
+    with pytest.raises(DataError, match=r"all 2 answers are desirable \(of the others no token is trained within max_seq_len 64 \(1\)\); exp"):
         load(*records[:2], records[4], wanted=MARKED, limit=64)
 
 
