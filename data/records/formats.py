@@ -168,8 +168,9 @@ def _read(
             raise DataError("a table written column by column; expected one object for each record") from None
         first = error.errors()[0]
         if first["type"] == "missing" and len(first["loc"]) == 1 and first["loc"][0] in named:
-            raise DataError(f"field {first['loc'][0]}: expected a value, found null") from None
+            raise DataError(f"field {first['loc'][0]}: expected a value, found null or an empty cell") from None
         theirs = {name: [other] for name, other in columns.items()}
+        theirs["instruct"] = [columns.get(name, name) for name in ASKED]
         raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
     if not unanswered and any(isinstance(record, Chat) and not record.answered for record in records):
         raise DataError("field messages: expected at least one of the assistant, found none that is trained")

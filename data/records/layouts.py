@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, field_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message, split_parts
 from data.records.fields import from_text
-from data.records.record import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+from data.records.record import Instruct, Pretrain, Record, RefQA, Segments, Tokenized, json_type
 from data.sample_set import IGNORED
 
 
@@ -217,16 +217,16 @@ class PromptCompletion(Asked):
         validation_alias=AliasChoices("completion", "response", "generation", "output", "target", "content"),
     )
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", "completion", mode="before")
     @classmethod
-    def _ask(cls, prompt: Any) -> Any:
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-    @field_validator("completion", mode="before")
-    @classmethod
-    def _answer(cls, completion: Any) -> Any:
-        completion = _number_as_text(completion)
-        return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    def _as_messages(cls, said: Any, info: ValidationInfo) -> Any:
+        asked = info.field_name == "prompt"
+        said = said if asked else _number_as_text(said)
+        if isinstance(said, str):
+            return [{"role": "user" if asked else "assistant", "content": said}]
+        if not isinstance(said, list):
+            raise ValueError(f"expected a text or a list of messages, found {json_type(said)}")
+        return said
 
     def records(self) -> list[Record]:
         both = [*self.prompt, *self.completion]
@@ -277,17 +277,32 @@ class ReadyTokens(Layout):
     position_ids: list[int] | None = Field(None, fail_fast=True)
 
     def records(self) -> list[Record]:
-        if self.position_ids is not None and self.position_ids != list(range(len(self.position_ids))):
+        ids, labels, mask, positions, loss_mask = self._without_padding()
+        if positions is not None and positions != list(range(len(positions))):
             raise ValueError("position_ids: expected one document, counted from 0, as Pipetune packs by itself")
-        record = Tokenized(input_ids=self.input_ids, labels=self.labels, attention_mask=self.attention_mask)
-        if self.loss_mask is None:
+        record = Tokenized(input_ids=ids, labels=labels, attention_mask=mask)
+        if loss_mask is None:
             return [record]
         labels = record.labels or record.input_ids
-        if len(self.loss_mask) != len(labels):
-            found = f"found {len(self.loss_mask)}"
+        if len(loss_mask) != len(labels):
+            found = f"found {len(loss_mask)}"
             raise ValueError(f"loss_mask: expected {len(labels)}, one for each of input_ids, {found}")
-        labels = [label if trained else IGNORED for label, trained in zip(labels, self.loss_mask, strict=True)]
+        labels = [label if trained else IGNORED for label, trained in zip(labels, loss_mask, strict=True)]
         return [record.model_copy(update={"labels": labels})]
+
+    def _without_padding(self) -> list[Any]:
+        """Return the fields of the tokens between those at either end that the attention mask hides."""
+        ids, mask = self.input_ids, self.attention_mask
+        fields = [ids, self.labels, mask, self.position_ids, self.loss_mask]
+        if not isinstance(mask, list) or not isinstance(ids, list):
+            return fields
+        if len(mask) != len(ids):
+            raise ValueError(f"attention_mask: expected {len(ids)}, one for each of input_ids, found {len(mask)}")
+        seen = [place for place, each in enumerate(mask) if each != 0]
+        if not seen or len(seen) <= seen[-1] - seen[0]:  # a hole, which is refused
+            return fields
+        part = slice(seen[0], seen[-1] + 1)
+        return [each[part] if isinstance(each, list) and len(each) == len(ids) else each for each in fields]
 
 
 class Text(Layout):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from common.quantities import counted
 from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template
 from data.chat.messages import JSON, Said, ends_with, said_in, with_mask, without_end
@@ -48,6 +49,10 @@ TWICE = "the token that ends an answer, or begins or ends a text, stands there a
 RENDERED = (
     "a text holds a dialogue as the chat template writes it: all of it is trained, also what users say, and an end of "
     "sequence follows; expected messages, or segments"
+)
+PADDED = (
+    "ready-made tokens begin or end with padding, which is trained unless labels leave it out, and computed anyway; "
+    "expected an attention_mask of 0 there, which takes it off"
 )
 SHOWN = 60  # characters of an example
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
@@ -332,7 +337,11 @@ def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens
         )
     borders = [False, *record.trained, False]
     changes = [place for place, (one, other) in enumerate(pairwise(borders)) if one != other]
-    return Tokens(record.input_ids, list(zip(changes[::2], changes[1::2], strict=True)))
+    ids, pad = record.input_ids, tokenizer.pad_token_id
+    padding = max(sum(1 for _ in takewhile(lambda each: each == pad, side)) for side in (ids, reversed(ids)))
+    most = 1 if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 0  # where one belongs to the text
+    notes = {PADDED: f"{counted(padding, 'token')} {tokenizer.pad_token!r}"} if padding > most else {}
+    return Tokens(ids, list(zip(changes[::2], changes[1::2], strict=True)), notes)
 
 
 def _tokens(written: RenderedText, prefix: list[int], encoding: Encoding) -> Tokens:
