@@ -183,10 +183,7 @@ class ChatTemplate:
         return RenderedText(text, joined(loss), notes)
 
     def ask(self, said: Sequence[Said], tools: list[JSON] | None = None, opened: bool = True) -> str:
-        """Write the prompt that asks a model to continue these messages.
-
-        Args:
-            opened: with the beginning of the answer.
+        """Write the prompt that asks a model to continue these messages; if not `opened`, without an answer's begin.
 
         Raises:
             DataError: the template refuses the dialogue.
@@ -202,10 +199,8 @@ class ChatTemplate:
     @cached_property
     def turn(self) -> str:
         """Return what stands between a question and its answer."""
-        with suppress(DataError):
-            text = self._render([QUESTION, ANSWER, QUESTION, ANSWER], [])
-            return text.partition(QUESTION.text)[2].partition(ANSWER.text)[0].strip()
-        return ""
+        text = self._render([QUESTION, ANSWER, QUESTION, ANSWER], [])
+        return text.partition(QUESTION.text)[2].partition(ANSWER.text)[0].strip()
 
     def call_form(self) -> CallForm | None:
         """Return how calls are written; None if the template does not support them, so that they are text.

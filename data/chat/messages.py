@@ -166,18 +166,13 @@ def answer(spans: tuple[Span, ...], ends: bool) -> Said:
     return Said("assistant", "".join(span.text for span in spans), supervised=ends, pieces=() if uniform else spans)
 
 
-def ends_with(said: Said, end: str) -> bool:
-    """Say whether an answer ends with its end of turn already, which a format writes once more."""
-    return said.role == "assistant" and bool(end) and not said.calls and said.text.rstrip().endswith(end)
-
-
 def without_end(said: Said, end: str) -> Said:
-    """Take the end of its turn off an answer that has one."""
-    if not ends_with(said, end):
+    """Take the end of its turn, which a format writes behind each answer, off one that has it already."""
+    bare = said.text.rstrip().removesuffix(end)
+    if said.role != "assistant" or said.calls or bare == said.text.rstrip():
         return said
     *before, last = said.spans
-    spans = (*before, last._replace(text=last.text.rstrip().removesuffix(end)))
-    return answer(spans, said.supervised)._replace(reasoning=said.reasoning)
+    return said._replace(text=bare, pieces=(*before, last._replace(text=last.text.rstrip().removesuffix(end))))
 
 
 def _asked(said: Said) -> str:

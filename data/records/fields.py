@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -30,8 +30,7 @@ ANSWERS = frozenset(
 NO_PLACE = "{name}: the record's format has no place for it"
 PAIRED = re.compile(r"(?:response|answer|output|completion|generation|conversation|messages?)_?[ab012]")
 BAD = ("bad", "negative", "rejected", "dislike", "thumbs_down", "undesirable")  # what a grade says, or a number below 0
-# What else a class may be one of, beside the text that is read.
-SECOND = re.compile(
+SECOND_TEXT = re.compile(  # beside the one that a class is learnt of
     r"(?:text|sentence|premise|hypothesis|question|query|answer|passage|paragraph|document|context|content|claim|"
     r"evidence|instruction|input)s?_?(?:pair|[ab0-9])?"
 )
@@ -137,21 +136,6 @@ def unused_fields(extra: Mapping[str, Any], texts: Callable[[], str]) -> list[st
             raise ValueError(f"{NO_PLACE.format(name=name)}; expected it left out, or given one by columns")
         unused.append(name)
     return unused
-
-
-def check_single(unused: Sequence[str], fields: Mapping[str, Any]) -> None:
-    """Refuse a second text beside the one that a class is learnt of.
-
-    Args:
-        unused: names of the fields that are not used.
-
-    Raises:
-        ValueError: one of them is a text by its name.
-    """
-    for name in unused:
-        if SECOND.fullmatch(name.lower()) and isinstance(fields.get(name), str) and fields[name].strip():
-            no_place = "a second text, which has no place beside the first"
-            raise ValueError(f"{name}: {no_place}; expected both in one text, or the records without it")
 
 
 def check_columns(extra: Mapping[str, Any], columns: Mapping[str, str]) -> None:

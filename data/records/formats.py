@@ -16,7 +16,7 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 from data.errors import DataError
 from data.records import layouts
 from data.records.chat import SPELLINGS, Chat
-from data.records.fields import check_columns, check_grades, check_single, unused_fields
+from data.records.fields import EMPTY, SECOND_TEXT, check_columns, check_grades, unused_fields
 from data.records.layouts import Layout
 from data.records.pairs import ASKED, FIELDS, Judged, Wanted, answers_alone, split, unpaired
 from data.records.record import KINDS, Record, explain, json_type
@@ -103,13 +103,15 @@ def convert(
         raise DataError(f"expected an object, found {json_type(raw)}")
     named, mapped, parts = _renamed(raw, columns or {})
     there = {name: value for name, value in named.items() if value is not None}
-    read = partial(_read, raw=raw, format_name=format_name, columns=columns or {}, mapped=mapped)
+    classes = preference is not None and preference.kind == "classes"
+    read = partial(_read, raw=raw, format_name=format_name, columns=columns or {}, mapped=mapped, answered=not classes)
     with_columns = [*mapped.values(), *parts.values()]
     try:
         if preference is not None:
             judged, unused = _judged(there, preference, read)
-            if preference.kind == "classes":
-                check_single(unused, raw)
+            second = [name for name in unused if SECOND_TEXT.fullmatch(name.lower()) and raw[name] not in EMPTY]
+            if classes and second:
+                raise ValueError(f"{second[0]}: a second text beside the first; expected both in one, or none")
             return Converted([], unused, with_columns, judged)
         if not columns:
             check_grades(raw)
@@ -132,7 +134,7 @@ def _judged(
             ("chosen", "rejected") if len(each.documents) > 1 else ("",), each.documents, strict=True
         ):
             try:
-                records, more = read(fields, fields, unanswered=preference.kind == "classes")
+                records, more = read(fields, fields)
             except (DataError, ValueError) as error:
                 raise DataError(f"{name}: {error}" if name else str(error)) from None
             if len(records) > 1:
@@ -150,13 +152,9 @@ def _read(
     format_name: str | None,
     columns: Names,
     mapped: Names,
-    unanswered: bool = False,
+    answered: bool,  # whether something of a dialogue has to be trained
 ) -> tuple[list[Record], list[str]]:
-    """Convert an object without preferences, whose fields have our names; also return its unused fields.
-
-    Args:
-        unanswered: nothing of a dialogue has to be trained.
-    """
+    """Convert an object without preferences, whose fields have our names; also return its unused fields."""
     try:
         found = _find(there, named, format_name)
         extra = found.unknown(there)
@@ -172,7 +170,7 @@ def _read(
         theirs = {name: [other] for name, other in columns.items()}
         theirs["instruct"] = [columns.get(name, name) for name in ASKED]
         raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
-    if not unanswered and any(isinstance(record, Chat) and not record.answered for record in records):
+    if answered and any(isinstance(record, Chat) and not record.answered for record in records):
         raise DataError("field messages: expected at least one of the assistant, found none that is trained")
     if columns:
         check_columns(extra, mapped)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message, split_parts
@@ -276,33 +276,33 @@ class ReadyTokens(Layout):
     )
     position_ids: list[int] | None = Field(None, fail_fast=True)
 
-    def records(self) -> list[Record]:
-        ids, labels, mask, positions, loss_mask = self._without_padding()
-        if positions is not None and positions != list(range(len(positions))):
-            raise ValueError("position_ids: expected one document, counted from 0, as Pipetune packs by itself")
-        record = Tokenized(input_ids=ids, labels=labels, attention_mask=mask)
-        if loss_mask is None:
-            return [record]
-        labels = record.labels or record.input_ids
-        if len(loss_mask) != len(labels):
-            found = f"found {len(loss_mask)}"
-            raise ValueError(f"loss_mask: expected {len(labels)}, one for each of input_ids, {found}")
-        labels = [label if trained else IGNORED for label, trained in zip(labels, loss_mask, strict=True)]
-        return [record.model_copy(update={"labels": labels})]
-
-    def _without_padding(self) -> list[Any]:
-        """Return the fields of the tokens between those at either end that the attention mask hides."""
+    @model_validator(mode="after")
+    def _without_padding(self) -> ReadyTokens:
+        """Take off what the attention mask hides at either end; a hole is refused later."""
         ids, mask = self.input_ids, self.attention_mask
-        fields = [ids, self.labels, mask, self.position_ids, self.loss_mask]
         if not isinstance(mask, list) or not isinstance(ids, list):
-            return fields
+            return self
         if len(mask) != len(ids):
             raise ValueError(f"attention_mask: expected {len(ids)}, one for each of input_ids, found {len(mask)}")
         seen = [place for place, each in enumerate(mask) if each != 0]
-        if not seen or len(seen) <= seen[-1] - seen[0]:  # a hole, which is refused
-            return fields
-        part = slice(seen[0], seen[-1] + 1)
-        return [each[part] if isinstance(each, list) and len(each) == len(ids) else each for each in fields]
+        if seen and len(seen) == seen[-1] - seen[0] + 1:
+            for name, each in dict(self).items():
+                if isinstance(each, list) and len(each) == len(ids):
+                    setattr(self, name, each[seen[0] : seen[-1] + 1])
+        return self
+
+    def records(self) -> list[Record]:
+        if self.position_ids is not None and self.position_ids != list(range(len(self.position_ids))):
+            raise ValueError("position_ids: expected one document, counted from 0, as Pipetune packs by itself")
+        record = Tokenized(input_ids=self.input_ids, labels=self.labels, attention_mask=self.attention_mask)
+        if self.loss_mask is None:
+            return [record]
+        labels = record.labels or record.input_ids
+        if len(self.loss_mask) != len(labels):
+            found = f"found {len(self.loss_mask)}"
+            raise ValueError(f"loss_mask: expected {len(labels)}, one for each of input_ids, {found}")
+        labels = [label if trained else IGNORED for label, trained in zip(labels, self.loss_mask, strict=True)]
+        return [record.model_copy(update={"labels": labels})]
 
 
 class Text(Layout):

@@ -20,6 +20,7 @@ from data.records.record import ConverHasApi, Conversation, Instruct, Passage, P
 
 Fields = dict[str, Any]
 
+PAIRED = ("pairs", "rewards")  # the kinds whose samples are two documents; rewards are scores of both
 CHOSEN = ("chosen", "chosen_response", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 MARKS = ("label", "kto_tag")
@@ -39,13 +40,8 @@ TRUTHS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "desirable": 1.0, "false": 0.0, "0"
 class Wanted(NamedTuple):
     """Hold which kind of preference records are expected to have."""
 
-    kind: Literal["pairs", "rewards", "marked", "classes"]  # rewards are pairs whose answers are scored
+    kind: Literal["pairs", "rewards", "marked", "classes"]
     labels: tuple[str, ...] = ()  # names of classes, in the order of their numbers
-
-    @property
-    def paired(self) -> bool:
-        """Say whether a sample is two documents."""
-        return self.kind in ("pairs", "rewards")
 
     @property
     def scored(self) -> bool:
@@ -72,7 +68,7 @@ def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
     """
     # Pairs are taken apart (`unpaired`) where answers are marked by themselves.
     alone = wanted.kind == "classes" or (_first(MARKS, fields) and not _first(CHOSEN, fields))
-    if wanted.paired or (not alone and (_first(REJECTED, fields) or _ranked(fields))):
+    if wanted.kind in PAIRED or (not alone and (_first(REJECTED, fields) or _ranked(fields))):
         judged, used = _ranked(fields) or _pair(fields)
     else:
         judged, used = _marked(fields, wanted)
@@ -293,9 +289,10 @@ def answers_alone(judged: Judged) -> Judged:
         ValueError: the records have no answers.
     """
     made = judged.documents
-    if judged.kind == "pair" and all(isinstance(each, Tokenized) for each in made):
+    ready = all(isinstance(each, Tokenized) for each in made)
+    if judged.kind == "pair" and ready:
         _check_prompts(made)
-    if judged.kind == "class" or all(isinstance(each, Tokenized) for each in made):
+    if judged.kind == "class" or ready:
         return judged._replace(documents=tuple(map(_passage, made)))
     if not all(
         isinstance(each, (Chat, Instruct)) or (isinstance(each, RefQA) and len(each.rounds) == 2) for each in made
@@ -316,16 +313,14 @@ def answers_alone(judged: Judged) -> Judged:
 
 def _check_prompts(pair: Sequence[Tokenized]) -> None:
     """Refuse two documents that differ before their answers; where nothing is trained, nothing tells these apart."""
-    chosen, rejected = (list(zip(each.input_ids, each.trained, strict=True)) for each in pair)
-    if not all(any(each.trained) for each in pair):
-        return
-    places = enumerate(zip_longest(chosen, rejected, fillvalue=(-1, True)))
-    place, other = next(((place, both) for place, both in places if both[0] != both[1]), (0, ((-1, True),)))
-    if not all(trained for _, trained in other):
-        raise ValueError(
-            f"rejected: input_ids[{place}] is another one than in chosen, or trained in one of them alone; expected "
-            "another answer to the same prompt"
-        )
+    known = (zip(each.input_ids, each.trained, strict=True) for each in pair)
+    for place, both in enumerate(zip_longest(*known, fillvalue=(-1, True))):
+        if both[0] == both[1]:
+            continue
+        if all(trained for _, trained in both) or not all(any(each.trained) for each in pair):
+            return
+        at = f"input_ids[{place}] is another one than in chosen, or trained in one of them alone"
+        raise ValueError(f"rejected: {at}; expected another answer to the same prompt")
 
 
 def unpaired(judged: Sequence[Judged]) -> list[Judged]:

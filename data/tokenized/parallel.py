@@ -143,14 +143,14 @@ class Encoder:
                 place = f"{origin(recipe.files[file].path, raw.number)} ({value:g})"
                 tokens[0] = tokens[0]._replace(notes=tokens[0].notes | {WRONG_WAY: place})
             empty = any(map(has_empty_answer, records))
-            encoded.append(Encoded(file, raw.number, kind, empty, control, tokens, value))
+            encoded.append(Encoded(file, raw.number, kind, empty, control, tokens, value, self._scored))
         noted = (
             {note: text for tokens in each.documents[::-1] for note, text in tokens.notes.items()} for each in encoded
         )
         notes = [note for each in noted for note in each.items()]
         answer.notes.update(note for note, _ in notes)
         answer.examples = dict(reversed(notes))
-        numbers, index, answer.tallies = pack_samples(encoded, recipe.max_seq_len, self._scored)
+        numbers, index, answer.tallies = pack_samples(encoded, recipe.max_seq_len)
         answer.samples = numbers, index
         return answer
 
@@ -205,8 +205,8 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
                 raise DataError(f"{file.path}: columns: no record has {theirs!r}; expected what some call their {name}")
     if recipe.preference and recipe.preference.kind in ("marked", "classes") and len(odd := samples.contradictions()):
         total.notes[OTHERWISE] = len(odd)
-        file, record = (int(samples.column(name)[odd[0]]) for name in ("file", "record"))
-        total.examples[OTHERWISE] = origin(recipe.files[file].path, record)
+        number, record = (int(samples.column(name)[odd[0]]) for name in ("file", "record"))
+        total.examples[OTHERWISE] = origin(recipe.files[number].path, record)
     digests = samples.column("digest")
     meta = {
         "fingerprint": sha256(digests.tobytes()).hexdigest(),
@@ -242,8 +242,8 @@ def _check_rest(recipe: Recipe, values: NDArray[Any], total: Tally, n_bad: int) 
 
     if recipe.preference and recipe.preference.kind == "marked" and values.min() == values.max():
         found = "undesirable" if values[0] == 0 else "desirable"
-        others = f" (of the others {why})" if why else ""
-        raise DataError(f"{recipe.names}: all {len(values):,} answers are {found}{others}; expected some of either kind")
+        found += f" (of the others {why})" if why else ""
+        raise DataError(f"{recipe.names}: all {len(values):,} answers are {found}; expected some of either kind")
 
 
 def meta_digest(meta: dict[str, Any]) -> str:

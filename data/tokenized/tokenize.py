@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.quantities import counted
 from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template
-from data.chat.messages import JSON, Said, ends_with, said_in, with_mask, without_end
+from data.chat.messages import JSON, Said, said_in, with_mask, without_end
 from data.chat.native.kinds import native_tokenizer, older_template
 from data.chat.native.pieces import expected_ids, read_json
 from data.chat.plain import write_plain
@@ -46,14 +46,8 @@ from data.sample_set import IGNORED, Sample
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 NO_TEMPLATE = "chat_template_kwargs are not used, as prompt_format: plain has no template"
 TWICE = "the token that ends an answer, or begins or ends a text, stands there already and is not written once more"
-RENDERED = (
-    "a text holds a dialogue as the chat template writes it: all of it is trained, also what users say, and an end of "
-    "sequence follows; expected messages, or segments"
-)
-PADDED = (
-    "ready-made tokens begin or end with padding, which is trained unless labels leave it out, and computed anyway; "
-    "expected an attention_mask of 0 there, which takes it off"
-)
+RENDERED = "a text is a dialogue that a chat template wrote, so that users' words are trained, too; expected messages"
+PADDED = "padding at an end, trained where labels do not leave it out; expected an attention_mask of 0, or none there"
 SHOWN = 60  # characters of an example
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
@@ -206,65 +200,53 @@ class Writer:
         Raises:
             DataError: the format cannot hold the record.
         """
+        if isinstance(record, Passage):
+            return RenderedText(record.text, [(0, len(record.text))]), self.beginning
         if isinstance(record, Pretrain):
-            return self._continued(record)
+            return self._continued(record.text)
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
 
         said = with_mask(said_in(record), self._prompts.mask)
         tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
-        notes = {NO_TEMPLATE: json.dumps(own)} if own and self._plain else {}
-        template = None if self._plain else self._for(tools, own)
+        template = None if self._plain else self._template_of(tools, own)
         end = template.end if template else end_of_sequence(self._tokenizer.eos_token)
-        if twice := next((each.text for each in said if ends_with(each, end)), None):
-            said, notes = [without_end(each, end) for each in said], notes | {TWICE: repr(twice[-SHOWN:])}
+        notes = {NO_TEMPLATE: json.dumps(own)} if own and self._plain else {}
+        bare = [without_end(each, end) for each in said]
+        if twice := [one.text for one, other in zip(said, bare, strict=True) if one is not other]:
+            notes[TWICE] = repr(twice[0][-SHOWN:])
 
         if isinstance(record, Unanswered):
-            written = RenderedText(self.ask(said, tools, own, opened=False)[0], [])
+            asked = template.ask(bare, tools, False) if template else write_plain(bare, tools, end, open_end=True).text
+            written = RenderedText(asked.removesuffix(PLAIN_ANSWER), [])
         else:
-            written = template.write(said, tools) if template else write_plain(said, tools, end)
-        if self._prompts.mask == "all":
-            written = written._replace(loss=[(0, len(written.text))])
-        written = written._replace(notes=written.notes | notes) if notes else written
-        return written, self.beginning if self._plain else []
+            written = template.write(bare, tools) if template else write_plain(bare, tools, end)
+        loss = [(0, len(written.text))] if self._prompts.mask == "all" else written.loss
+        return RenderedText(written.text, loss, written.notes | notes), self.beginning if self._plain else []
 
-    def ask(
-        self, said: Sequence[Said], tools: list[JSON], own: JSON | None = None, opened: bool = True
-    ) -> tuple[str, list[int]]:
-        """Write the prompt for the answer to the last message, and the ids that go before it.
-
-        Args:
-            own: what the template gets besides.
-            opened: with what a template, or the plain format, begins an answer.
-        """
+    def ask(self, said: Sequence[Said], tools: list[JSON]) -> tuple[str, list[int]]:
+        """Write the prompt for the answer to the last message, and the ids that go before it."""
         if self._plain:
-            text = write_plain(said, tools, end_of_sequence(self._tokenizer.eos_token), open_end=True).text
-            return text if opened else text.removesuffix(PLAIN_ANSWER), self.beginning
-        return self._for(tools, own).ask(said, tools, opened), []
+            end = end_of_sequence(self._tokenizer.eos_token)
+            return write_plain(said, tools, end, open_end=True).text, self.beginning
+        return self._template(bool(tools)).ask(said, tools), []
 
-    def _for(self, tools: list[JSON], own: JSON | None = None) -> ChatTemplate:
-        """Return the template of a dialogue."""
+    def _template_of(self, tools: list[JSON], own: JSON) -> ChatTemplate:
         if not own:
             return self._template(bool(tools))
         prompts = replace(self._prompts, template_args=self._prompts.template_args | own)
         return chat_template(self._tokenizer, prompts, bool(tools))
 
-    def _continued(self, record: Pretrain) -> tuple[RenderedText, list[int]]:
+    def _continued(self, text: str) -> tuple[RenderedText, list[int]]:
         """Write a text with the tokens before and behind it that it does not have by itself."""
-        text, before, notes = record.text, self.beginning, {}
-        if isinstance(record, Passage):
-            return RenderedText(text, [(0, len(text))]), before
-
-        end, first = end_of_sequence(self._tokenizer.eos_token), self._tokenizer.bos_token
-        begun, ended = bool(before and first and text.startswith(first)), text.endswith(end)
-        if begun or ended:
-            notes[TWICE] = repr(text[-SHOWN:] if ended else text[:SHOWN])
+        begin, end = self._tokenizer.bos_token, end_of_sequence(self._tokenizer.eos_token)
+        begun = bool(begin and self.beginning) and text.startswith(begin)
+        notes = {TWICE: repr(text[-SHOWN:])} if begun or text.endswith(end) else {}
         if self._turn and self._turn in text:
             notes[RENDERED] = repr(text[:SHOWN])
-
-        text += "" if ended else end
-        return RenderedText(text, [(0, len(text))], notes), [] if begun else before
+        text = text.removesuffix(end) + end
+        return RenderedText(text, [(0, len(text))], notes), [] if begun else self.beginning
 
     @cached_property
     def _turn(self) -> str:

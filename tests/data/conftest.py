@@ -19,6 +19,8 @@ from data.tokenized.store import Cache
 from data.tokenized.tokenize import load_tokenizer
 from tests.data.caches import JUDGED_LIMIT, LIMIT, Load
 
+PAIRS, TEMPLATE = Wanted("pairs"), Prompts("chat_template")
+
 
 @pytest.fixture
 def tokenizer(tokenizer_folder: Path) -> PreTrainedTokenizerBase:
@@ -66,10 +68,10 @@ def load_judged(tmp_path: Path, tokenizer_folder: Path) -> Any:
 
     def run(
         *records: dict[str, Any],
-        wanted: Wanted | None = Wanted("pairs"),
+        wanted: Wanted | None = PAIRS,
         limit: int = JUDGED_LIMIT,
         how: Truncate = "turns",
-        prompts: Prompts = Prompts("chat_template"),
+        prompts: Prompts = TEMPLATE,
         **options: Any,
     ) -> Dataset:
         path = tmp_path / "a.jsonl"

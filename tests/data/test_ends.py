@@ -95,7 +95,8 @@ def test_a_rendered_dialogue_keeps_its_tokens_and_is_told(tokenizer: PreTrainedT
 def test_a_template_without_an_end_does_no_harm(tokenizer_folder: Path) -> None:
     """The end of sequence, which is put behind the last answer there, is written once as well."""
     its = load_tokenizer(tokenizer_folder)
-    its.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    its.chat_template = turns + "{% if add_generation_prompt %}assistant: {% endif %}"
     bare, ended = (encoded({"prompt": "Hi", "completion": text}, its) for text in ("Hello", f"Hello{its.eos_token}"))
     assert bare[:2] == ended[:2]
     its.chat_template = {"tool_use": "x"}
@@ -103,5 +104,7 @@ def test_a_template_without_an_end_does_no_harm(tokenizer_folder: Path) -> None:
 
 
 def test_it_is_counted(load_judged: Any) -> None:
-    dataset = load_judged({"prompt": "Hi", "completion": f"Hello{END}"}, {"text": f"a{END}"}, {"text": "b"}, wanted=None)
+    dataset = load_judged(
+        {"prompt": "Hi", "completion": f"Hello{END}"}, {"text": f"a{END}"}, {"text": "b"}, wanted=None
+    )
     assert dataset.notes == [[TWICE, 2, repr(f"Hello{END}")]] and json.dumps(dataset.notes)

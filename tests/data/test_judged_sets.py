@@ -108,7 +108,10 @@ def test_token_ids_of_another_prompt_are_refused(chosen: JSON, rejected: JSON, p
         (SAME, tokens([5, 6, 8, 9], 2)),
         (SAME, tokens([5, 6, 7, 8], 2)),
         ({"input_ids": [5, 6, 7]}, {"input_ids": [5, 8]}),
-        ({"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]}, {"input_ids": [5, 9, 7, 8], "labels": [-100, 9, -100, 8]}),
+        (
+            {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]},
+            {"input_ids": [5, 9, 7, 8], "labels": [-100, 9, -100, 8]},
+        ),
     ],
 )
 def test_token_ids_of_one_prompt_are_taken(chosen: JSON, rejected: JSON) -> None:
@@ -143,7 +146,9 @@ def test_pairs_that_the_limit_makes_equal_are_told_as_that(load_judged: Any) -> 
 
 def test_skipped_marks_are_told_where_one_class_is_left(load_judged: Any) -> None:
     records = [{"prompt": "q", "completion": "a", "label": label} for label in (True, "good", 7)]
-    with pytest.raises(DataError, match=r"all 1 answers are desirable \(of the others bad records are skipped \(2\)\); expected"):
+    with pytest.raises(
+        DataError, match=r"all 1 answers are desirable \(of the others bad records are skipped \(2\)\); expected"
+    ):
         load_judged(*records, wanted=MARKED, on_bad_record="skip")
 
 

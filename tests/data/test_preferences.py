@@ -24,7 +24,6 @@ from data.records.pairs import FIELDS, Wanted
 from data.records.record import type_of
 from data.sample_set import Sample
 from data.tokenized.columns import OLDEST
-from data.tokenized.dataset import Dataset
 from data.tokenized.recipe import Recipe
 from data.tokenized.tokenize import encode
 from tests.data.caches import JUDGED_LIMIT, caches
@@ -442,7 +441,10 @@ def test_both_classes_are_counted_with_what_is_left_out(load: Any) -> None:
     assert (bad.records, bad.samples, bad.cut, bad.silent, bad.empty) == (3, 2, 2, 1, 1)
     rows = [line.split()[1:4] for line in table(dataset).splitlines()]
     assert ["desirable", "2", "2"] in rows and ["undesirable", "3", "2"] in rows
-    with pytest.raises(DataError, match=r"all 2 answers are desirable \(of the others no token is trained within max_seq_len 64 \(1\)\); exp"):
+    with pytest.raises(
+        DataError,
+        match=r"all 2 answers are desirable \(of the others no token is trained within max_seq_len 64 \(1\)\); exp",
+    ):
         load(*records[:2], records[4], wanted=MARKED, limit=64)
 
 

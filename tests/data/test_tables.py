@@ -95,7 +95,9 @@ def test_a_cell_that_goes_on_in_another_line_leaves_nothing_to_go_on_with(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
-@pytest.mark.parametrize("again", ["question|answer", "answer|question", "\ufeffquestion|answer", '\ufeff"question"|answer'])
+@pytest.mark.parametrize(
+    "again", ["question|answer", "answer|question", "\ufeffquestion|answer", '\ufeff"question"|answer']
+)
 def test_a_header_in_the_middle_is_no_record(again: str, name: str, tmp_path: Path) -> None:
     left, told = skipped(table(tmp_path, name, "q1|a1", again, "q2|a2"))
     assert asked(left) == ["q1", "q2"]
