@@ -229,10 +229,10 @@ def _check_rest(recipe: Recipe, values: NDArray[Any], total: Tally, n_bad: int) 
     Args:
         values: of the samples that are left.
     """
-    within = f"within max_seq_len {recipe.max_seq_len}"
+    limit = recipe.max_seq_len
     rest = [
-        (total.silent, f"no token is trained {within}", "a larger limit"),
-        (total.equal, f"both answers are equal {within}", "answers that differ"),
+        (total.silent, f"no token is trained within max_seq_len {limit}", "a larger limit"),
+        (total.equal, f"both answers are equal within max_seq_len {limit}", "answers that differ"),
         (n_bad, "bad records are skipped", "some that can be read"),
     ]
     reasons = [(f"{reason} ({count:,})", expected) for count, reason, expected in rest if count]

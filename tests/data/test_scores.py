@@ -177,7 +177,7 @@ def test_of_others_a_dialogue_has_to_be_answered() -> None:
         rounds = [["ask", "a"], ["ans", "b"], ["ask", "c"]]
         raw: JSON = {"messages": [USER]} if kind == "marked" else {"type": "conversation", "rounds": rounds}
         with pytest.raises(
-            DataError, match="^field (messages: expected at least one of the a|rounds: expected an ans)"
+            DataError, match=r"^field (messages: expected at least one of the a|rounds: expected an ans)"
         ):
             convert(raw | more, preference=Wanted(kind))  # type: ignore[arg-type]
 
