@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
+from common.quantities import counted
 from common.terminal import reason_of
 from data.records.files import SURROGATE, Unpacked, foreign
 from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
@@ -32,7 +33,7 @@ BUFFER = 1 << 20  # bytes of a Parquet file, read at once
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 UTF8_MARK = b"\xef\xbb\xbf"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-JOINED = "rows that a quote joins into one, whose quotes may be words; expected a quote doubled within quotes, or JSONL"
+JOINED = "lines that quotes join into one row, though each looks like one; expected other quotes doubled, or JSONL"
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 # A file's records as the field of an object: {"version": "1.1", "data": [
 WRAPPER = re.compile(r'\s*"(\w+)"\s*:\s*')
@@ -165,7 +166,7 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
         line, number = line.removeprefix(UTF8_MARK), number + 1  # as files may be joined
         while part and not part.endswith(b"\n"):
             part = stream.readline(MAX_RECORD)
-        if line.strip():
+        if line and not line.isspace():
             yield number, line.removesuffix(b"\n"), bool(part)
 
 
@@ -191,8 +192,8 @@ class _Lines:
 
     def are_rows(self, columns: int, delimiter: str) -> bool:
         """Say whether each line taken is a row by itself, which only tabs can tell: a comma may be a word's."""
-        tabs = delimiter == "\t" and columns > 1
-        return tabs and all(line.count("\t") == columns - 1 and line[0] != "\t" for line in self.taken)
+        apart = (line.count("\t") == columns - 1 and not line.startswith("\t") for line in self.taken)
+        return delimiter == "\t" and columns > 1 and all(apart)
 
     def lost(self) -> int:
         """Count the lines behind the first one taken."""
@@ -221,11 +222,14 @@ def _cells(stream: BinaryIO, delimiter: str) -> Iterator[RawRecord]:
     header: list[str] = []
     for number, row in enumerate(_parsed(lines, delimiter)):
         odd = isinstance(row, csv.Error) or len(lines.taken) > 1
-        if odd and lines.are_rows(len(header), delimiter):
+        apart = odd and lines.are_rows(len(header), delimiter)
+        if apart and isinstance(row, csv.Error):
             lines.give_back()
-            yield _damage(number, f"cannot be read: {row}" if isinstance(row, csv.Error) else JOINED)
+            yield _damage(number, f"cannot be read: {row}")
+        elif apart:
+            yield _damage(number, f"{len(lines.taken):,} {JOINED}")
         elif isinstance(row, csv.Error):
-            behind = f", and the {lost:,} lines behind it neither" if (lost := lines.lost()) else ""
+            behind = f", and {counted(lost, 'line')} behind it neither" if (lost := lines.lost()) else ""
             yield _damage(number, f"cannot be read{behind}: {row}")
             return
         elif not number:
