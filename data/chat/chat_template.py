@@ -19,6 +19,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -181,14 +182,25 @@ class ChatTemplate:
             loss.append((end, end + len(token)))
         return RenderedText(text, joined(loss), notes)
 
-    def ask(self, said: Sequence[Said], tools: list[JSON] | None = None) -> str:
-        """Write the prompt that asks a model to continue these messages.
+    def ask(self, said: Sequence[Said], tools: list[JSON] | None = None, opened: bool = True) -> str:
+        """Write the prompt that asks a model to continue these messages; if not `opened`, without an answer's begin.
 
         Raises:
             DataError: the template refuses the dialogue.
         """
         fitted, tools, _ = self._fitted([*in_questions(said), ANSWER], tools or [])
-        return self._render(fitted[:-1], tools, asking=True)
+        return self._render(fitted[:-1], tools, asking=opened)
+
+    @property
+    def end(self) -> str:
+        """Return what ends an answer."""
+        return self._finder.end_of_turn or self._eos_token or ""
+
+    @cached_property
+    def turn(self) -> str:
+        """Return what stands between a question and its answer."""
+        text = self._render([QUESTION, ANSWER, QUESTION, ANSWER], [])
+        return text.partition(QUESTION.text)[2].partition(ANSWER.text)[0].strip()
 
     def call_form(self) -> CallForm | None:
         """Return how calls are written; None if the template does not support them, so that they are text.

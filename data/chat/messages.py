@@ -166,6 +166,15 @@ def answer(spans: tuple[Span, ...], ends: bool) -> Said:
     return Said("assistant", "".join(span.text for span in spans), supervised=ends, pieces=() if uniform else spans)
 
 
+def without_end(said: Said, end: str) -> Said:
+    """Take the end of its turn, which a format writes behind each answer, off one that has it already."""
+    bare = said.text.rstrip().removesuffix(end)
+    if said.role != "assistant" or said.calls or bare == said.text.rstrip():
+        return said
+    *before, last = said.spans
+    return said._replace(text=bare, pieces=(*before, last._replace(text=last.text.rstrip().removesuffix(end))))
+
+
 def _asked(said: Said) -> str:
     return texts.CHAT_INPUT.format(ask=said.text, input=said.input) if said.input else said.text
 

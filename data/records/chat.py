@@ -160,9 +160,16 @@ class Chat(BaseModel):
             if message.role != "assistant" and (message.tool_calls or message.reasoning_content):
                 name = "tool_calls" if message.tool_calls else "reasoning_content"
                 raise ValueError(f"messages[{place}].{name}: expected it of the assistant alone, not of {message.role}")
-        if not any(message.role == "assistant" and message.weight for message in self.messages):
-            raise ValueError("messages: expected at least one of the assistant, found none that is trained")
         return self
+
+    @property
+    def answered(self) -> bool:
+        """Say whether a message of the assistant is trained."""
+        return any(message.role == "assistant" and message.weight for message in self.messages)
+
+
+class Unanswered(Chat):
+    """Hold a dialogue whose class is learnt and whose last message is nobody's answer: it is written up to there."""
 
 
 def split_parts(messages: list[Any]) -> list[Any]:

@@ -30,6 +30,10 @@ ANSWERS = frozenset(
 NO_PLACE = "{name}: the record's format has no place for it"
 PAIRED = re.compile(r"(?:response|answer|output|completion|generation|conversation|messages?)_?[ab012]")
 BAD = ("bad", "negative", "rejected", "dislike", "thumbs_down", "undesirable")  # what a grade says, or a number below 0
+SECOND_TEXT = re.compile(  # beside the one that a class is learnt of
+    r"(?:text|sentence|premise|hypothesis|question|query|answer|passage|paragraph|document|context|content|claim|"
+    r"evidence|instruction|input)s?_?(?:pair|[ab0-9])?"
+)
 MEDIA = frozenset("image images audio audios video videos objects bbox bboxes image_path image_paths".split())
 # 1 and true say what is done anyway.
 SWITCHES = frozenset("weight train training trainable loss loss_weight loss_scale".split())

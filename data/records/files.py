@@ -20,6 +20,7 @@ CHUNK = 1 << 20  # bytes read at once
 ZSTD_CHUNK = 4 << 10  # compressed bytes: few, as each may hold megabytes
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of zstd that holds no data
 ARCHIVE = "expected it unpacked"
 SURROGATE = re.compile("[\ud800-\udfff]")  # what Python makes of a byte that is no UTF-8
 MARKS: dict[bytes | tuple[bytes, ...], tuple[str, str]] = {
@@ -27,6 +28,7 @@ MARKS: dict[bytes | tuple[bytes, ...], tuple[str, str]] = {
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", ARCHIVE),
     b"Rar!": ("a rar archive", ARCHIVE),
     b"BZh": ("compressed by bzip2", "expected it unpacked, or gzip or zstd"),
+    b"\x04\x22\x4d\x18": ("compressed by lz4", "expected it unpacked, or gzip or zstd"),
     b"\xfd7zXZ\0": ("compressed by xz", "expected it unpacked, or gzip or zstd"),
     b"\xd0\xcf\x11\xe0": ("an old Office document", "expected a spreadsheet saved as CSV in UTF-8"),
     (b"\x89PNG", b"\xff\xd8\xff", b"GIF8"): ("an image", "expected records"),
@@ -79,7 +81,7 @@ def _unpacked(file: Path) -> Iterator[bytes]:
         if mark.startswith(GZIP):
             plain = gzip.GzipFile(fileobj=stream)
             yield from iter(lambda: plain.read1(CHUNK), b"")
-        elif mark == ZSTD:
+        elif mark == ZSTD or SKIPPABLE.match(mark):
             yield from _unzstd(stream)
         else:
             yield from iter(lambda: stream.read(CHUNK), b"")

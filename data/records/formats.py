@@ -16,9 +16,9 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 from data.errors import DataError
 from data.records import layouts
 from data.records.chat import SPELLINGS, Chat
-from data.records.fields import check_columns, check_grades, unused_fields
+from data.records.fields import EMPTY, SECOND_TEXT, check_columns, check_grades, unused_fields
 from data.records.layouts import Layout
-from data.records.pairs import FIELDS, Judged, Wanted, answers_alone, split, unpaired
+from data.records.pairs import ASKED, FIELDS, Judged, Wanted, answers_alone, split, unpaired
 from data.records.record import KINDS, Record, explain, json_type
 
 Names = Mapping[str, str]  # what a file calls our fields
@@ -103,11 +103,15 @@ def convert(
         raise DataError(f"expected an object, found {json_type(raw)}")
     named, mapped, parts = _renamed(raw, columns or {})
     there = {name: value for name, value in named.items() if value is not None}
-    read = partial(_read, raw=raw, format_name=format_name, columns=columns or {}, mapped=mapped)
+    classes = preference is not None and preference.kind == "classes"
+    read = partial(_read, raw=raw, format_name=format_name, columns=columns or {}, mapped=mapped, answered=not classes)
     with_columns = [*mapped.values(), *parts.values()]
     try:
         if preference is not None:
             judged, unused = _judged(there, preference, read)
+            second = [name for name in unused if SECOND_TEXT.fullmatch(name.lower()) and raw[name] not in EMPTY]
+            if classes and second:
+                raise ValueError(f"{second[0]}: a second text beside the first; expected both in one, or none")
             return Converted([], unused, with_columns, judged)
         if not columns:
             check_grades(raw)
@@ -148,6 +152,7 @@ def _read(
     format_name: str | None,
     columns: Names,
     mapped: Names,
+    answered: bool,  # whether something of a dialogue has to be trained
 ) -> tuple[list[Record], list[str]]:
     """Convert an object without preferences, whose fields have our names; also return its unused fields."""
     try:
@@ -161,9 +166,12 @@ def _read(
             raise DataError("a table written column by column; expected one object for each record") from None
         first = error.errors()[0]
         if first["type"] == "missing" and len(first["loc"]) == 1 and first["loc"][0] in named:
-            raise DataError(f"field {first['loc'][0]}: expected a value, found null") from None
+            raise DataError(f"field {first['loc'][0]}: expected a value, found null or an empty cell") from None
         theirs = {name: [other] for name, other in columns.items()}
+        theirs["instruct"] = [columns.get(name, name) for name in ASKED]
         raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
+    if answered and any(isinstance(record, Chat) and not record.answered for record in records):
+        raise DataError("field messages: expected at least one of the assistant, found none that is trained")
     if columns:
         check_columns(extra, mapped)
         unused = [name for name in raw if (name in extra or name in mapped) and name not in mapped.values()]
@@ -206,9 +214,10 @@ def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None)
         raise DataError(f"field type: expected one of {', '.join(OWN)}, found {kind!r:.60}")
     names = [f"{name!r:.60}" for name in list(named)[:FIELDS_SHOWN]] + ["..."] * (len(named) > FIELDS_SHOWN)
     formats = "; ".join(f"{name} ({known})" for name, known in FORMATS.items())
+    asked = [f", such as {{text: {name}}} for a text alone," for name in ASKED if name in named]
     raise DataError(
-        f"no known format has the fields {', '.join(names) or '(none)'}; expected columns that name them, or those of "
-        f"one of: pipetune (type); {formats}"
+        f"no known format has the fields {', '.join(names) or '(none)'}; expected columns that name them"
+        f"{(asked or [','])[0]} or those of one of: pipetune (type); {formats}"
     )
 
 

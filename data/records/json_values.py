@@ -21,7 +21,7 @@ LONGEST_TOKEN = 16  # a literal or an escape that the end of the buffer cuts is 
 
 REST_IS_LOST = "what follows in this file cannot be read either"
 COMMENT = re.compile(r"[\s,]*(?://|/\*|#)")
-WHITE_SPACE = re.compile(r"[ \t\r\n]*")
+WHITE_SPACE = re.compile(r"[ \t\r\n\ufeff]*")  # and the mark that a file begins with, as files may be joined
 
 # Only the ends of values matter here. Numbers are not made (`len` of their text is as good), and control characters in
 # strings are passed over: whoever parses the record says what is wrong with it.

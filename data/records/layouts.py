@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, field_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message, split_parts
 from data.records.fields import from_text
-from data.records.record import Instruct, Pretrain, Record, RefQA, Segments, Tokenized
+from data.records.record import Instruct, Pretrain, Record, RefQA, Segments, Tokenized, json_type
 from data.sample_set import IGNORED
 
 
@@ -217,16 +217,16 @@ class PromptCompletion(Asked):
         validation_alias=AliasChoices("completion", "response", "generation", "output", "target", "content"),
     )
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", "completion", mode="before")
     @classmethod
-    def _ask(cls, prompt: Any) -> Any:
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-    @field_validator("completion", mode="before")
-    @classmethod
-    def _answer(cls, completion: Any) -> Any:
-        completion = _number_as_text(completion)
-        return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    def _as_messages(cls, said: Any, info: ValidationInfo) -> Any:
+        asked = info.field_name == "prompt"
+        said = said if asked else _number_as_text(said)
+        if isinstance(said, str):
+            return [{"role": "user" if asked else "assistant", "content": said}]
+        if not isinstance(said, list):
+            raise ValueError(f"expected a text or a list of messages, found {json_type(said)}")
+        return said
 
     def records(self) -> list[Record]:
         both = [*self.prompt, *self.completion]
@@ -275,6 +275,21 @@ class ReadyTokens(Layout):
         validation_alias=AliasChoices("loss_mask", "completion_mask", "assistant_masks", "assistant_mask"),
     )
     position_ids: list[int] | None = Field(None, fail_fast=True)
+
+    @model_validator(mode="after")
+    def _without_padding(self) -> ReadyTokens:
+        """Take off what the attention mask hides at either end; a hole is refused later."""
+        ids, mask = self.input_ids, self.attention_mask
+        if not isinstance(mask, list) or not isinstance(ids, list):
+            return self
+        if len(mask) != len(ids):
+            raise ValueError(f"attention_mask: expected {len(ids)}, one for each of input_ids, found {len(mask)}")
+        seen = [place for place, each in enumerate(mask) if each != 0]
+        if seen and len(seen) == seen[-1] - seen[0] + 1:
+            for name, each in dict(self).items():
+                if isinstance(each, list) and len(each) == len(ids):
+                    setattr(self, name, each[seen[0] : seen[-1] + 1])
+        return self
 
     def records(self) -> list[Record]:
         if self.position_ids is not None and self.position_ids != list(range(len(self.position_ids))):

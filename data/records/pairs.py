@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
-from data.records.chat import ROLES, Chat
+from data.records.chat import ROLES, Chat, Unanswered
 from data.records.fields import EMPTY, graded
-from data.records.record import Instruct, Passage, Pretrain, Record, RefQA, Tokenized
+from data.records.record import ConverHasApi, Conversation, Instruct, Passage, Pretrain, Record, RefQA, Tokenized
 
 Fields = dict[str, Any]
 
+PAIRED = ("pairs", "rewards")  # the kinds whose samples are two documents; rewards are scores of both
 CHOSEN = ("chosen", "chosen_response", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 MARKS = ("label", "kto_tag")
@@ -29,14 +33,20 @@ DIALOGUES = ("messages", "conversations", "conversation")
 ASKED = ("prompt", "instruction", "question", "query", "input")
 ONE_ANSWER = frozenset("answer completion output response target".split())  # where a plain record has it
 TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # of HH-RLHF, whose dialogues are one text
+WHOLE = re.compile(r"-?[0-9]{1,9}(?:\.0+)?")
 TRUTHS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "desirable": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0, "undesirable": 0.0}
 
 
 class Wanted(NamedTuple):
     """Hold which kind of preference records are expected to have."""
 
-    kind: Literal["pairs", "marked", "classes"]
+    kind: Literal["pairs", "rewards", "marked", "classes"]
     labels: tuple[str, ...] = ()  # names of classes, in the order of their numbers
+
+    @property
+    def scored(self) -> bool:
+        """Say whether whole documents are scored, so that no token is one to predict."""
+        return self.kind in ("rewards", "classes")
 
 
 class Judged(NamedTuple):
@@ -47,6 +57,9 @@ class Judged(NamedTuple):
     value: float = 0.0  # see `data.sample_set.Preference`
 
 
+WRONG_WAY = "the margin, or score_chosen minus score_rejected, is below 0: the worse answer may stand as chosen"
+
+
 def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
     """Split an object into objects without preferences; also return the fields that grade answers and are not used.
 
@@ -55,7 +68,7 @@ def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
     """
     # Pairs are taken apart (`unpaired`) where answers are marked by themselves.
     alone = wanted.kind == "classes" or (_first(MARKS, fields) and not _first(CHOSEN, fields))
-    if wanted.kind == "pairs" or (not alone and (_first(REJECTED, fields) or _ranked(fields))):
+    if wanted.kind in PAIRED or (not alone and (_first(REJECTED, fields) or _ranked(fields))):
         judged, used = _ranked(fields) or _pair(fields)
     else:
         judged, used = _marked(fields, wanted)
@@ -69,7 +82,8 @@ def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
 def _marked(fields: Fields, wanted: Wanted) -> tuple[list[Judged], set[str]]:
     names = MARKS if wanted.kind == "marked" else MARKS[:1]
     if (name := _first(names, fields)) is None:
-        raise ValueError(f"{' or '.join(names)}: missing; expected one, as the key preference is for such records")
+        key = "preference" if wanted.kind == "marked" else "labels"
+        raise ValueError(f"{' or '.join(names)}: missing; expected one, as the key {key} is for such records")
     value = fields[name]
     rest = {other: each for other, each in fields.items() if other != name}
     if wanted.kind == "marked":
@@ -78,12 +92,40 @@ def _marked(fields: Fields, wanted: Wanted) -> tuple[list[Judged], set[str]]:
         if "prompt" not in rest and "response" not in rest and "completion" in rest:  # axolotl's: instruction, question
             rest["response"] = rest.pop("completion")
         return [Judged("marked", (rest,), mark)], {name}
-    if isinstance(value, str) and value in wanted.labels:
-        return [Judged("class", (rest,), wanted.labels.index(value))], {name}
-    if type(value) not in (int, bool) or not 0 <= value < (len(wanted.labels) or 2**24):  # which fp32 holds
-        known = ", ".join(wanted.labels[:12]) or "names in the key labels"
+    return [Judged("class", (rest,), _class_of(name, value, wanted.labels))], {name}
+
+
+def _class_of(name: str, value: Any, labels: tuple[str, ...]) -> int:
+    """Return the number of the class that a label means, by its name or its number, also where a table says it.
+
+    Raises:
+        ValueError: it means none, or might mean two.
+    """
+    if isinstance(value, str) and value in labels:
+        return labels.index(value)
+    number, known = _whole(value), ", ".join(labels[:12])
+    if number is not None and (other := _out_of_place(labels)):
+        raise ValueError(
+            f"{name}: {value!r:.40} may be a name or a number from 0 here, as in the key labels {other}; expected one "
+            f"of {known}, as a text, or labels in the order of their numbers from 0"
+        )
+    if number is None or not 0 <= number < (len(labels) or 2**24):  # which fp32 holds
+        known = known or "names in the key labels"
         raise ValueError(f"{name}: expected a number from 0 or one of {known}; found {value!r:.40}")
-    return [Judged("class", (rest,), value)], {name}
+    return number
+
+
+@cache
+def _out_of_place(labels: tuple[str, ...]) -> str:
+    """Describe the first class whose name is the number of another one; empty where there is none."""
+    named = ((_whole(label), place) for place, label in enumerate(labels))
+    return next((f"{labels[place]!r} is class {place}" for number, place in named if number not in (None, place)), "")
+
+
+def _whole(value: Any) -> int | None:
+    """Return the whole number that a value is, or says as a text; true is 1."""
+    text = {"true": "1", "false": "0"}.get(str(value).lower(), str(value))
+    return int(text.partition(".")[0]) if WHOLE.fullmatch(text) else None
 
 
 def _pair(fields: Fields) -> tuple[list[Judged], set[str]]:
@@ -107,11 +149,14 @@ def _pair(fields: Fields) -> tuple[list[Judged], set[str]]:
 
 def _margin(fields: Fields) -> tuple[float, tuple[str, ...]]:
     """Return by how much an answer is better, where that is said, and the names of the fields that say it."""
-    if _is_number(fields.get("margin")):
-        return float(fields["margin"]), ("margin",)
+    if fields.get("margin") not in EMPTY:
+        if (margin := _number(fields["margin"])) is None:
+            raise ValueError(f"margin: expected a number, found {fields['margin']!r:.40}")
+        return margin, ("margin",)
     for names in SCORES:
-        if all(_is_number(fields.get(name)) for name in names):
-            return float(fields[names[0]] - fields[names[1]]), names
+        chosen, rejected = (_number(fields.get(name)) for name in names)
+        if chosen is not None and rejected is not None:
+            return chosen - rejected, names
     return 0.0, ()
 
 
@@ -133,9 +178,10 @@ def _ranked(fields: Fields) -> tuple[list[Judged], set[str]] | None:
         answers = [
             next((each[key] for key in ("response", "text", "content") if key in each), None) for each in entries
         ]
-    if not isinstance(grades, list) or len(grades) != len(answers) or not all(map(_is_number, grades)):
+    numbers = [_number(grade) for grade in grades] if isinstance(grades, list) else []
+    better = [sign * number for number in numbers if number is not None]
+    if not len(better) == len(numbers) == len(answers):
         raise ValueError(f"{by}: expected a number for each of {name}")
-    better = [sign * grade for grade in grades]
     best = better.index(max(better, default=0)) if better else 0
     rest = {other: value for other, value in fields.items() if other not in (name, by)}
     pairs = [
@@ -226,8 +272,12 @@ def _first(names: Sequence[str], fields: Mapping[str, Any]) -> str | None:
     return next((name for name in names if name in fields), None)
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e30  # which fp32 holds, and no NaN
+def _number(value: Any) -> float | None:
+    """Return a number, which a table has as text; None where it is none that fp32 holds."""
+    with suppress(ValueError, OverflowError):
+        if type(value) in (int, float, str) and abs(number := float(value)) < 1e30:
+            return number
+    return None
 
 
 def answers_alone(judged: Judged) -> Judged:
@@ -239,7 +289,10 @@ def answers_alone(judged: Judged) -> Judged:
         ValueError: the records have no answers.
     """
     made = judged.documents
-    if judged.kind == "class" or all(isinstance(each, Tokenized) for each in made):
+    ready = all(isinstance(each, Tokenized) for each in made)
+    if judged.kind == "pair" and ready:
+        _check_prompts(made)
+    if judged.kind == "class" or ready:
         return judged._replace(documents=tuple(map(_passage, made)))
     if not all(
         isinstance(each, (Chat, Instruct)) or (isinstance(each, RefQA) and len(each.rounds) == 2) for each in made
@@ -258,6 +311,18 @@ def answers_alone(judged: Judged) -> Judged:
     )
 
 
+def _check_prompts(pair: Sequence[Tokenized]) -> None:
+    """Refuse two documents that differ before their answers; where nothing is trained, nothing tells these apart."""
+    known = (zip(each.input_ids, each.trained, strict=True) for each in pair)
+    for place, both in enumerate(zip_longest(*known, fillvalue=(-1, True))):
+        if both[0] == both[1]:
+            continue
+        if all(trained for _, trained in both) or not all(any(each.trained) for each in pair):
+            return
+        at = f"input_ids[{place}] is another one than in chosen, or trained in one of them alone"
+        raise ValueError(f"rejected: {at}; expected another answer to the same prompt")
+
+
 def unpaired(judged: Sequence[Judged]) -> list[Judged]:
     """Mark the better answer of each pair as desirable and the other as not; one that several pairs have, once."""
     alone = [Judged("marked", (each.documents[place],), 1.0 - place) for each in judged for place in (0, 1)]
@@ -271,4 +336,11 @@ def _untrained(chat: Chat, count: int) -> Chat:
 
 
 def _passage(record: Record) -> Record:
-    return Passage(type="pretrain", text=record.text) if isinstance(record, Pretrain) else record
+    """Return a record as it is written where a class is asked for."""
+    if isinstance(record, Pretrain):
+        return Passage(type="pretrain", text=record.text)
+    if isinstance(record, Chat) and record.messages[-1].role != "assistant":
+        return Unanswered(**dict(record))
+    if isinstance(record, (Conversation, ConverHasApi, RefQA)) and record.rounds[-1][0] == "ask":
+        raise ValueError("rounds: expected an answer at the end, or the dialogue as messages")
+    return record

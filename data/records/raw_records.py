@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
+from common.quantities import counted
 from common.terminal import reason_of
 from data.records.files import SURROGATE, Unpacked, foreign
 from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
@@ -32,6 +33,7 @@ BUFFER = 1 << 20  # bytes of a Parquet file, read at once
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 UTF8_MARK = b"\xef\xbb\xbf"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+JOINED = "lines that quotes join into one row, though each looks like one; expected other quotes doubled, or JSONL"
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 # A file's records as the field of an object: {"version": "1.1", "data": [
 WRAPPER = re.compile(r'\s*"(\w+)"\s*:\s*')
@@ -161,35 +163,88 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """Yield non-blank lines: number, bytes (more than allowed if too long), and whether a line break ends it."""
     number = 0
     while part := (line := stream.readline(MAX_RECORD + 1)):
-        number += 1
+        line, number = line.removeprefix(UTF8_MARK), number + 1  # as files may be joined
         while part and not part.endswith(b"\n"):
             part = stream.readline(MAX_RECORD)
-        if not line.isspace():
+        if line and not line.isspace():
             yield number, line.removesuffix(b"\n"), bool(part)
+
+
+class _Lines:
+    """Give a reader of tables its lines, and once more those that it took with a row that is none."""
+
+    def __init__(self, text: Iterator[str]) -> None:
+        self._text = text
+        self._again: list[str] = []  # the next one last
+        self.taken: list[str] = []  # for the row at hand
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._again.pop() if self._again else next(self._text).removeprefix("\ufeff")  # as files may be joined
+        self.taken.append(line)
+        return line
+
+    def give_back(self) -> None:
+        """Go on with the second of the lines taken."""
+        self._again += self.taken[:0:-1]
+
+    def are_rows(self, columns: int, delimiter: str) -> bool:
+        """Say whether each line taken is a row by itself, which only tabs can tell: a comma may be a word's."""
+        apart = (line.count("\t") == columns - 1 and not line.startswith("\t") for line in self.taken)
+        return delimiter == "\t" and columns > 1 and all(apart)
+
+    def lost(self) -> int:
+        """Count the lines behind the first one taken."""
+        return len(self.taken) - 1 + len(self._again) + sum(1 for _ in self._text)
+
+
+def _parsed(lines: _Lines, delimiter: str) -> Iterator[list[str] | csv.Error]:
+    """Yield the rows of a text table, its header first, and what is wrong with one; the reader goes on behind it."""
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        lines.taken.clear()
+        try:
+            if row := next(rows):
+                yield row
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield error
 
 
 def _cells(stream: BinaryIO, delimiter: str) -> Iterator[RawRecord]:
     """Yield the rows of a text table; an empty cell is null, as such a table has no other."""
     csv.field_size_limit(MAX_RECORD)
-    number = 0
-    try:
-        # A byte that is no UTF-8 costs its row alone, so it goes through the reader as half a character.
-        text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="\n")
-        rows = csv.reader(text, delimiter=delimiter, strict=True)
-        header = next(rows, [])
-        if repeated := [name for name in header if header.count(name) > 1]:
-            yield _damage(0, f"two columns are called {repeated[0]!r}; expected a first line of different names")
+    # A byte that is no UTF-8 costs its row alone, so it goes through the reader as half a character.
+    lines = _Lines(io.TextIOWrapper(stream, "utf-8", errors="surrogateescape", newline="\n"))
+    header: list[str] = []
+    for number, row in enumerate(_parsed(lines, delimiter)):
+        odd = isinstance(row, csv.Error) or len(lines.taken) > 1
+        apart = odd and lines.are_rows(len(header), delimiter)
+        if apart and isinstance(row, csv.Error):
+            lines.give_back()
+            yield _damage(number, f"cannot be read: {row}")
+        elif apart:
+            yield _damage(number, f"{len(lines.taken):,} {JOINED}")
+        elif isinstance(row, csv.Error):
+            behind = f", and {counted(lost, 'line')} behind it neither" if (lost := lines.lost()) else ""
+            yield _damage(number, f"cannot be read{behind}: {row}")
             return
-        for row in filter(None, rows):
-            number += 1
-            if any(map(SURROGATE.search, row)):
-                yield _damage(number, "not UTF-8; expected text in UTF-8")
-            elif len(row) == len(header):
-                yield RawRecord(number, "row", {name: cell or None for name, cell in zip(header, row, strict=True)})
-            else:
-                yield _damage(number, f"expected {len(header)} cells, as in the first line, found {len(row)}")
-    except csv.Error as error:
-        yield _damage(number + 1, f"cannot be read, and what follows neither: {error}")
+        elif not number:
+            header = row
+            if repeated := [name for name in header if header.count(name) > 1]:
+                yield _damage(0, f"two columns are called {repeated[0]!r}; expected a first line of different names")
+                return
+        elif any(map(SURROGATE.search, row)):
+            yield _damage(number, "not UTF-8; expected text in UTF-8")
+        elif sorted(row) == sorted(header):
+            yield _damage(number, "the names of the columns once more, as where files were joined; expected a record")
+        elif len(row) == len(header):
+            yield RawRecord(number, "row", {name: cell or None for name, cell in zip(header, row, strict=True)})
+        else:
+            yield _damage(number, f"expected {len(header)} cells, as in the first line, found {len(row)}")
 
 
 def _batches(file: Path, head: bytes) -> Iterator[Any]:

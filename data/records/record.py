@@ -156,6 +156,11 @@ class Tokenized(BaseModel):
                 raise ValueError(f"labels[{place}]: expected {token}, as in input_ids, or {IGNORED}, found {label}")
         return self
 
+    @property
+    def trained(self) -> list[bool]:
+        """Say of each token whether it is trained."""
+        return [label != IGNORED for label in self.labels or self.input_ids]
+
 
 Record = Pretrain | Instruct | Conversation | ConverHasApi | RefQA | Chat | Segments | Tokenized
 KINDS: dict[str, type[Pretrain | Instruct | Conversation | ConverHasApi | RefQA]] = {
@@ -211,7 +216,9 @@ def explain(error: ValidationError, raw: Any = None, names: Mapping[str, Sequenc
         of_part = "." if place and re.match(r"\w+: ", reason) else ": " if place else ""
         return f"field {place}{of_part}{reason}"
     found = f", found {json_type(first['input'])}" if first["type"].endswith("_type") else ""
+    found = ", found ''" if first["type"] == "string_too_short" else found
     reason = first["msg"].replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
+    reason = reason.replace("String should have", "expected a text of")
     return f"field {place}: {reason}{found}"
 
 

@@ -3,7 +3,8 @@
 Over-long texts are split into pieces of the limit. The config's `truncate` decides about a longer dialogue: `turns`
 cuts after the last trained run that fits, which is the end of a turn, or at the limit where none fits; `oldest` leaves
 out the oldest turns, so that the last answer and the system message stay; `refuse` refuses the record. A single turn is
-cut, but for `refuse`. Samples without a trained token are left out, and what follows the last one is no turn.
+cut, but for `refuse`. Samples without a trained token are left out, but for those that are scored, and what follows the
+last one is no turn.
 
 A pair's documents are cut alike: `oldest` leaves out the same turns of both, and a longer answer is cut at the limit.
 Where one of them then has no trained token, or both are equal, the pair is left out.
@@ -68,6 +69,7 @@ class Encoded(NamedTuple):
     control: bool  # whether the name of a control token stands in its words
     documents: list[Tokens]  # whole; two for a pair
     value: float = 0.0  # see `data.sample_set.Preference`
+    scored: bool = False  # each document as a whole, so that all its tokens count, whatever their labels
 
 
 Tallies = dict[tuple[int, str], Tally]  # what became of the records, by file and type
@@ -149,6 +151,7 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
         equal = tally.equal
         for ids, runs, first in _cut(each, limit, tally):
             counts = [_trained(runs, begin, end) for begin, end in ((0, first), (first, len(ids)))]
+            counts = [first, len(ids) - first] if each.scored else counts
             supervised = sum(counts)
             if all(counts) if first else supervised:
                 made += 1
@@ -176,7 +179,7 @@ def _trained(runs: Sequence[tuple[int, int]], start: int, stop: int) -> int:
 def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
     """Return the ids and the runs of a record's samples, and the tokens of the first of two documents, or 0."""
     if len(each.documents) > 1:
-        yield from _cut_alike(each.documents, limit, tally)
+        yield from _cut_alike(each, limit, tally)
         return
     (tokens,) = each.documents
     ids, loss = tokens.ids, joined(tokens.loss)
@@ -194,12 +197,12 @@ def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], l
         yield ids[start:stop], _inside(loss, start, stop), 0
 
 
-def _cut_alike(pair: list[Tokens], limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
+def _cut_alike(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
     """Return a pair's sample, unless its documents are equal."""
-    ids = [tokens.ids[:limit] for tokens in pair]
-    chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in pair)
-    tally.cut += max(len(tokens.ids) for tokens in pair) > limit
-    if chosen and ids[0] == ids[1]:
+    ids = [tokens.ids[:limit] for tokens in each.documents]
+    chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in each.documents)
+    tally.cut += max(len(tokens.ids) for tokens in each.documents) > limit
+    if (chosen or each.scored) and ids[0] == ids[1]:
         tally.equal += 1
         return
     first = len(ids[0])

@@ -31,7 +31,7 @@ from common.whole_files import replace_text
 from data.chat.control_tokens import ControlWords, words_of
 from data.errors import DataError
 from data.records.chat import Chat
-from data.records.pairs import Judged
+from data.records.pairs import WRONG_WAY, Judged
 from data.records.raw_records import RawRecord, read_file
 from data.records.reading import BadRecords, origin, parse
 from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized, type_of
@@ -46,6 +46,7 @@ CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
 PLACEHOLDER = re.compile("<(?:image|video|audio|bbox|ref-object)>")
 PLACEHOLDER_HINT = re.compile(rb"<(?:image|video|audio|bbox|ref-object)>|\\u003c", re.IGNORECASE)
 IN_WORDS = "hold a placeholder such as <image>, which is trained as text, as Pipetune trains on text alone"
+OTHERWISE = "the same as another one, but marked or classed otherwise"
 AHEAD = 4  # chunks under way for each worker
 
 # Takes progress: what is being done, how many of how many bytes are done, and how many records.
@@ -92,6 +93,7 @@ class Encoder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._prompts = recipe, recipe.prompts
+        self._scored = recipe.preference is not None and recipe.preference.scored
         if recipe.preference is not None:
             if recipe.preference.kind == "classes":
                 self._prompts = replace(recipe.prompts, mask="all")
@@ -137,8 +139,11 @@ class Encoder:
             if possible and (found := next(filter(None, map(PLACEHOLDER.search, words)), None)):
                 place = f"{found.group()} in {origin(recipe.files[file].path, raw.number)}"
                 tokens[0] = tokens[0]._replace(notes=tokens[0].notes | {IN_WORDS: place})
+            if kind == "pair" and value < 0:
+                place = f"{origin(recipe.files[file].path, raw.number)} ({value:g})"
+                tokens[0] = tokens[0]._replace(notes=tokens[0].notes | {WRONG_WAY: place})
             empty = any(map(has_empty_answer, records))
-            encoded.append(Encoded(file, raw.number, kind, empty, control, tokens, value))
+            encoded.append(Encoded(file, raw.number, kind, empty, control, tokens, value, self._scored))
         noted = (
             {note: text for tokens in each.documents[::-1] for note, text in tokens.notes.items()} for each in encoded
         )
@@ -191,20 +196,17 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
                 total.end = answer.end if next(answers, None) else total.end  # no empty window at the end of an epoch
                 break
         bad.finish()
-    if window is None and not any(tally.samples for tally in total.tallies.values()):
-        limit = recipe.max_seq_len
-        raise DataError(f"{recipe.names}: no token is trained within max_seq_len {limit}; expected a larger limit")
+    samples = SampleFile(folder)
+    if window is None:
+        _check_rest(recipe, samples.column("value"), sum(total.tallies.values(), Tally()), bad.count)
     for file in recipe.files if window is None else ():
         for name, theirs in file.columns.items():
             if theirs not in total.columns:
                 raise DataError(f"{file.path}: columns: no record has {theirs!r}; expected what some call their {name}")
-    samples = SampleFile(folder)
-    marks = samples.column("value")
-    if recipe.preference and recipe.preference.kind == "marked" and window is None and marks.min() == marks.max():
-        found = "undesirable" if marks[0] == 0 else "desirable"
-        silent = sum(tally.silent for tally in total.tallies.values())
-        cut = f" ({silent:,} left out, as no token within max_seq_len is trained)" if silent else ""
-        raise DataError(f"{recipe.names}: all {len(marks):,} answers are {found}{cut}; expected some of either kind")
+    if recipe.preference and recipe.preference.kind in ("marked", "classes") and len(odd := samples.contradictions()):
+        total.notes[OTHERWISE] = len(odd)
+        number, record = (int(samples.column(name)[odd[0]]) for name in ("file", "record"))
+        total.examples[OTHERWISE] = origin(recipe.files[number].path, record)
     digests = samples.column("digest")
     meta = {
         "fingerprint": sha256(digests.tobytes()).hexdigest(),
@@ -219,6 +221,29 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     }
     meta["own_digest"] = meta_digest(meta)
     replace_text(folder / META, json.dumps(meta))
+
+
+def _check_rest(recipe: Recipe, values: NDArray[Any], total: Tally, n_bad: int) -> None:
+    """Refuse a set of which nothing is left, or one class of marked answers alone, and say what became of the rest.
+
+    Args:
+        values: of the samples that are left.
+    """
+    limit = recipe.max_seq_len
+    rest = [
+        (total.silent, f"no token is trained within max_seq_len {limit}", "a larger limit"),
+        (total.equal, f"both answers are equal within max_seq_len {limit}", "answers that differ"),
+        (n_bad, "bad records are skipped", "some that can be read"),
+    ]
+    reasons = [(f"{reason} ({count:,})", expected) for count, reason, expected in rest if count]
+    why = ", ".join(reason for reason, _ in reasons)
+    if not len(values):
+        raise DataError(f"{recipe.names}: {why}; expected {reasons[0][1]}")
+
+    if recipe.preference and recipe.preference.kind == "marked" and values.min() == values.max():
+        found = "undesirable" if values[0] == 0 else "desirable"
+        found += f" (of the others {why})" if why else ""
+        raise DataError(f"{recipe.names}: all {len(values):,} answers are {found}; expected some of either kind")
 
 
 def meta_digest(meta: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from struct import pack
@@ -53,9 +54,15 @@ INDEX = numpy.dtype(
 def sample_digest(numbers: Any, first: int, value: float) -> int:
     """Digest the bytes of a sample's ids and runs, and what else it is trained by."""
     digest = blake2b(numbers, digest_size=8)
-    if first or value:
-        digest.update(pack("<if", first, value))
-    return int.from_bytes(digest.digest(), "little")
+    if first:
+        digest.update(pack("<i", first))
+    return int.from_bytes(digest.digest(), "little") ^ _value_digest(value)
+
+
+@cache
+def _value_digest(value: float) -> int:
+    """Digest a value by itself, so that it can be taken out of a sample's digest again."""
+    return int.from_bytes(blake2b(pack("<f", value), digest_size=8).digest(), "little") if value else 0
 
 
 class SampleWriter:
@@ -143,6 +150,14 @@ class SampleFile(Sequence[Sample]):
         """Return [n], a column of the index."""
         column = numpy.ascontiguousarray(self._index[name])
         return column if self._numbers is None else column[self._numbers]
+
+    def contradictions(self) -> NDArray[numpy.int64]:
+        """Find the samples that are the same as an earlier one but for their values; of equal ones the first."""
+        digests = self.column("digest")
+        values, which = numpy.unique(self.column("value"), return_inverse=True)
+        bare = digests ^ numpy.array([_value_digest(value) for value in values.tolist()], numpy.uint64)[which]
+        first = numpy.sort(numpy.unique(digests, return_index=True)[1])
+        return numpy.delete(first, numpy.unique(bare[first], return_index=True)[1])
 
     def checksum(self) -> list[int]:
         """Return what tells this index, and the size of all samples, from others."""

@@ -14,9 +14,10 @@ import json
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,10 @@ from pydantic import BaseModel
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from common.quantities import counted
 from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template
-from data.chat.messages import JSON, Said, said_in, with_mask
+from data.chat.messages import JSON, Said, said_in, with_mask, without_end
 from data.chat.native.kinds import native_tokenizer, older_template
 from data.chat.native.pieces import expected_ids, read_json
 from data.chat.plain import write_plain
@@ -34,7 +36,8 @@ from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, end_of_seq
 from data.chat.rendered import RenderedText, Span, join
 from data.chat.sandbox import SlowTemplate
 from data.errors import DataError
-from data.records.chat import Chat
+from data.prompt_texts import PLAIN_ANSWER
+from data.records.chat import Chat, Unanswered
 from data.records.files import SURROGATE
 from data.records.formats import convert
 from data.records.record import Passage, Pretrain, Record, Segments, Tokenized
@@ -42,6 +45,10 @@ from data.sample_set import IGNORED, Sample
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 NO_TEMPLATE = "chat_template_kwargs are not used, as prompt_format: plain has no template"
+TWICE = "the token that ends an answer, or begins or ends a text, stands there already and is not written once more"
+RENDERED = "a text is a dialogue that a chat template wrote, so that users' words are trained, too; expected messages"
+PADDED = "padding at an end, trained where labels do not leave it out; expected an attention_mask of 0, or none there"
+SHOWN = 60  # characters of an example
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json")
 
 READ = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # suffixes of files that make a tokenizer
@@ -193,25 +200,30 @@ class Writer:
         Raises:
             DataError: the format cannot hold the record.
         """
+        if isinstance(record, Passage):
+            return RenderedText(record.text, [(0, len(record.text))]), self.beginning
         if isinstance(record, Pretrain):
-            end = "" if isinstance(record, Passage) else end_of_sequence(self._tokenizer.eos_token)
-            return RenderedText(record.text + end, [(0, len(record.text + end))]), self.beginning
+            return self._continued(record.text)
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
+
         said = with_mask(said_in(record), self._prompts.mask)
         tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
-        if self._plain:
-            written = write_plain(said, tools, end_of_sequence(self._tokenizer.eos_token))
-            written = written._replace(notes=written.notes | {NO_TEMPLATE: json.dumps(own)}) if own else written
-        elif own:
-            prompts = replace(self._prompts, template_args=self._prompts.template_args | own)
-            written = chat_template(self._tokenizer, prompts, bool(tools)).write(said, tools)
+        template = None if self._plain else self._template_of(tools, own)
+        end = template.end if template else end_of_sequence(self._tokenizer.eos_token)
+        notes = {NO_TEMPLATE: json.dumps(own)} if own and self._plain else {}
+        bare = [without_end(each, end) for each in said]
+        if twice := [one.text for one, other in zip(said, bare, strict=True) if one is not other]:
+            notes[TWICE] = repr(twice[0][-SHOWN:])
+
+        if isinstance(record, Unanswered):
+            asked = template.ask(bare, tools, False) if template else write_plain(bare, tools, end, open_end=True).text
+            written = RenderedText(asked.removesuffix(PLAIN_ANSWER), [])
         else:
-            written = self._template(bool(tools)).write(said, tools)
-        if self._prompts.mask == "all":
-            written = written._replace(loss=[(0, len(written.text))])
-        return written, self.beginning if self._plain else []
+            written = template.write(bare, tools) if template else write_plain(bare, tools, end)
+        loss = [(0, len(written.text))] if self._prompts.mask == "all" else written.loss
+        return RenderedText(written.text, loss, written.notes | notes), self.beginning if self._plain else []
 
     def ask(self, said: Sequence[Said], tools: list[JSON]) -> tuple[str, list[int]]:
         """Write the prompt for the answer to the last message, and the ids that go before it."""
@@ -219,6 +231,29 @@ class Writer:
             end = end_of_sequence(self._tokenizer.eos_token)
             return write_plain(said, tools, end, open_end=True).text, self.beginning
         return self._template(bool(tools)).ask(said, tools), []
+
+    def _template_of(self, tools: list[JSON], own: JSON) -> ChatTemplate:
+        if not own:
+            return self._template(bool(tools))
+        prompts = replace(self._prompts, template_args=self._prompts.template_args | own)
+        return chat_template(self._tokenizer, prompts, bool(tools))
+
+    def _continued(self, text: str) -> tuple[RenderedText, list[int]]:
+        """Write a text with the tokens before and behind it that it does not have by itself."""
+        begin, end = self._tokenizer.bos_token, end_of_sequence(self._tokenizer.eos_token)
+        begun = bool(begin and self.beginning) and text.startswith(begin)
+        notes = {TWICE: repr(text[-SHOWN:])} if begun or text.endswith(end) else {}
+        if self._turn and self._turn in text:
+            notes[RENDERED] = repr(text[:SHOWN])
+        text = text.removesuffix(end) + end
+        return RenderedText(text, [(0, len(text))], notes), [] if begun else self.beginning
+
+    @cached_property
+    def _turn(self) -> str:
+        """Return what a template writes between a question and its answer; empty where there is none."""
+        with suppress(DataError, SlowTemplate):
+            return "" if self._plain else self._template(False).turn
+        return ""
 
     @cached_property
     def beginning(self) -> list[int]:
@@ -282,9 +317,13 @@ def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens
             f"field input_ids[{place}]: expected a token of this model's tokenizer, which has {len(tokenizer)}, found "
             f"{largest}"
         )
-    borders = [0, *(label != IGNORED for label in record.labels or record.input_ids), 0]
+    borders = [False, *record.trained, False]
     changes = [place for place, (one, other) in enumerate(pairwise(borders)) if one != other]
-    return Tokens(record.input_ids, list(zip(changes[::2], changes[1::2], strict=True)))
+    ids, pad = record.input_ids, tokenizer.pad_token_id
+    padding = max(sum(1 for _ in takewhile(lambda each: each == pad, side)) for side in (ids, reversed(ids)))
+    most = 1 if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 0  # where one belongs to the text
+    notes = {PADDED: f"{counted(padding, 'token')} {tokenizer.pad_token!r}"} if padding > most else {}
+    return Tokens(ids, list(zip(changes[::2], changes[1::2], strict=True)), notes)
 
 
 def _tokens(written: RenderedText, prefix: list[int], encoding: Encoding) -> Tokens:

@@ -14,6 +14,7 @@ from data.tokenized.dataset import Dataset
 from data.tokenized.recipe import DataFile, Recipe
 
 LIMIT = 160
+JUDGED_LIMIT = 320  # of a document of preferences
 
 Load = Callable[..., Dataset]
 

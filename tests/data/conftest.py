@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from data.chat.prompts import Prompts, Truncate
+from data.records.pairs import Wanted
 from data.tokenized import store
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.recipe import Recipe
 from data.tokenized.store import Cache
 from data.tokenized.tokenize import load_tokenizer
-from tests.data.caches import LIMIT, Load
+from tests.data.caches import JUDGED_LIMIT, LIMIT, Load
+
+PAIRS, TEMPLATE = Wanted("pairs"), Prompts("chat_template")
 
 
 @pytest.fixture
@@ -54,6 +58,26 @@ def load(tmp_path: Path, tokenizer_folder: Path, settled: None) -> Load:
 
     def run(data: Any, tokenizer: Path = tokenizer_folder, limit: int = LIMIT, **options: Any) -> Dataset:
         return load_dataset(data, tokenizer, limit, "plain", cache_dir=tmp_path / "cache", **options)
+
+    return run
+
+
+@pytest.fixture
+def load_judged(tmp_path: Path, tokenizer_folder: Path) -> Any:
+    """`load_dataset` of records that are given as objects; pairs where nothing else is said."""
+
+    def run(
+        *records: dict[str, Any],
+        wanted: Wanted | None = PAIRS,
+        limit: int = JUDGED_LIMIT,
+        how: Truncate = "turns",
+        prompts: Prompts = TEMPLATE,
+        **options: Any,
+    ) -> Dataset:
+        path = tmp_path / "a.jsonl"
+        path.write_text("\n".join(map(json.dumps, records)))
+        options |= {"truncate": how, "cache_dir": tmp_path / "cache", "preference": wanted}
+        return load_dataset(str(path), tokenizer_folder, limit, prompts, **options)
 
     return run
 

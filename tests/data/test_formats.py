@@ -151,6 +151,12 @@ def test_format_decides_where_fields_of_several_are_there() -> None:
     assert refusal(both | {"answer": "other"}).startswith("field answer: the record's format has no place for it")
 
 
+def test_columns_are_named_in_what_is_said_of_a_question() -> None:
+    columns = {"prompt": "Frage", "completion": "Antwort"}
+    line = refusal({"Frage": "", "Antwort": "a"}, columns=columns)
+    assert line == "field Frage: expected a text of at least 1 character, found ''"
+
+
 def test_a_record_of_no_layout_is_refused_with_its_fields_and_the_formats() -> None:
     line = refusal({"id": 1, "one": "a", "other": "b"})
     assert line.startswith("no known format has the fields 'id', 'one', 'other'; expected columns that ")
@@ -182,9 +188,9 @@ REFUSED: dict[str, list[Any]] = {
         {"type": 5},
         {"type": "x" * 10_000},
     ],
-    "field text: String should have at least 1 character": [{"type": "pretrain", "text": ""}, {"text": ""}],
+    "field text: expected a text of at least 1 character, found ''": [{"type": "pretrain", "text": ""}, {"text": ""}],
     "field text: expected a string": [{"type": "pretrain", "text": "\ud800"}, {"text": float("nan")}],
-    "field output: expected a value, found null": [
+    "field output: expected a value, found null or an empty cell": [
         {"type": "instruct", "instruct": "a", "output": None},
         {"instruction": "i", "output": None},
     ],
@@ -276,7 +282,18 @@ REFUSED: dict[str, list[Any]] = {
         {"query": "q", "answers": answers, "tools": []} for answers in ("sunny", [{"city": "Wien"}])
     ],
     "field instruction: expected a question here or in input, found both empty": [{"instruction": "", "output": "o"}],
-    "field instruct: String should have at least 1 character": [{"prompt": "", "completion": "a"}],
+    "field prompt: expected a text of at least 1 character, found ''": [{"prompt": "", "completion": "a"}],
+    "field input: expected a text of at least 1 character, found ''": [{"input": "", "completion": "a"}],
+    "field question: expected a text of at least 1 character, found ''": [{"question": "", "answer": "a"}],
+    "field instruct: expected a text of at least 1 character, found ''": [
+        {"type": "instruct", "instruct": "", "output": "a"}
+    ],
+    "field completion: expected a text or a list of messages, found a number": [{"prompt": "q", "completion": 1.0}],
+    "field completion: expected a text or a list of messages, found true or false": [
+        {"prompt": "q", "completion": True}
+    ],
+    "field response: expected a text or a list of messages, found an object": [{"prompt": "q", "response": {}}],
+    "field prompt: expected a text or a list of messages, found a number": [{"prompt": 2, "completion": "a"}],
     "field answer: expected a string, found a number": [{"question": "q", "answer": 4.2}],
     "field answer: expected a string, found true or false": [{"question": "q", "answer": True}],
     "field reasoning: expected the thoughts of the answer, found 'on'": [
@@ -291,7 +308,7 @@ REFUSED: dict[str, list[Any]] = {
     "field segments: expected a label with at least one": [{"segments": [{"text": "t", "label": False}]}],
     "field labels: expected 2, one for each of input_ids, found 1": [{"input_ids": [1, 2], "labels": [2]}],
     "field labels[0]: expected 1, as in input_ids, or -100, found 2": [{"input_ids": [1, 2], "labels": [2, -100]}],
-    "field attention_mask[1]: expected 1": [{"input_ids": [1, 2], "attention_mask": [1, 0]}],
+    "field attention_mask[1]: expected 1": [{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}],
 }
 
 

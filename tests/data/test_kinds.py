@@ -44,9 +44,9 @@ def test_tables_as_text_are_read_with_their_line_breaks_and_quotes(name: str, de
         (b"question,answer\nq,a,b\n", "record 1: expected 2 cells, as in the first line, found 3"),
         (b"text,text\na,b\n", "two columns are called 'text'"),
         (b"text\n\xff\n", "record 1: not UTF-8; expected text in UTF-8"),
-        (b'text\n"open\n', "record 1: cannot be read, and what follows neither: unexpected end of data"),
+        (b'text\n"open\n', "record 1: cannot be read: unexpected end of data"),
         (b"text\n", "expected at least one record, found none"),
-        (b"question,answer\nq,\n", "record 1: field answer: expected a value, found null"),
+        (b"question,answer\nq,\n", "record 1: field answer: expected a value, found null or an empty cell"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_named(content: bytes, reason: str, tmp_path: Path) -> None:

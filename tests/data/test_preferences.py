@@ -24,16 +24,15 @@ from data.records.pairs import FIELDS, Wanted
 from data.records.record import type_of
 from data.sample_set import Sample
 from data.tokenized.columns import OLDEST
-from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.recipe import Recipe
 from data.tokenized.tokenize import encode
-from tests.data.caches import caches
+from tests.data.caches import JUDGED_LIMIT, caches
 from tests.data.helpers import as_lists, runs_of, supervised, whole_text
 
 JSON = dict[str, Any]
 PAIRS, MARKED, CLASSES = Wanted("pairs"), Wanted("marked"), Wanted("classes")
 PROMPTS = Prompts("chat_template")
-LIMIT = 320
+LIMIT = JUDGED_LIMIT
 CLASS_NAMES = ("desirable", "undesirable")
 
 
@@ -124,21 +123,8 @@ SEVERAL_TURNS: dict[str, JSON] = {
 
 
 @pytest.fixture
-def load(tmp_path: Path, tokenizer_folder: Path) -> Any:
-    def run(
-        *records: JSON,
-        wanted: Wanted | None = PAIRS,
-        limit: int = LIMIT,
-        how: Truncate = "turns",
-        prompts: Prompts = PROMPTS,
-        **options: Any,
-    ) -> Dataset:
-        path = tmp_path / "a.jsonl"
-        path.write_text("\n".join(map(json.dumps, records)))
-        options |= {"truncate": how, "cache_dir": tmp_path / "cache", "preference": wanted}
-        return load_dataset(str(path), tokenizer_folder, limit, prompts, **options)
-
-    return run
+def load(load_judged: Any) -> Any:
+    return load_judged
 
 
 def listed(sample: Sample) -> Sample:
@@ -455,7 +441,10 @@ def test_both_classes_are_counted_with_what_is_left_out(load: Any) -> None:
     assert (bad.records, bad.samples, bad.cut, bad.silent, bad.empty) == (3, 2, 2, 1, 1)
     rows = [line.split()[1:4] for line in table(dataset).splitlines()]
     assert ["desirable", "2", "2"] in rows and ["undesirable", "3", "2"] in rows
-    with pytest.raises(DataError, match=r"all 2 answers are desirable \(1 left out, as no token within max_seq_len"):
+    with pytest.raises(
+        DataError,
+        match=r"all 2 answers are desirable \(of the others no token is trained within max_seq_len 64 \(1\)\); exp",
+    ):
         load(*records[:2], records[4], wanted=MARKED, limit=64)
 
 

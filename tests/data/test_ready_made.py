@@ -15,6 +15,7 @@ from data.inspection.summary import facts
 from data.records.formats import convert
 from data.sample_set import Sample
 from data.tokenized.dataset import load_dataset
+from data.tokenized.tokenize import PADDED, encode_tokens
 from tests.data.helpers import runs
 
 
@@ -114,3 +115,74 @@ def test_fields_that_were_not_used_are_named_once(tokenizer_folder: Path, tmp_pa
         dataset = load_dataset(tmp_path / "a.json", tokenizer_folder, 100, PLAIN, cache_dir=tmp_path / "cache")
         assert dataset.unused == {"level\n": 3, "hops": 1}
         assert "fields that were not used, and in how many records: level\\n (3), hops (1)" in facts(dataset, 100)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "labels", "expected"),
+    [
+        ([5, 6, 7, 1, 1], [1, 1, 1, 0, 0], [-100, 6, 7, -100, -100], ([5, 6, 7], [-100, 6, 7])),
+        ([1, 1, 5, 6, 7], [0, 0, 1, 1, 1], [-100, -100, -100, 6, 7], ([5, 6, 7], [-100, 6, 7])),
+        ([1, 5, 6, 1], [0, 1, 1, 0], None, ([5, 6], [5, 6])),
+        ([5, 6, 1, 1], [1, 1, 0, 0], [5, 6, 1, 1], ([5, 6], [5, 6])),
+        ([5, 6, 7], [1, 1, 1], None, ([5, 6, 7], [5, 6, 7])),
+    ],
+)
+def test_padding_under_a_mask_is_taken_off(
+    ids: list[int],
+    mask: list[int],
+    labels: list[int] | None,
+    expected: tuple[list[int], list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    raw = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    assert sample_of(raw, tokenizer) == {"input_ids": expected[0], "labels": expected[1]}
+    loss_mask = [int(label != -100) for label in labels or ids]
+    positions = [max(sum(mask[: place + 1]) - 1, 0) for place in range(len(ids))]
+    more = {"labels": None, "loss_mask": loss_mask, "position_ids": positions}
+    assert sample_of(raw | more, tokenizer)["labels"] == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "line"),
+    [
+        ([1, 0, 1, 0], "field attention_mask[1]: expected 1"),
+        ([0, 0, 0, 0], "field attention_mask[0]: expected 1"),
+        ([1, 1, 0], "field attention_mask: expected 4, one for each of input_ids, found 3"),
+        ([1, 1, 1, 1, 0], "field attention_mask: expected 4, one for each of input_ids, found 5"),
+        ([1, 1, 1, 2], "field attention_mask[3]: expected 1"),
+        ("1111", "field attention_mask: expected a list, found a string"),
+    ],
+)
+def test_a_mask_with_holes_or_of_another_length_is_refused(mask: object, line: str) -> None:
+    with pytest.raises(DataError) as refused:
+        convert({"input_ids": [5, 6, 7, 8], "attention_mask": mask})
+    assert str(refused.value) == line
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "told"),
+    [
+        ([5, 6, 0, 0, 0], None, "3 tokens"),
+        ([5, 6, 0], None, "1 token"),
+        ([0, 0, 5, 6], None, "2 tokens"),
+        ([5, 6, 0, 0], [-100, 6, -100, -100], "2 tokens"),
+        ([5, 0, 0, 6], None, None),
+        ([5, 6, 2], None, None),
+    ],
+)
+def test_padding_without_a_mask_is_told(
+    ids: list[int], labels: list[int] | None, told: str | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    tokens = encode_tokens({"input_ids": ids, "labels": labels}, tokenizer)
+    assert tokens.ids == ids
+    assert tokens.notes == ({PADDED: f"{told} {tokenizer.pad_token!r}"} if told else {})
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, False), (2, True)])
+def test_a_model_that_pads_with_its_end_trains_one(count: int, told: bool, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.pad_token = tokenizer.eos_token
+    tokens = encode_tokens({"input_ids": [5, 6] + [tokenizer.eos_token_id] * count}, tokenizer)
+    assert (PADDED in tokens.notes) == told
+    tokenizer.pad_token = None
+    assert not encode_tokens({"input_ids": [5, 6, 0, 0]}, tokenizer).notes

@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt, model_validator
 from data.chat.prompts import Fallback, Mask, PromptFormat, Truncate
 from data.packing import Packing
 from data.records.fields import TemplateArguments
-from data.records.pairs import Wanted
+from data.records.pairs import PAIRED, Wanted
 from data.records.reading import OnBadRecord
 from training.config.contradictions import contradictions
 from training.config.model_topo import ModelTopo
@@ -339,8 +339,10 @@ class TrainConfig(Section):
         """Which judged records are trained on; None for plain ones."""
         if self.labels:
             return Wanted("classes", tuple(self.labels))
+        if self.preference and self.preference.unpaired:
+            return Wanted("marked")
         if self.preference:
-            return Wanted("marked" if self.preference.unpaired else "pairs")
+            return Wanted("rewards" if self.preference.loss == "reward" else "pairs")
         return None
 
     @property
@@ -351,7 +353,7 @@ class TrainConfig(Section):
     @property
     def sample_limit(self) -> int:
         """Most tokens of a sample: a pair is two documents."""
-        return self.max_seq_len * (2 if self.wanted == Wanted("pairs") else 1)
+        return self.max_seq_len * (2 if self.wanted and self.wanted.kind in PAIRED else 1)
 
     @property
     def least_micro_batches(self) -> int:
