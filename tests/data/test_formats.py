@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from transformers import PreTrainedTokenizerBase
 
 from data.records.formats import FORMAT_NAMES, FORMATS, convert
@@ -333,7 +335,7 @@ def test_a_million_wrong_entries_are_refused_at_the_first(field: str) -> None:
     assert refusal(raw | {field: [None] * 1_000_000}).startswith(f"field {field}[0]")
 
 
-def test_nulls_that_a_table_put_into_calls_are_left_out_and_declared_ones_stay(shared: Path) -> None:
+def test_nulls_that_a_table_put_into_calls_are_left_out_and_declared_ones_stay(tmp_path: Path) -> None:
     properties = {"city": {"type": "string"}, "unit": {"type": ["string", "null"], "default": None}, "other": None}
     tool: dict[str, Any] = {
         "name": "f",
@@ -344,11 +346,13 @@ def test_nulls_that_a_table_put_into_calls_are_left_out_and_declared_ones_stay(s
     record = parse_record({"messages": [USER, call], "tools": [tool]})
     del properties["other"], arguments["other"], tool["parameters"]["required"]
     assert record.model_dump() == chat(USER, call, tools=[{"type": "function", "function": tool}]).model_dump()
-    folder = shared / "cases" / "reports" / "struct-nulls"
-    table, lines = (
-        [parse(raw).records for raw in read_file(folder / name)] for name in ("structs.parquet", "structs_nulls.jsonl")
-    )
-    assert table == lines
+
+    calls = [{"function": {"name": "f", "arguments": each}} for each in ({"city": "Lima"}, {"days": 3})]
+    records = [{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "structs.parquet")
+    found = [parse(raw) for raw in read_file(tmp_path / "structs.parquet")]
+    assert "null" in json.dumps(parquet.read_table(tmp_path / "structs.parquet").to_pylist())
+    assert [each.records for each in found] == [[parse_record(record)] for record in records]
 
 
 def test_columns_of_other_names_make_no_difference_to_a_record() -> None:
