@@ -18,14 +18,13 @@ from models.causal_lm import CausalLM
 from models.checkpoint.adapter import (
     PEFT_PREFIX,
     PEFT_WEIGHTS,
-    SCORES,
     AdaptedStates,
     base_folder,
     check_base,
     is_peft,
     open_factors,
-    read_peft_config,
 )
+from models.checkpoint.adapter_settings import SCORES, read_settings
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
@@ -88,7 +87,13 @@ def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
     """
     if read_json(folder / ADAPTER).get("task_type") == SCORES and not base.labels:
         base = base.scoring(_labels(folder))
-    return base.training(Trained(read_peft_config(folder)))
+    spec = base.training(Trained(read_settings(folder).lora))
+    try:
+        for layer in range(spec.n_layers):
+            spec.shapes(layer)
+    except CheckpointError as error:  # of an adapter that no layer, or not this one, can have
+        raise CheckpointError(f"{folder / ADAPTER}: {error}") from None
+    return spec
 
 
 def _labels(folder: Path) -> list[str]:
