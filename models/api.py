@@ -12,7 +12,6 @@ import torch
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.adapters import Trained
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
 from models.checkpoint.adapter import (
@@ -24,7 +23,7 @@ from models.checkpoint.adapter import (
     is_peft,
     open_factors,
 )
-from models.checkpoint.adapter_settings import SCORES, read_settings
+from models.checkpoint.adapter_settings import SCORES, with_adapter
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
@@ -87,13 +86,7 @@ def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
     """
     if read_json(folder / ADAPTER).get("task_type") == SCORES and not base.labels:
         base = base.scoring(_labels(folder))
-    spec = base.training(Trained(read_settings(folder).lora))
-    try:
-        for layer in range(spec.n_layers):
-            spec.shapes(layer)
-    except CheckpointError as error:  # of an adapter that no layer, or not this one, can have
-        raise CheckpointError(f"{folder / ADAPTER}: {error}") from None
-    return spec
+    return with_adapter(base, folder)
 
 
 def _labels(folder: Path) -> list[str]:

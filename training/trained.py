@@ -10,15 +10,8 @@ from pathlib import Path
 
 from common.quantities import counted
 from models.adapters import ALL, Lora, Trained, ends_with, is_factor
-from models.checkpoint.adapter import (
-    CHECKSUM,
-    AdaptedStates,
-    LayerFiles,
-    base_checksum,
-    check_base,
-    open_factors,
-)
-from models.checkpoint.adapter_settings import adapted_paths, peft_config, read_settings
+from models.checkpoint.adapter import CHECKSUM, AdaptedStates, LayerFiles, base_checksum, check_base, open_factors
+from models.checkpoint.adapter_settings import adapted_paths, peft_config, with_adapter
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import first_few, open_source
@@ -143,21 +136,19 @@ def _check(spec: ModelSpec, trained: ModelSpec) -> None:
 
 def _check_start(start: Path, spec: ModelSpec) -> None:
     """Refuse an adapter whose numbers would mean another model with the config's settings."""
-    own, given = spec.trained.lora, read_settings(start).lora
-    other, differ = spec.training(Trained(given)), set[str]()
+    other, differ = with_adapter(spec, start), set[str]()
     for layer in range(spec.n_layers):
         differ |= {*spec.trained_names(layer)} ^ {*other.trained_names(layer)}
     differ -= {HEAD_WEIGHT} if spec.labels else set()  # which a language model's adapter has none of
-    adapted = set(filter(is_factor, differ))
+    adapted, own, given = set(filter(is_factor, differ)), spec.trained.lora, other.trained.lora
     equal = {key: getattr(own, key) == getattr(given, key) for key in ("r", "alpha", "rslora")}
     equal |= {"targets": not adapted, "modules_to_save": adapted == differ}
-    key = next((key for key, same in equal.items() if not same), None)
-    if key is None:
-        return
-    value, wanted = (json.dumps(getattr(each, key)) for each in (own, given))
-    experts = f", experts: {json.dumps(given.experts)}" if key == "targets" and spec.has_experts else ""
-    what = f"the adapter in {start} (lora.start_from) has {wanted}"
-    raise ConfigError(f"lora.{key}: {value}, but {what}; expected {key}: {wanted}{experts}")
+
+    for key in [each for each, same in equal.items() if not same]:
+        value, wanted = (json.dumps(getattr(each, key)) for each in (own, given))
+        what = f"{value}, but the adapter in {start} (lora.start_from) has {wanted}"
+        experts = f", experts: {json.dumps(given and given.experts)}" if key == "targets" and spec.has_experts else ""
+        raise ConfigError(f"lora.{key}: {what}; expected {key}: {wanted}{experts}")
 
 
 def _check_base(spec: ModelSpec, config: TrainConfig) -> None:

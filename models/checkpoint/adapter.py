@@ -36,9 +36,7 @@ def is_peft(folder: Path) -> bool:
     """Return whether a folder holds an adapter as peft saves it; CheckpointError for a pickle of an early peft."""
     found = (folder / PEFT_WEIGHTS).is_file()
     if not found and (folder / PICKLED).is_file():
-        raise CheckpointError(
-            f"{folder / PICKLED}: a pickle; expected {PEFT_WEIGHTS}, as peft's save_pretrained writes"
-        )
+        raise CheckpointError(f"{folder / PICKLED}: a pickle; expected {PEFT_WEIGHTS}, as peft writes today")
     return found
 
 
@@ -92,10 +90,8 @@ class PeftFolder:
         ends = [peft_name(self._spec, *place) for place in places]
         here = [self._file.read(name) for name in ends if name in self._file]
         if self._spec.tied and here and not (len(here) == len(ends) and torch.equal(*here)):
-            raise CheckpointError(
-                f"{self._path}: embedding and head of the model are tied, one weight; expected {' and '.join(ends)}, "
-                "with equal numbers"
-            )
+            expected = f"{' and '.join(ends)}, with equal numbers"
+            raise CheckpointError(f"{self._path}: the model's embedding and head are tied; expected {expected}")
 
 
 class AdaptedStates:
@@ -138,14 +134,9 @@ class AdaptedStates:
         state = self._factors.read(layer, names)
         for name, tensor in state.items():
             if tensor.shape != shapes[name]:
-                why = (
-                    "an adapter of this model, of this r"
-                    if is_factor(name)
-                    else "that of the base, with its vocabulary"
-                )
-                raise CheckpointError(
-                    f"layer {layer}: {name} has shape {list(tensor.shape)}; expected {list(shapes[name])}: {why}"
-                )
+                why = "an adapter of this model, of this r" if is_factor(name) else "as in the base (its vocabulary)"
+                expected = f"{list(shapes[name])}: {why}"
+                raise CheckpointError(f"layer {layer}: {name} has shape {list(tensor.shape)}; expected {expected}")
         return state
 
 

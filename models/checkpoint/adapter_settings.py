@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from models.adapters import ALL_LINEAR, Lora, ends_with, is_factor
+from models.adapters import ALL_LINEAR, Lora, Trained, ends_with, is_factor
 from models.checkpoint.layout import ADAPTER
 from models.config_json import read_json
 from models.errors import CheckpointError
@@ -72,6 +72,17 @@ def read_settings(folder: Path) -> AdapterSettings:
         found = f"{raw[name]!r:.200}" if name in raw else "missing"
         expected = AdapterSettings.model_fields[name].description
         raise CheckpointError(f"{path}: {name}: {found}; expected {expected}") from None
+
+
+def with_adapter(base: ModelSpec, folder: Path) -> ModelSpec:
+    """Get a model with the adapters in a folder; CheckpointError where they are not such as its layers can have."""
+    spec = base.training(Trained(read_settings(folder).lora))
+    try:
+        for layer in range(spec.n_layers):
+            spec.shapes(layer)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / ADAPTER}: {error}") from None
+    return spec
 
 
 def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:

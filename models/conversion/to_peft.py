@@ -10,13 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from models.api import adapted_spec, read_spec
-from models.checkpoint.adapter import (
-    CHECKSUM,
-    PEFT_WEIGHTS,
-    LayerFiles,
-    peft_name,
-    to_peft,
-)
+from models.checkpoint.adapter import CHECKSUM, PEFT_WEIGHTS, LayerFiles, peft_name, to_peft
 from models.checkpoint.adapter_settings import peft_config
 from models.checkpoint.layout import ADAPTER, Manifest, side_files
 from models.checkpoint.side_files import copy_files
@@ -46,9 +40,9 @@ def write_adapter(folder: Path, target: Path) -> None:
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
             saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
     settings = read_json(folder / ADAPTER)
-    notes = {"format": "pt", CHECKSUM: settings[CHECKSUM]} | (
-        {LABELS: json.dumps(plain.labels)} if plain.labels else {}
-    )
+    notes = {"format": "pt", CHECKSUM: settings[CHECKSUM]}
+    if plain.labels:
+        notes[LABELS] = json.dumps(plain.labels)
     (target / PEFT_WEIGHTS).write_bytes(save(saved, notes))  # an OSError on a full disk, which `save_file` has none of
     base, revision = _loadable(Path(settings["base_model_name_or_path"]))
     write_json(target / ADAPTER, peft_config(spec, base) | {"revision": revision})
