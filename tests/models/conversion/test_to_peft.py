@@ -14,6 +14,7 @@ from peft import AutoPeftModelForCausalLM
 from models import load_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
+from models.checkpoint import adapter
 from models.checkpoint.layout import ADAPTER, Manifest
 from models.conversion.check_adapter import check_adapter
 from models.conversion.to_huggingface import pp_to_hg
@@ -48,8 +49,10 @@ def test_the_base_is_the_folder_that_the_layers_came_from(make_checkpoint: Make,
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_a_base_of_the_hub_is_named_as_there(converted: bool, make_checkpoint: Make, tmp_path: Path) -> None:
-    """Also where its folder in the hub's cache is gone."""
+def test_a_base_of_the_hub_is_named_as_there(
+    converted: bool, make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its folder in the hub's cache is gone; and found by that name."""
     model = make_checkpoint("llama")
     cached = tmp_path / f"hub/models--{NAME.replace('/', '--')}/snapshots/{COMMIT}"
     shutil.copytree(model, cached)
@@ -60,6 +63,8 @@ def test_a_base_of_the_hub_is_named_as_there(converted: bool, make_checkpoint: M
         shutil.rmtree(tmp_path / "hub")
     settings = exported(model, base, tmp_path / "peft")
     assert (settings["base_model_name_or_path"], settings["revision"]) == (NAME, COMMIT)
+    monkeypatch.setattr(adapter, "find_model", {f"{NAME}@{COMMIT}": model}.__getitem__)
+    assert adapter.base_folder(tmp_path / "peft") == model
 
 
 @pytest.mark.parametrize("why", ["moved", "a run's", "unknown"])
@@ -83,7 +88,7 @@ def test_a_base_that_peft_cannot_load_is_told(why: str, make_checkpoint: Make, t
     assert "peft" in line and str(base) in line and "base_model_name_or_path" in line
 
 
-@pytest.mark.parametrize("name", ["gone", "x" * 5000, "", "\0", "no/model"])
+@pytest.mark.parametrize("name", ["gone", "x" * 5000, "", "\0"])
 def test_a_base_that_is_not_there_is_named(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
     model = make_checkpoint("llama")
     settings = exported(model, model, tmp_path / "peft")
