@@ -196,7 +196,8 @@ def base_folder(folder: Path) -> Path:
         return find_model(f"{name}@{revision}" if revision and hub_name(name) else name)
     except CheckpointError as error:
         other = "or name the base, and this folder as its adapter (demo.py --model BASE --adapter DIR)"
-        raise CheckpointError(f"{folder / ADAPTER}: base_model_name_or_path: {error}; {other}") from None
+        what = f"an adapter ({ADAPTER}), no whole model: base_model_name_or_path"
+        raise CheckpointError(f"{folder}: {what}: {error}; {other}") from None
 
 
 def base_checksum(base: PipelineSource | HuggingFaceSource) -> str:
