@@ -15,8 +15,10 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import regex
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from models.errors import CheckpointError
 ALL_LINEAR = "all-linear"
 FACTORS = ("lora_A", "lora_B")
 IDLE = "idle"
+PATIENCE = 1.0  # seconds for a name and a regular expression, which may be a stranger's, and one without an end
 GROUPED_BYTES = 16  # torch's grouped product wants rows of a multiple of it
 
 
@@ -56,7 +59,7 @@ class Lora:
     def takes(self, path: str) -> bool:
         """Return whether `targets` names a module or a weight of experts, apart from `all-linear`."""
         if isinstance(self.targets, str):
-            return re.fullmatch(self.targets, path) is not None
+            return _matches(self.targets, path)
         return ends_with(path, self.targets)
 
 
@@ -72,11 +75,11 @@ class Trained:
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
 
-    def prepare(self, module: nn.Module, is_head: bool, path: Callable[[str], list[str]]) -> None:
+    def prepare(self, module: nn.Module, is_end: bool, path: Callable[[str], list[str]]) -> None:
         """Add adapters to a layer, and take all else that is not trained out of the backward pass.
 
         Args:
-            is_head: whether the layer is the last one, whose projection `all-linear` leaves out.
+            is_end: whether the layer is the first or the last one, which get no adapters.
             path: gives the names in transformers' model of a module or a weight of the layer: two for the ends of a
                 tied model.
         """
@@ -84,7 +87,10 @@ class Trained:
             return
         if self.lora:
             for name, part in list(module.named_modules()):
-                _adapt(part, self.lora, path(name)[0], is_head)
+                if is_end:
+                    _check_end(part, self.lora, path(name))
+                else:
+                    _adapt(part, self.lora, path(name)[0])
         for name, weight in module.named_parameters():
             if not self._trains(name, path(name)):
                 weight.requires_grad_(False)
@@ -241,13 +247,32 @@ def expert_weights(module: nn.Module) -> list[str]:
     return [name for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3]
 
 
-def _adapt(module: nn.Module, lora: Lora, path: str, is_head: bool) -> None:
+@cache
+def _matches(pattern: str, path: str) -> bool:
+    try:
+        return regex.fullmatch(pattern, path, timeout=PATIENCE) is not None
+    except TimeoutError:
+        problem = f"does not end within {PATIENCE:g} s with {path}; expected a simpler one"
+    except (regex.error, RecursionError) as error:
+        problem = f"{error}; expected {ALL_LINEAR}, a list of names, or a regular expression"
+    raise CheckpointError(f"lora.targets: {pattern!r:.200}: {problem}")
+
+
+def _check_end(module: nn.Module, lora: Lora, paths: list[str]) -> None:
+    """Refuse an adapter of embedding or head, whose weights are used without the modules that hold them."""
+    path = next(filter(lora.takes, paths), None) if lora.targets != ALL_LINEAR else None
+    if path and isinstance(module, (nn.Linear, nn.Embedding)):
+        expected = f"{path.rpartition('.')[2]} in modules_to_save alone, which trains it in full"
+        raise CheckpointError(f"lora.targets: {path}: embedding and head get no adapters; expected {expected}")
+
+
+def _adapt(module: nn.Module, lora: Lora, path: str) -> None:
     """Add adapters to a module's own weights where `lora` takes them."""
     everything = lora.targets == ALL_LINEAR
     if ends_with(path, lora.modules_to_save):
         return
     if isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
-        if not is_head if everything else lora.takes(path):
+        if everything or lora.takes(path):
             _add_factors(module, "", list(module.weight.shape), lora, path)
             module.__class__ = mixed(Adapted, module.__class__)
         return

@@ -12,20 +12,18 @@ import torch
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.adapters import Trained
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
 from models.checkpoint.adapter import (
     PEFT_PREFIX,
     PEFT_WEIGHTS,
-    SCORES,
     AdaptedStates,
     base_folder,
     check_base,
     is_peft,
     open_factors,
-    read_peft_config,
 )
+from models.checkpoint.adapter_settings import SCORES, with_adapter
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
@@ -88,7 +86,7 @@ def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
     """
     if read_json(folder / ADAPTER).get("task_type") == SCORES and not base.labels:
         base = base.scoring(_labels(folder))
-    return base.training(Trained(read_peft_config(folder)))
+    return with_adapter(base, folder)
 
 
 def _labels(folder: Path) -> list[str]:

@@ -129,7 +129,7 @@ class ModelSpec:
             module = (self.family.projection or Head)(self.family, self.config)
         else:
             module = Block(self.family, self.config, layer - 1, positions)
-        self.trained.prepare(module, layer == self.n_blocks + 1, partial(self.paths, layer))
+        self.trained.prepare(module, layer in (0, self.n_blocks + 1), partial(self.paths, layer))
         return module
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:

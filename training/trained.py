@@ -10,15 +10,9 @@ from pathlib import Path
 
 from common.quantities import counted
 from data.tokenized.store import digests_folder
-from models.adapters import ALL, Lora, Trained, ends_with
-from models.checkpoint.adapter import (
-    AdaptedStates,
-    LayerFiles,
-    adapted_paths,
-    check_base,
-    open_factors,
-    peft_config,
-)
+from models.adapters import ALL, Lora, Trained, ends_with, is_factor
+from models.checkpoint.adapter import AdaptedStates, LayerFiles, check_base, open_factors
+from models.checkpoint.adapter_settings import adapted_paths, peft_config, with_adapter
 from models.checkpoint.digest import DIGEST, model_digest
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
@@ -69,7 +63,9 @@ def describe_trained(spec: ModelSpec) -> list[str]:
         shapes, shared = spec.shapes(layer), {HEAD_WEIGHT} if spec.tied else set()  # which the embedding holds, too
         trained += sum(shapes[name].numel() for name in {*spec.trained_names(layer)} - shared)
         whole += sum(shape.numel() for name, shape in spec.base.shapes(layer).items() if name not in shared)
-    how = f"adapters of rank {spec.trained.lora.r} (lora)" if spec.trained.lora else "all that freeze does not name"
+    how, lora = "all that freeze does not name", spec.trained.lora
+    if lora:
+        how = f"adapters of rank {lora.r} on {counted(sum(map(len, adapted_paths(spec))), 'weight')} (lora)"
     return [f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}"]
 
 
@@ -91,6 +87,7 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
         return AdaptedStates(base, spec, None, config.seed)
     start = resolve(config.lora.start_from, adapter=True)
     check_base(start, given, digests_folder(config.cache_dir))
+    _check_start(start, spec)
     return AdaptedStates(base, spec, open_factors(start, spec))
 
 
@@ -137,6 +134,23 @@ def _check(spec: ModelSpec, trained: ModelSpec) -> None:
         if not any(ends_with(name.rpartition(".")[0], (module,)) for name in names):
             ends = dict.fromkeys(name.split(".")[-2] for name in names if "." in name)
             raise ConfigError(f"lora.modules_to_save: no module {module!r}; expected some of {few(ends)}")
+
+
+def _check_start(start: Path, spec: ModelSpec) -> None:
+    """Refuse an adapter whose numbers would mean another model with the config's settings."""
+    other, differ = with_adapter(spec, start), set[str]()
+    for layer in range(spec.n_layers):
+        differ |= {*spec.trained_names(layer)} ^ {*other.trained_names(layer)}
+    differ -= {HEAD_WEIGHT} if spec.labels else set()  # which a language model's adapter has none of
+    adapted, own, given = set(filter(is_factor, differ)), spec.trained.lora, other.trained.lora
+    equal = {key: getattr(own, key) == getattr(given, key) for key in ("r", "alpha", "rslora")}
+    equal |= {"targets": not adapted, "modules_to_save": adapted == differ}
+
+    for key in [each for each, same in equal.items() if not same]:
+        value, wanted = (json.dumps(getattr(each, key)) for each in (own, given))
+        what = f"{value}, but the adapter in {start} (lora.start_from) has {wanted}"
+        experts = f", experts: {json.dumps(given and given.experts)}" if key == "targets" and spec.has_experts else ""
+        raise ConfigError(f"lora.{key}: {what}; expected {key}: {wanted}{experts}")
 
 
 def _check_base(spec: ModelSpec, config: TrainConfig) -> None:

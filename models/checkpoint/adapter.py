@@ -14,40 +14,33 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from models.adapters import ALL_LINEAR, Lora, base_of, ends_with, fresh_factors, is_factor, is_transposed, merged
+from common.hub import hub_name
+from models.adapters import IDLE, base_of, fresh_factors, is_factor, is_transposed, merged
+from models.checkpoint.adapter_settings import read_settings
 from models.checkpoint.digest import DIGEST, model_digest
-from models.checkpoint.layout import ADAPTER, has_huggingface_weights, layer_file, resolve
+from models.checkpoint.hub import find_model
+from models.checkpoint.layout import ADAPTER, has_huggingface_weights, layer_file
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
 from models.config_json import read_json
 from models.errors import CheckpointError
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.quantized_base import Fp8
 from models.spec import ModelSpec
 
-PEFT_WEIGHTS = "adapter_model.safetensors"
+PEFT_WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PEFT_PREFIX = "base_model.model."
-SCORES, WORDS = "SEQ_CLS", "CAUSAL_LM"  # peft's task_type
-# What peft can do to an adapter beside what Pipetune knows, with the value of each that changes nothing.
-PLAIN = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "fan_in_fan_out": None,
-    "layers_to_transform": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "lora_bias": False,
-    "trainable_token_indices": None,
-    "exclude_modules": None,
-}
 
 
 logger = logging.getLogger("pipetune")
 
 
 def is_peft(folder: Path) -> bool:
-    """Return whether a folder holds an adapter as peft saves it."""
-    return (folder / PEFT_WEIGHTS).is_file()
+    """Return whether a folder holds an adapter as peft saves it; CheckpointError for a pickle of an early peft."""
+    found = (folder / PEFT_WEIGHTS).is_file()
+    if not found and (folder / PICKLED).is_file():
+        raise CheckpointError(f"{folder / PICKLED}: a pickle; expected {PEFT_WEIGHTS}, as peft writes today")
+    return found
 
 
 class Factors(Protocol):
@@ -63,8 +56,10 @@ class LayerFiles:
         self._folder = folder
 
     def read(self, layer: int, names: list[str]) -> dict[str, Tensor]:
-        file = MappedFile(self._folder / layer_file(layer))
-        return {name: _found(file, name, f"{self._folder / layer_file(layer)}") for name in names}
+        path = self._folder / layer_file(layer)
+        file = MappedFile(path)
+        _check_known(path, set(file), {*names, IDLE})
+        return {name: _found(file, name, f"{path}") for name in names}
 
 
 class PeftFolder:
@@ -81,8 +76,8 @@ class PeftFolder:
         self._file = SafetensorsFile(self._path)
         self._spec = spec
         known = {peft_name(spec, layer, name) for layer in range(spec.n_layers) for name in spec.trained_names(layer)}
-        if other := sorted(set(self._file) - known):
-            raise CheckpointError(f"{self._path}: {other[0]}: not a weight that lora.targets adapts in this model")
+        _check_known(self._path, set(self._file), known)
+        self._check_tied()
 
     def read(self, layer: int, names: list[str]) -> dict[str, Tensor]:
         shapes = self._spec.shapes(layer)
@@ -91,6 +86,15 @@ class PeftFolder:
             tensor = _found(self._file, peft_name(self._spec, layer, name), f"{self._path}")
             state[name] = from_peft(name, tensor, shapes[name])
         return state
+
+    def _check_tied(self) -> None:
+        """Refuse the ends of a tied model, one weight here, of which the file has one or two."""
+        places = (0, EMBEDDING_WEIGHT), (self._spec.n_layers - 1, HEAD_WEIGHT)
+        ends = [peft_name(self._spec, *place) for place in places]
+        here = [self._file.read(name) for name in ends if name in self._file]
+        if self._spec.tied and here and not (len(here) == len(ends) and torch.equal(*here)):
+            expected = f"{' and '.join(ends)}, with equal numbers"
+            raise CheckpointError(f"{self._path}: the model's embedding and head are tied; expected {expected}")
 
 
 class AdaptedStates:
@@ -133,10 +137,9 @@ class AdaptedStates:
         state = self._factors.read(layer, names)
         for name, tensor in state.items():
             if tensor.shape != shapes[name]:
-                raise CheckpointError(
-                    f"layer {layer}: {name} has shape {list(tensor.shape)}; expected {list(shapes[name])}: an adapter "
-                    "of this model, of this r"
-                )
+                why = "an adapter of this model, of this r" if is_factor(name) else "as in the base (its vocabulary)"
+                expected = f"{list(shapes[name])}: {why}"
+                raise CheckpointError(f"layer {layer}: {name} has shape {list(tensor.shape)}; expected {expected}")
         return state
 
 
@@ -183,20 +186,21 @@ def open_factors(folder: Path, spec: ModelSpec) -> Factors:
 
 
 def base_folder(folder: Path) -> Path:
-    """Find the model that an adapter belongs to.
+    """Find the model that an adapter belongs to: a folder, or a name on the HuggingFace hub.
 
     Raises:
         CheckpointError: it is not where it was, or the folder holds a whole model too.
     """
-    found = Path(str(read_json(folder / ADAPTER).get("base_model_name_or_path")))
     if has_huggingface_weights(folder):
         raise CheckpointError(f"{folder}: an adapter ({ADAPTER}) beside a whole model; expected one of them")
-    if not found.is_dir():
-        raise CheckpointError(
-            f"{folder}: an adapter ({ADAPTER}), no whole model, and its base is not at {found}; expected the base, and "
-            "this folder as its adapter (demo.py --model BASE --adapter DIR)"
-        )
-    return resolve(found)
+    settings = read_settings(folder)
+    name, revision = settings.base_model_name_or_path or "(none)", settings.revision
+    try:
+        return find_model(f"{name}@{revision}" if revision and hub_name(name) else name)
+    except CheckpointError as error:
+        other = "or name the base, and this folder as its adapter (demo.py --model BASE --adapter DIR)"
+        what = f"an adapter ({ADAPTER}), no whole model: base_model_name_or_path"
+        raise CheckpointError(f"{folder}: {what}: {error}; {other}") from None
 
 
 def check_base(adapter: Path, base: PipelineSource | HuggingFaceSource, notes: Path | None = None) -> None:
@@ -222,7 +226,7 @@ def check_base(adapter: Path, base: PipelineSource | HuggingFaceSource, notes: P
 
     found = model_digest(base, notes)
     if found != expected:
-        same_weights = found.partition("-")[0] == expected.partition("-")[0]
+        same_weights = found.partition("-")[0] == str(expected).partition("-")[0]
         what = "config" if same_weights else "weights"
         raise CheckpointError(
             f"{base.folder}: not the {what} that the adapter in {adapter} was trained on; expected those of "
@@ -234,7 +238,8 @@ def peft_name(spec: ModelSpec, layer: int, name: str) -> str:
     """Name a trained weight as peft does."""
     owner, _, leaf = name.rpartition(".")
     if not is_factor(name):
-        return f"{PEFT_PREFIX}{spec.path(layer, name)}"
+        paths = spec.paths(layer, name)
+        return f"{PEFT_PREFIX}{paths[0] if layer == 0 else paths[-1]}"  # each end of a tied model by its own name
     factor = leaf[-6:]  # of `gate_up_proj_lora_A`, or all of a linear layer's `lora_A`
     if leaf == factor:
         return f"{PEFT_PREFIX}{spec.path(layer, owner)}.{factor}.weight"
@@ -262,79 +267,17 @@ def from_peft(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
     )
 
 
-def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
-    """Write an adapter's settings in peft's words."""
-    lora = spec.trained.lora
-    assert lora is not None
-    modules, weights = adapted_paths(spec)
-    return {
-        "peft_type": "LORA",
-        "task_type": SCORES if spec.labels else WORDS,
-        "base_model_name_or_path": base,
-        "r": lora.r,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.rslora,
-        "target_modules": _targets(lora, modules, 1),
-        "target_parameters": _targets(lora, weights, 2) or None,
-        "modules_to_save": list(lora.modules_to_save) or None,
-        "bias": "none",
-        "inference_mode": True,
-    }
-
-
-def read_peft_config(folder: Path) -> Lora:
-    """Read an adapter's settings.
-
-    Raises:
-        CheckpointError: no such file, or an adapter of a kind that Pipetune does not train.
-    """
-    path = folder / ADAPTER
-    raw = read_json(path)
-    for name, plain in PLAIN.items():
-        if (value := raw.get(name)) not in (plain, None, False, {}, []):
-            raise CheckpointError(f"{path}: {name}: {value}; Pipetune trains plain LoRA; expected {plain}")
-    try:
-        modules, weights = raw.get("target_modules") or [], raw.get("target_parameters") or []
-        targets = modules if isinstance(modules, str) else (*modules, *weights)
-        return Lora(
-            r=raw["r"],
-            alpha=raw["lora_alpha"],
-            dropout=raw.get("lora_dropout") or 0.0,
-            rslora=bool(raw.get("use_rslora")),
-            targets=targets,
-            experts=bool(weights),
-            modules_to_save=tuple(raw.get("modules_to_save") or ()),
-        )
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: no usable {error}; expected the settings of a LoRA adapter") from None
+def _check_known(path: Path, found: set[str], known: set[str]) -> None:
+    if other := sorted(found - known):
+        expected = "its target_modules, target_parameters and modules_to_save"
+        raise CheckpointError(f"{path}: {other[0]}: not a weight that {ADAPTER} names; expected those of {expected}")
 
 
 def _found(file: MappedFile | SafetensorsFile, name: str, where: str) -> Tensor:
     try:
-        return file.read(name)
+        found = file.read(name)
     except KeyError:
         raise CheckpointError(f"{where}: no {name}; expected all weights that this adapter trains") from None
-
-
-def adapted_paths(spec: ModelSpec) -> tuple[list[str], list[str]]:
-    """List the names in transformers' model of what is adapted: linear layers, and weights of experts."""
-    modules, weights = [], []
-    for layer in range(spec.n_layers):
-        for name in (each for each in spec.shapes(layer) if each.endswith("lora_A")):
-            owner, _, leaf = name.rpartition(".")
-            path = spec.path(layer, owner)
-            if leaf == "lora_A":
-                modules.append(path)
-            else:
-                weights.append(f"{path}.{leaf.removesuffix('_lora_A')}")
-    return modules, weights
-
-
-def _targets(lora: Lora, paths: list[str], parts: int) -> str | list[str]:
-    """Name what is adapted as peft finds it: in the user's words, or by the last parts of the names."""
-    if lora.targets == ALL_LINEAR:
-        return list(dict.fromkeys(".".join(path.split(".")[-parts:]) for path in paths))
-    if isinstance(lora.targets, str):
-        return lora.targets if parts == 1 else paths
-    return [each for each in lora.targets if any(ends_with(path, (each,)) for path in paths)]
+    if not bool(found.isfinite().all()):
+        raise CheckpointError(f"{where}: {name} holds NaN or infinite numbers; expected none")
+    return found

@@ -168,6 +168,7 @@ class Manifest(BaseModel):
         files: weight files in order, each with its tensors' names on disk in order.
         dtypes: of each tensor, under its name on disk, as safetensors spells it ("BF16").
         side_files: that were copied byte for byte.
+        origin: the folder itself; None in a run's checkpoint, whose weights are others.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -175,6 +176,7 @@ class Manifest(BaseModel):
     files: dict[FileName, list[str]]
     dtypes: dict[str, str]
     side_files: list[FileName]
+    origin: str | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -189,7 +191,7 @@ class Manifest(BaseModel):
             raise CheckpointError(f"{path}: damaged; expected the manifest that hg_to_pp writes") from None
 
     def write(self, folder: Path) -> None:
-        (folder / MANIFEST).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (folder / MANIFEST).write_text(self.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
 
 
 def side_files(folder: Path) -> list[str]:

@@ -49,7 +49,7 @@ def copy_side_files(source: Path, target: Path, spec: ModelSpec, in_folders: boo
 
     Args:
         source: folder of either layout that the layers or the training came from; from scratch it needs no weights.
-        in_folders: as `copy_files`; a run's checkpoint has no folders.
+        in_folders: as `copy_files`; a run's checkpoint has no folders, and other weights than its origin.
     """
     manifest = Manifest.read(source)
     if manifest is None and layout.has_huggingface_weights(source):
@@ -62,6 +62,7 @@ def copy_side_files(source: Path, target: Path, spec: ModelSpec, in_folders: boo
         logger.info("%s: quantized weights are read as what they stand for, and written in 16 or 32 bits", target)
         write_json(path, {name: value for name, value in config.items() if name != QUANTIZATION})
     if manifest:
+        manifest.origin = os.path.realpath(source) if in_folders else None
         manifest.write(target)
 
 

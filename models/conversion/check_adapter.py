@@ -20,7 +20,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from models.api import open_model
-from models.checkpoint.adapter import adapted_paths, base_folder, is_peft
+from models.checkpoint.adapter import base_folder, is_peft
+from models.checkpoint.adapter_settings import adapted_paths
+from models.checkpoint.layout import ADAPTER, Layout, layout_of
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 
@@ -44,8 +46,12 @@ def check_adapter(folder: Path) -> tuple[list[str], list[str]]:
     except CheckpointError as error:
         return [str(error)], []
     layers, experts = adapted_paths(spec)
-    what = f"adapts {len(layers)} linear layers and {len(experts)} weights of experts of {base_folder(folder)}"
-    return [], [what, *readers(spec)]
+    base = base_folder(folder)
+    found = [f"adapts {len(layers)} linear layers and {len(experts)} weights of experts of {base}", *readers(spec)]
+    if layout_of(base) is Layout.PIPELINE:
+        what = f"expected a HuggingFace folder as base_model_name_or_path in {ADAPTER}"
+        found.append(f"peft cannot load {base} itself, which is in the pipeline layout; {what}")
+    return [], found
 
 
 def readers(spec: ModelSpec) -> list[str]:
@@ -58,15 +64,15 @@ def readers(spec: ModelSpec) -> list[str]:
         obstacles["peft and transformers"].append(what)
     if experts:
         obstacles["vLLM"].append("reads experts only of families whose weights it holds in one tensor, as gpt-oss")
-        for name in ("SGLang", "llama.cpp"):
-            obstacles[name].append("looks for an adapter of each expert by itself")
     if lora.modules_to_save:
         obstacles["vLLM"].append("knows no modules_to_save up to summer 2026")
-        for name in ("SGLang", "llama.cpp"):
-            obstacles[name].append("knows no modules_to_save")
+    lacks = {
+        "looks for an adapter of each expert by itself": experts,
+        "knows no modules_to_save": lora.modules_to_save,
+        "scales by alpha / r, not by alpha / sqrt(r)": lora.rslora,
+    }
     for name in ("SGLang", "llama.cpp"):
-        if lora.rslora:
-            obstacles[name].append("scales by alpha / r, not by alpha / sqrt(r)")
+        obstacles[name] += [what for what, needed in lacks.items() if needed]
     enough = next((rank for rank in VLLM_RANKS if rank >= lora.r), None)
     if enough is None:
         obstacles["vLLM"].append(f"takes ranks up to {VLLM_RANKS[-1]}")

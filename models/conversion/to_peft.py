@@ -6,19 +6,14 @@ import json
 import sys
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from models.api import adapted_spec, read_spec
-from models.checkpoint.adapter import (
-    PEFT_WEIGHTS,
-    LayerFiles,
-    peft_config,
-    peft_name,
-    to_peft,
-)
+from models.checkpoint.adapter import PEFT_WEIGHTS, LayerFiles, peft_name, to_peft
+from models.checkpoint.adapter_settings import peft_config
 from models.checkpoint.digest import DIGEST
-from models.checkpoint.layout import ADAPTER, side_files
+from models.checkpoint.layout import ADAPTER, Manifest, side_files
 from models.checkpoint.side_files import copy_files
 from models.config_json import read_json, write_json
 from models.conversion.check_adapter import MERGE, dense_beside_experts
@@ -34,11 +29,11 @@ def write_adapter(folder: Path, target: Path) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged, or peft has no names for its layers.
     """
-    base = read_spec(folder)
-    spec = adapted_spec(folder, base)
-    if base.family.translate:
+    plain = read_spec(folder)
+    spec = adapted_spec(folder, plain)
+    if plain.family.translate:
         raise CheckpointError(
-            f"{folder}: {base.family.name}'s own code joins layers that have adapters of their own here, so peft has "
+            f"{folder}: {plain.family.name}'s own code joins layers that have adapters of their own here, so peft has "
             "no names for them; expected --merge"
         )
     factors, saved = LayerFiles(folder), dict[str, Tensor]()
@@ -47,11 +42,22 @@ def write_adapter(folder: Path, target: Path) -> None:
             saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
     settings = read_json(folder / ADAPTER)
     notes = {"format": "pt"} | {name: settings[name] for name in [DIGEST] if name in settings}
-    if base.labels:
-        notes[LABELS] = json.dumps(base.labels)
-    save_file(saved, target / PEFT_WEIGHTS, metadata=notes)
-    write_json(target / ADAPTER, peft_config(spec, settings["base_model_name_or_path"]))
+    if plain.labels:
+        notes[LABELS] = json.dumps(plain.labels)
+    (target / PEFT_WEIGHTS).write_bytes(save(saved, notes))  # an OSError on a full disk, which `save_file` has none of
+    base, revision = _loadable(Path(settings["base_model_name_or_path"]))
+    write_json(target / ADAPTER, peft_config(spec, base) | {"revision": revision})
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])
     if dense_beside_experts(spec):
         what = f"warning: peft reads this adapter in part; {MERGE} (convert_model.py check)"
         print(what, file=sys.stderr, flush=True)
+
+
+def _loadable(base: Path) -> tuple[str, str | None]:
+    """Name a base as peft finds it, with its revision: on the hub, else the HuggingFace folder that it came from."""
+    manifest = Manifest.read(base)
+    origin = Path(manifest.origin) if manifest and manifest.origin else base
+    kind, *owner = origin.parent.parent.name.split("--")  # `models--OWNER--NAME/snapshots/COMMIT` in the hub's cache
+    if origin.parent.name == "snapshots" and kind == "models":
+        return "/".join(owner), origin.name
+    return str(origin if origin.is_dir() else base), None

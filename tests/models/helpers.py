@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -181,9 +182,10 @@ def published(folder: Path, **files: str) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, hidden ones too, but for the marks that say what Pipetune wrote and when."""
+    """Every file below a folder, hidden ones too, but for what says who wrote it, when, and from where."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != MARK]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    read = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {name: re.sub(rb',\n "origin": ".*"', b"", content) for name, content in read.items()}
 
 
 def side_files(folder: Path) -> dict[str, bytes]:

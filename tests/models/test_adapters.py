@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -23,24 +23,27 @@ from models.causal_lm import CausalLM
 from models.checkpoint.adapter import (
     PEFT_WEIGHTS,
     AdaptedStates,
+    LayerFiles,
     peft_name,
-    read_peft_config,
     to_peft,
 )
+from models.checkpoint.adapter_settings import read_settings
 from models.checkpoint.digest import DIGEST, model_digest
-from models.checkpoint.layout import ADAPTER
+from models.checkpoint.layout import ADAPTER, layer_file
 from models.checkpoint.source import open_source
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from tests.closeness import assert_near
 from tests.conftest import ORIGINALS
-from tests.models.adapters import save_adapter
+from tests.models.adapters import save_adapter, save_run
 from tests.models.cases import CASES
 from tests.models.helpers import random_ids, shifted_loss
 
 Make = Callable[..., Path]
 
+ENDLESS = r"(.|.|.)*(?<=zz)"  # 3 ** n ways to match n letters
 # Of one trait each: tied, fused, all of a kind in 3 dimensions, two kinds of blocks; the other families by `test-all`.
 OFTEN = ("llama-tied", "bloom", "phi3", "mixtral", "gemma3")
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}  # transposed experts with biases
@@ -145,7 +148,7 @@ def test_a_grouped_product_takes_factors_one_after_the_other(
 def test_the_scale_is_pefts(rslora: bool, make_checkpoint: Make) -> None:
     folder = make_checkpoint("llama", tie_word_embeddings=False)
     adapter = save_adapter(adapted(folder, rslora=rslora), folder)
-    assert read_peft_config(adapter).scale == 6 / (math.sqrt(2) if rslora else 2)
+    assert read_settings(adapter).lora.scale == 6 / (math.sqrt(2) if rslora else 2)
     ids = random_ids(1, 12)
     assert_near(load_model(folder, torch.float32, adapter=adapter)(ids), of_peft(folder, adapter)(input_ids=ids).logits)
 
@@ -246,17 +249,44 @@ def lose(adapter: Path) -> None:
     save_file(saved, adapter / PEFT_WEIGHTS)
 
 
+def spoil(number: float) -> Callable[[Path], None]:
+    def change(adapter: Path) -> None:
+        saved = load_file(adapter / PEFT_WEIGHTS)
+        saved[sorted(saved)[3]].view(-1)[5] = number
+        save_file(saved, adapter / PEFT_WEIGHTS)
+
+    return change
+
+
+def pickle(adapter: Path) -> None:
+    """As peft saved adapters before safetensors."""
+    torch.save(load_file(adapter / PEFT_WEIGHTS), adapter / "adapter_model.bin")
+    (adapter / PEFT_WEIGHTS).unlink()
+
+
+def resize(adapter: Path) -> None:
+    saved = load_file(adapter / PEFT_WEIGHTS)
+    save_file(saved | {"base_model.model.lm_head.weight": torch.zeros(335, 64)}, adapter / PEFT_WEIGHTS)
+    setting(modules_to_save=["lm_head"])(adapter)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (setting(r=3), ["shape", "this r"]),
         (setting(use_dora=True), ["use_dora", "plain LoRA"]),
         (setting(bias="all"), ["bias", "all"]),
-        (setting(target_modules=["q_proj"]), ["not a weight that lora.targets adapts"]),
+        (setting(target_modules=["q_proj"]), ["not a weight that adapter_config.json names", "target_modules"]),
         (lose, [PEFT_WEIGHTS, "expected all weights"]),
-        (lambda adapter: (adapter / ADAPTER).write_text("{}"), [ADAPTER, "'r'"]),
+        (lambda adapter: (adapter / ADAPTER).write_text("{}"), [ADAPTER, "r: missing"]),
+        (setting(target_modules="((("), [ADAPTER, "'((('", "regular expression"]),
+        (setting(target_modules=ENDLESS), [ADAPTER, "does not end"]),
+        (setting(r=65), [ADAPTER, "lora.r: 65"]),
+        (spoil(math.nan), [PEFT_WEIGHTS, "NaN or infinite"]),
+        (spoil(-math.inf), [PEFT_WEIGHTS, "NaN or infinite"]),
+        (pickle, ["adapter_model.bin", PEFT_WEIGHTS]),
+        (resize, ["lm_head.weight", "[335, 64]", "512", "vocabulary"]),
     ],
-    ids=["r", "dora", "bias", "targets", "missing", "empty"],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
     change: Callable[[Path], object], words: list[str], make_checkpoint: Make
@@ -297,3 +327,101 @@ def test_settings_that_no_layer_can_have_are_refused(
     with pytest.raises(CheckpointError) as refused:
         spec.shapes(1)
     assert all(word in str(refused.value) for word in words)
+
+
+def test_settings_that_name_less_than_was_trained_are_refused(make_checkpoint: Make, tmp_path: Path) -> None:
+    """In a run's checkpoint as in a folder of peft's, and whoever reads it."""
+    folder = make_checkpoint("llama", tie_word_embeddings=False)
+    run = save_run(adapted(folder, modules_to_save=("lm_head",)), folder)
+    load_model(run)
+    for change in (setting(target_modules=["q_proj", "v_proj"]), setting(modules_to_save=None)):
+        settings = (run / ADAPTER).read_text()
+        change(run)
+        for read in (load_model, lambda run: pp_to_hg(run, tmp_path / "out", options=ExportOptions(merge=True))):
+            with pytest.raises(CheckpointError, match=r"layer_0\d-.*: not a weight that adapter_config.json names"):
+                read(run)
+        (run / ADAPTER).write_text(settings)
+
+
+def test_an_idle_weight_of_a_stage_is_passed_over(make_checkpoint: Make) -> None:
+    folder = make_checkpoint("llama")
+    spec = adapted(folder)
+    run = save_run(spec, folder)
+    torch.save({"idle": torch.zeros(1)}, run / layer_file(0))
+    assert LayerFiles(run).read(0, []) == {}
+
+
+@pytest.mark.parametrize("embeddings", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens", ".*(q_proj|lm_head)"])
+def test_an_adapter_of_pefts_on_an_end_of_the_model_is_refused(
+    end: str, tied: bool, embeddings: bool, make_checkpoint: Make, tmp_path: Path
+) -> None:
+    """With the end's own weight beside it, as peft saves it, or without."""
+    folder = make_checkpoint("llama", tie_word_embeddings=tied)
+    targets: Any = end if "*" in end else ["q_proj", end]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    get_peft_model(model, LoraConfig(r=2, target_modules=targets)).save_pretrained(
+        str(tmp_path), save_embedding_layers=embeddings
+    )
+    with pytest.raises(CheckpointError) as refused:
+        load_model(folder, adapter=tmp_path)
+    words = [ADAPTER, "lm_head" if "lm_head" in end else "embed_tokens", "expected", "modules_to_save"]
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [
+        ("llama", ("embed_tokens", "lm_head")),
+        ("llama", ("embed_tokens",)),
+        ("llama", ("lm_head",)),
+        ("llama", ("model.embed_tokens", "norm")),
+        ("bloom", ("word_embeddings",)),
+    ],
+)
+def test_a_tied_end_that_is_trained_is_the_same_model_everywhere(
+    family: str, saved: tuple[str, ...], make_checkpoint: Make, tmp_path: Path
+) -> None:
+    """In the run, in both of its exports, in peft, in transformers, and in the export read again."""
+    folder, ids = make_checkpoint(family, tie_word_embeddings=True), random_ids(2, 12)
+    run = save_run(adapted(folder, modules_to_save=saved), folder)
+    pp_to_hg(run, tmp_path / "peft")
+    pp_to_hg(run, tmp_path / "merged", options=ExportOptions(merge=True))
+    expected = load_model(run)(ids)
+    assert not torch.allclose(load_model(folder)(ids), expected, atol=1e-2)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    loaded.load_adapter(str(tmp_path / "peft"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    for model in (of_peft(folder, tmp_path / "peft"), loaded, merged):
+        assert_near(model(input_ids=ids).logits, expected)
+    assert_near(load_model(folder, adapter=tmp_path / "peft")(ids), expected)
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (["embed_tokens"], ["lm_head.weight"]),
+        (["lm_head"], ["embed_tokens.weight"]),
+        (["embed_tokens", "lm_head"], ["equal numbers"]),
+    ],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_ends_that_peft_trained_apart_are_refused_for_a_tied_model(
+    saved: list[str], words: list[str], together: bool, make_checkpoint: Make, tmp_path: Path
+) -> None:
+    """With `ensure_weight_tying` they are one weight there too, and are read."""
+    folder, ids = make_checkpoint("llama", tie_word_embeddings=True), random_ids(1, 8)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved, ensure_weight_tying=together)
+    theirs = get_peft_model(model, settings)
+    with torch.no_grad():
+        for weight in filter(lambda weight: weight.requires_grad, theirs.parameters()):
+            weight.add_(0.1 * torch.randn_like(weight))
+    theirs.save_pretrained(str(tmp_path))
+    if together:
+        assert_near(load_model(folder, adapter=tmp_path)(ids), of_peft(folder, tmp_path)(input_ids=ids).logits)
+        return
+    with pytest.raises(CheckpointError) as refused:
+        load_model(folder, adapter=tmp_path)
+    assert all(word in str(refused.value) for word in [*words, PEFT_WEIGHTS, "tied"]), refused.value

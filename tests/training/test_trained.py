@@ -10,12 +10,15 @@ import peft
 import pytest
 from transformers import AutoModelForCausalLM
 
+from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.errors import CheckpointError
+from tests.models.adapters import save_adapter, save_run
+from tests.models.test_adapters import ENDLESS
 from training.config.keys import TrainConfig
 from training.config.yaml_file import checked
 from training.errors import ConfigError
-from training.trained import describe_trained, with_trained
+from training.trained import describe_trained, initial_states, with_trained
 
 Make = Callable[..., Path]
 GRID = {"process_topology": {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}}
@@ -42,7 +45,9 @@ def test_the_log_counts_what_is_trained(tied: bool, make_checkpoint: Make) -> No
     assert line.startswith(f"trained: {whole - frozen:,} parameters") and line.endswith(f"{whole:,}")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear"))
     (line,) = describe_trained(with_trained(spec, config(folder, lora={"r": 3})))
-    assert line.startswith(f"trained: {adapted.get_nb_trainable_parameters()[0]:,} parameters, adapters of rank 3")
+    assert line.startswith(
+        f"trained: {adapted.get_nb_trainable_parameters()[0]:,} parameters, adapters of rank 3 on 21 weights"
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,12 @@ def test_the_log_counts_what_is_trained(tied: bool, make_checkpoint: Make) -> No
         ({"lora": {"dropout": 0.1}}, ["lora.dropout: 0.1", "experts"]),
         ({"lora": {"base": "nf4"}}, ["lora.base", "use_grad_ckpt: true"]),
         ({"lora": {"base": "fp8"}}, ["lora.base: fp8", "does not store its weights in fp8"]),
+        ({"lora": {"targets": "(("}}, ["lora.targets: '(('", "regular expression"]),
+        ({"lora": {"targets": ENDLESS}}, ["lora.targets", "does not end"]),
+        ({"lora": {"targets": ["q_proj", "lm_head"]}}, ["lora.targets: lm_head", "modules_to_save"]),
+        ({"lora": {"targets": r".*\.(q_proj|embed_tokens)"}}, ["lora.targets: model.embed_tokens", "modules_to_save"]),
+        ({"lora": {"targets": ["lm_head"], "modules_to_save": ["lm_head"]}}, ["lora.targets: lm_head"]),
+        ({"labels": ["a", "b"], "lora": {"targets": ["q_proj", "score"]}}, ["lora.targets: score", "modules_to_save"]),
         ({"freeze": ["wte"]}, ["freeze: 'wte'", "model.embed_tokens.weight"]),
         ({"freeze": ["."]}, ["freeze: matches all weights"]),
     ],
@@ -67,6 +78,58 @@ def test_what_matches_nothing_is_named_with_what_there_is(
     with pytest.raises((ConfigError, CheckpointError)) as refused:
         with_trained(read_spec(model), config(model, **keys))
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(("family", "end"), [("llama", "embed_tokens"), ("llama", "lm_head"), ("bloom", "lm_head")])
+def test_either_name_of_a_tied_end_is_refused_as_a_target(family: str, end: str, make_checkpoint: Make) -> None:
+    model = make_checkpoint(family, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=rf"lora.targets: \S*{end}.*modules_to_save"):
+        with_trained(read_spec(model), config(model, lora={"targets": ["q_proj", "query_key_value", end]}))
+
+
+GIVEN: dict[str, Any] = {"r": 2, "alpha": 6, "targets": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize("save", [save_adapter, save_run])
+@pytest.mark.parametrize(
+    ("of_adapter", "lora", "words"),
+    [
+        ({}, {"alpha": 8}, ["lora.alpha: 8", "has 6", "expected alpha: 6"]),
+        ({}, {"r": 3}, ["lora.r: 3", "has 2", "expected r: 2"]),
+        ({"rslora": True}, {}, ["lora.rslora: false", "expected rslora: true"]),
+        ({}, {"targets": ["q_proj"]}, ["lora.targets", "v_proj", 'expected targets: ["q_proj", "v_proj"]']),
+        ({}, {"targets": "all-linear"}, ['lora.targets: "all-linear"', 'has ["q_proj"']),
+        ({"modules_to_save": ("lm_head",)}, {}, ["lora.modules_to_save", 'expected modules_to_save: ["lm_head"]']),
+        ({}, {"modules_to_save": ["norm"]}, ['lora.modules_to_save: ["norm"]', "expected modules_to_save: []"]),
+    ],
+)
+def test_an_adapter_to_start_from_means_the_same_in_the_config(
+    save: Callable[..., Path], of_adapter: dict[str, Any], lora: dict[str, Any], words: list[str], make_checkpoint: Make
+) -> None:
+    model = make_checkpoint("llama", tie_word_embeddings=False)
+    spec = read_spec(model)
+    given: dict[str, Any] = {"r": 2, "alpha": 6, "targets": ("q_proj", "v_proj")} | of_adapter
+    start = save(spec.training(Trained(Lora(**given))), model)
+    own = config(model, lora=GIVEN | lora | {"start_from": str(start)})
+    with pytest.raises(ConfigError) as refused:
+        initial_states(own, with_trained(spec, own), model)
+    assert all(word in str(refused.value) for word in [*words, str(start)]), refused.value
+    same = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    own = config(model, lora=same | {"start_from": str(start), "dropout": 0.1, "lr_ratio": 2})
+    states = initial_states(own, with_trained(spec, own), model)
+    for layer in range(spec.n_layers):
+        states.read_layer(layer)
+
+
+def test_experts_of_an_adapter_to_start_from_are_compared(make_checkpoint: Make) -> None:
+    model = make_checkpoint("mixtral", num_local_experts=4)
+    spec = read_spec(model)
+    start = save_adapter(spec.training(Trained(Lora(r=2, experts=False))), model)
+    own = config(model, lora={"r": 2, "start_from": str(start)})
+    with pytest.raises(ConfigError, match=r"lora.targets: .*expected targets: \[.q_proj.*, experts: false"):
+        initial_states(own, with_trained(spec, own), model)
+    own = config(model, lora={"r": 2, "start_from": str(start), "experts": False})
+    initial_states(own, with_trained(spec, own), model).read_layer(1)
 
 
 @pytest.mark.parametrize(

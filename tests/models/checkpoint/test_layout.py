@@ -89,7 +89,7 @@ def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(both_layouts: dict
 @pytest.mark.parametrize("beside", [True, False], ids=["beside a model", "alone"])
 def test_an_adapter_is_no_model(beside: bool, llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = copy_of(llama(), tmp_path / "adapter") if beside else tmp_path
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
     for read in (load_model, lambda path: hg_to_pp(path, tmp_path / "layers")):
         assert f"{folder}: an adapter (adapter_config.json)" in error_line(partial(read, folder))
 

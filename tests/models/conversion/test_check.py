@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,22 +9,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import convert_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
-from models.checkpoint.adapter import PEFT_WEIGHTS, PeftFolder, peft_config
-from models.checkpoint.digest import DIGEST
-from models.checkpoint.layout import ADAPTER, layer_file
+from models.checkpoint.adapter import PEFT_WEIGHTS
 from models.conversion.check import check
 from models.conversion.check_adapter import MERGE
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
 from tests.conftest import ORIGINALS
-from tests.models.adapters import save_adapter
+from tests.models.adapters import save_adapter, save_run
 from tests.models.cases import CASES
 from tests.models.helpers import read_config, read_weights, write_weights
 
@@ -153,11 +149,7 @@ def test_an_export_that_peft_reads_in_part_warns(
 ) -> None:
     base = make_checkpoint("qwen3_moe", **DENSE)
     spec = read_spec(base).training(Trained(Lora(r=2, alpha=6, targets=targets)))
-    adapter, run = PeftFolder(save_adapter(spec, base), spec), tmp_path / "run"
-    hg_to_pp(base, run)
-    for layer in range(spec.n_layers):
-        torch.save(adapter.read(layer, spec.trained_names(layer)), run / layer_file(layer))
-    (run / ADAPTER).write_text(json.dumps(peft_config(spec, str(base)) | {DIGEST: "0"}))
+    run = save_run(spec, base)
     capsys.readouterr()
     pp_to_hg(run, tmp_path / "peft")
     exported, trained = load_file(tmp_path / "peft" / PEFT_WEIGHTS), map(spec.trained_names, range(spec.n_layers))
