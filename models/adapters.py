@@ -111,10 +111,18 @@ def save_trained_only(layer: nn.Module) -> None:
 
 
 def add_idle_weight(layer: nn.Module, dtype: torch.dtype) -> None:
-    """Give a stage without trained weights one that does nothing, as DeepSpeed's optimizers need some."""
+    """Give a stage without trained weights one that does nothing, as DeepSpeed's optimizers need some.
+
+    It is no weight of the layer's, and not in its state dict.
+    """
     idle: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=next(layer.parameters()).device))
     idle.ds_pipe_replicated, idle.model_parallel = True, False  # what DeepSpeed asks of the weights in a norm
     layer.register_parameter(IDLE, idle)
+    layer.register_state_dict_post_hook(_leave_out_idle)
+
+
+def _leave_out_idle(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    del state[f"{prefix}{IDLE}"]
 
 
 def ends_with(path: str, names: tuple[str, ...]) -> bool:

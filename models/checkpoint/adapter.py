@@ -60,6 +60,8 @@ class LayerFiles:
         self._folder = folder
 
     def read(self, layer: int, names: list[str]) -> dict[str, Tensor]:
+        if not names:  # earlier versions wrote no file then
+            return {}
         file = MappedFile(self._folder / layer_file(layer))
         return {name: _found(file, name, f"{self._folder / layer_file(layer)}") for name in names}
 

@@ -55,7 +55,6 @@ class Recording(Trainer):
         masters = {
             (piece.name, piece.offset): piece.master.view(-1)[piece.start : piece.start + piece.numel]
             for piece in slices_of(self.engine)
-            if not piece.name.endswith(f".{IDLE}")
         }
         noted = {
             "gradients": gradients if self.replica == 0 else {},
