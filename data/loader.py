@@ -83,6 +83,7 @@ class Loader:
     Attributes:
         reference: [n, 1 or 2], log-probabilities of each sample's documents under the reference, where they are known.
         mismatched: the same samples with answers to other prompts, where the loss needs them (`data.mismatch`).
+        mean_chosen: trained tokens of a first document, on average over a set that is evaluated (`weigh_alike`).
         soft: [trained tokens, ...], what a teacher says of each, sample by sample; sent along where it is given.
     """
 
@@ -108,6 +109,7 @@ class Loader:
         self.preference = preference
         self.reference: NDArray[numpy.float32] | None = None
         self.mismatched: Loader | None = None
+        self.mean_chosen: float | None = None
         self.soft: Any = None
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
@@ -166,7 +168,9 @@ class Loader:
         count = batch.pairs if self.preference else batch.supervised
         scale = torch.tensor(n_losses / max(count, 1), dtype=torch.float32)
         if self.preference:
-            token_scale = torch.tensor(n_losses / max(self._chosen_tokens(batch), 1), dtype=torch.float32)
+            mean = self.mean_chosen
+            tokens = self.chosen_tokens(batch.samples) if mean is None else batch.pairs * mean
+            token_scale = torch.tensor(n_losses / (tokens or 1), dtype=torch.float32)
         for rows in batch.micro_batches[replica]:
             input_ids, position_ids, labels = self._collate(rows)
             tokens = sum(self._tokens(row) for row in rows)
@@ -293,9 +297,9 @@ class Loader:
     def _reference_of(self, number: int) -> list[float]:
         return [0.0, 0.0] if self.reference is None else self.reference[number].tolist()
 
-    def _chosen_tokens(self, batch: GlobalBatch) -> int:
-        """Count the trained tokens of the first documents, or of the only ones."""
-        numbers = numpy.asarray(batch.samples)
+    def chosen_tokens(self, samples: Sequence[int] | NDArray[Any]) -> int:
+        """Count the trained tokens of the first documents of samples, or of the only ones."""
+        numbers = numpy.asarray(samples)
         first, single = self.data.first_supervised[numbers], self.data.first[numbers] == 0
         return int(numpy.where(single, self.data.supervised[numbers], first).sum())
 
@@ -321,3 +325,11 @@ class Loader:
         order = self._order(epoch)
         packed = best_fit(self.data.lengths[order].tolist(), self.row_length)
         return [order[packed[row]].tolist() for row in self._generator(epoch).permutation(len(packed))]
+
+
+def weigh_alike(loaders: Sequence[Loader]) -> None:
+    """Let a mean over all batches of these loaders, by samples, be one over all trained tokens of first documents."""
+    numbers = [loader._order(0) for loader in loaders]
+    tokens = sum(loader.chosen_tokens(its) for loader, its in zip(loaders, numbers, strict=True))
+    for loader in loaders:
+        loader.mean_chosen = tokens / sum(map(len, numbers))
