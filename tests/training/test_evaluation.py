@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from models import load_model
 from models.causal_lm import CausalLM
 from models.process_groups import NO_GROUPS
 from tests.models.test_scores import save_scoring
+from training.bad_steps import find_cause
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.engine.building import _loss_of
@@ -177,3 +179,41 @@ def test_the_cross_entropy_is_a_mean_over_the_tokens_of_the_set(name: str, model
         total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         tokens += int((labels >= 0).sum())
     assert evaluated(name, models, 2)["eval_loss"] == pytest.approx(plain + weight * float(total) / tokens, rel=1e-5)
+
+
+def run_of(name: str, trainer: OneProcess, loader: Loader) -> Any:
+    """What a search for bad records asks of a run, whose labels come with what the objective needs beside them."""
+    if name == "distillation":
+        tokens = int(loader.data.supervised.sum())
+        words = numpy.tile(numpy.arange(TOP_K, dtype=numpy.int32), (tokens, 1))
+        loader.soft = numpy.stack([words, numpy.full((tokens, TOP_K), -2.0, numpy.float32).view(numpy.int32)], axis=1)
+    progress = SimpleNamespace(log=SimpleNamespace(quiet=True))
+    return SimpleNamespace(
+        trainer=trainer, loader=loader, mark=lambda _: None, progress=progress, origin=lambda number: f"record {number}"
+    )
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_spoils_a_step_is_looked_for_with_every_objective(name: str, models: dict[str, CausalLM]) -> None:
+    """In all records, in one of them, and in none."""
+    trainer, evaluation = prepared(name, models, 8)
+    (loader,) = evaluation.loaders.values()
+    run, (batch, samples) = run_of(name, trainer, loader), (loader.batch(0), loader.data.samples)
+    assert "expected a lower learning rate or fp32" in find_cause(run, batch)
+    embedding = models.get(name, models["words"]).embedding.embed_tokens.weight.data
+    before, own = embedding.clone(), set(samples[3]["input_ids"])
+    (bad, *_) = own.difference(*(sample["input_ids"] for number, sample in enumerate(samples) if number != 3))
+    embedding[bad] = math.nan
+    assert find_cause(run, batch) == "no finite loss from record 3"
+    embedding.fill_(math.nan)
+    assert find_cause(run, batch).endswith("the weights are spoilt, or the learning rate is too high")
+    embedding.copy_(before)
+
+
+def test_a_record_of_which_the_teacher_says_nothing_finite_is_named(models: dict[str, CausalLM]) -> None:
+    trainer, evaluation = prepared("distillation", models, 8)
+    (loader,) = evaluation.loaders.values()
+    run = run_of("distillation", trainer, loader)
+    first = loader.first_tokens[5]
+    loader.soft[first : first + 1, 1] = numpy.array([math.nan], numpy.float32).view(numpy.int32)
+    assert find_cause(run, loader.batch(0)) == "no finite loss from record 5"
