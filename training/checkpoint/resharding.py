@@ -146,7 +146,7 @@ def _set_step(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) ->
 def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
     """List the slices that this rank updates, in the optimizer's order; none of a stage that trains nothing."""
     share: TensorShare | None = getattr(engine.module, "share", None)
-    held = (piece for piece in _held(engine) if not piece.name.endswith(f".{IDLE}"))
+    held = (piece for piece in _held(engine) if piece.name != IDLE)
     return [replace(piece, shard=share.shard(piece.name) if share else None) for piece in held]
 
 

@@ -109,7 +109,7 @@ class Recorder(Recording, PipelineTrainer):
 
     def _weights(self) -> dict[str, Tensor]:
         named = self.engine.module.named_parameters()
-        return {name: each for name, each in named if each.is_floating_point() and not name.endswith(f".{IDLE}")}
+        return {name: each for name, each in named if each.is_floating_point() and name != IDLE}
 
     def _cuts(self) -> dict[str, Any]:
         share = self.engine.module.share
