@@ -83,7 +83,7 @@ class Loader:
     Attributes:
         reference: [n, 1 or 2], log-probabilities of each sample's documents under the reference, where they are known.
         mismatched: the same samples with answers to other prompts, where the loss needs them (`data.mismatch`).
-        mean_chosen: trained tokens of a first document, on average over a set that is evaluated (`weigh_alike`).
+        evaluates: batches are parts of an evaluation: what is a mean over tokens is one over those of all of `data`.
         soft: [trained tokens, ...], what a teacher says of each, sample by sample; sent along where it is given.
     """
 
@@ -109,7 +109,7 @@ class Loader:
         self.preference = preference
         self.reference: NDArray[numpy.float32] | None = None
         self.mismatched: Loader | None = None
-        self.mean_chosen: float | None = None
+        self.evaluates = False
         self.soft: Any = None
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
@@ -168,8 +168,7 @@ class Loader:
         count = batch.pairs if self.preference else batch.supervised
         scale = torch.tensor(n_losses / max(count, 1), dtype=torch.float32)
         if self.preference:
-            mean = self.mean_chosen
-            tokens = self.chosen_tokens(batch.samples) if mean is None else batch.pairs * mean
+            tokens = batch.pairs * self._mean_chosen if self.evaluates else self._chosen_tokens(batch.samples)
             token_scale = torch.tensor(n_losses / (tokens or 1), dtype=torch.float32)
         for rows in batch.micro_batches[replica]:
             input_ids, position_ids, labels = self._collate(rows)
@@ -297,7 +296,11 @@ class Loader:
     def _reference_of(self, number: int) -> list[float]:
         return [0.0, 0.0] if self.reference is None else self.reference[number].tolist()
 
-    def chosen_tokens(self, samples: Sequence[int] | NDArray[Any]) -> int:
+    @cached_property
+    def _mean_chosen(self) -> float:
+        return self._chosen_tokens(range(len(self.data.lengths))) / len(self.data.lengths)
+
+    def _chosen_tokens(self, samples: Sequence[int]) -> int:
         """Count the trained tokens of the first documents of samples, or of the only ones."""
         numbers = numpy.asarray(samples)
         first, single = self.data.first_supervised[numbers], self.data.first[numbers] == 0
@@ -325,11 +328,3 @@ class Loader:
         order = self._order(epoch)
         packed = best_fit(self.data.lengths[order].tolist(), self.row_length)
         return [order[packed[row]].tolist() for row in self._generator(epoch).permutation(len(packed))]
-
-
-def weigh_alike(loaders: Sequence[Loader]) -> None:
-    """Let a mean over all batches of these loaders, by samples, be one over all trained tokens of first documents."""
-    numbers = [loader._order(0) for loader in loaders]
-    tokens = sum(loader.chosen_tokens(its) for loader, its in zip(loaders, numbers, strict=True))
-    for loader in loaders:
-        loader.mean_chosen = tokens / sum(map(len, numbers))

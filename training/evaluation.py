@@ -15,7 +15,7 @@ from itertools import product
 from tqdm import tqdm
 
 from common.terminal import paused
-from data.loader import GlobalBatch, Loader, weigh_alike
+from data.loader import GlobalBatch, Loader
 from training.config.keys import TrainConfig
 from training.engine.trainer import Trainer
 
@@ -24,7 +24,7 @@ class Evaluation:
     """The evaluation set of a run.
 
     Args:
-        loaders: one for each type of record, the same on all ranks.
+        loaders: one for each type of record in the same data, the same on all ranks.
         steps_per_epoch: of the training; 0 if unknown.
         active: whether this rank shows progress.
         records: fingerprint of the records; empty for other samples, which have no perplexity.
@@ -48,8 +48,8 @@ class Evaluation:
         self.best_by = "eval_error" if right_or_wrong else "eval_loss"  # the smaller, the better
         # Called with each batch before the first one is evaluated.
         self.before: Callable[[Trainer, Loader, GlobalBatch], None] | None = None
-        if any(loader.preference for loader in loaders.values()):
-            weigh_alike(list(loaders.values()))
+        for loader in loaders.values():
+            loader.evaluates = True
 
     def due(self, step: int, last: bool) -> bool:
         """Return whether to evaluate after `step`; 0 means before the first one."""
