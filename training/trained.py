@@ -17,6 +17,7 @@ from models.checkpoint.adapter import (
     adapted_paths,
     base_checksum,
     check_base,
+    labels_of_adapter,
     open_factors,
     peft_config,
 )
@@ -28,7 +29,7 @@ from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
 from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import FP8, NF4, PACKAGE
-from models.scores import SCORE, labels_of
+from models.scores import SCORE, check_labels, labels_of
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -91,6 +92,8 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
         return AdaptedStates(base, spec, None, config.seed)
     start = resolve(config.lora.start_from, adapter=True)
     check_base(start, given)
+    if spec.labels:
+        check_labels(spec.labels, labels_of_adapter(start), start)
     return AdaptedStates(base, spec, open_factors(start, spec))
 
 

@@ -7,6 +7,7 @@ weights that are trained, and nothing of the base.
 
 from __future__ import annotations
 
+import json
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorIn
 from models.config_json import read_json
 from models.errors import CheckpointError
 from models.quantized_base import Fp8
+from models.scores import LABELS, SCORE, labels_of
 from models.spec import ModelSpec
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -179,6 +181,17 @@ class MergedStates:
 def open_factors(folder: Path, spec: ModelSpec) -> Factors:
     """Open the trained weights in an adapter's folder of either kind."""
     return PeftFolder(folder, spec) if is_peft(folder) else LayerFiles(folder)
+
+
+def labels_of_adapter(folder: Path) -> list[str]:
+    """List what an adapter's scores stand for: as its run or its export says, else numbered."""
+    if not is_peft(folder):
+        return labels_of(read_json(folder / "config.json"))
+    file, name = SafetensorsFile(folder / PEFT_WEIGHTS), f"{PEFT_PREFIX}{SCORE}.weight"
+    if name not in file:
+        raise CheckpointError(f"{folder / PEFT_WEIGHTS}: no {name}; expected the head of a model that scores texts")
+    known: list[str] = json.loads(file.metadata.get(LABELS, "[]"))
+    return known or [f"LABEL_{number}" for number in range(file.info(name).shape[0])]
 
 
 def base_folder(folder: Path) -> Path:
