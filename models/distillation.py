@@ -50,9 +50,8 @@ class DistillationLoss:
 
         Args:
             activations: as for `models.loss.micro_batch_loss`.
-            labels: labels [B, S], scale [], share [] as there; of records to train on the teacher's words and
-                log-probabilities [T, 2, k], see `SoftTargets.packed`; where they are known, the `supervised_positions`
-                [T].
+            labels: labels [B, S], scale [], share [] as there; to train on, the teacher's words and log-probabilities
+                [T, 2, k], see `SoftTargets.packed`; where they are known, the `supervised_positions` [T].
         """
         ids, scale, share, *more = labels
         if not head.training and not any(each.dim() == 3 for each in more):

@@ -1,9 +1,9 @@
 """Measure the loss on held-out records: overall and for each type of record.
 
 Samples are evaluated in global batches like those of training, with dropout off and without auxiliary losses. Batches
-are weighted by their trained tokens, so the result is the mean over all of these tokens, whatever the batch size; with
-preferences by their samples, and what is a mean over tokens there is one over those of all types. The order and the
-random generators of training do not change. Cost: about a third of a training step on as many samples.
+are weighted by their trained tokens, or their samples of preferences, so the result is the mean over all, whatever the
+batch size. The order and the random generators of training do not change. Cost: about a third of a training step on as
+many samples.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class Evaluation:
         self._plain = config.wanted is None
         right_or_wrong = config.wanted is not None and config.wanted.kind != "marked"
         self.best_by = "eval_error" if right_or_wrong else "eval_loss"  # the smaller, the better
-        # Called with each batch before the first one is evaluated.
-        self.before: Callable[[Trainer, Loader, GlobalBatch], None] | None = None
+        self.before: Callable[[Trainer, Loader, GlobalBatch], None] | None = None  # gets all batches, then they count
         for loader in loaders.values():
             loader.evaluates = True
 

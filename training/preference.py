@@ -195,8 +195,7 @@ def mismatched_loader(data: SampleSet, config: TrainConfig, what: str = "data") 
 def estimate_kl(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> None:
     """Set what the rewards of a batch are compared with, where the loss is KTO's; all ranks call it together.
 
-    It is the mean over the whole batch, or over all of an evaluation, so that the loss does not depend on how these are
-    divided.
+    It is the mean over the whole batch, or all of an evaluation, so that the loss does not depend on how it is divided.
     """
     if (others := loader.mismatched) is None:
         return

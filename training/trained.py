@@ -61,8 +61,8 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
     return trained
 
 
-def describe_trained(spec: ModelSpec) -> list[str]:
-    """Say how many of the model's parameters are trained, in a line for the log; in none where all are."""
+def describe_trained(spec: ModelSpec, before: int = 1, now: int = 1) -> list[str]:
+    """Say, for the log, how many parameters are trained if not all, and on which base, of as many shares of a layer."""
     if spec.trained == ALL:
         return []
     trained = whole = 0
@@ -71,7 +71,11 @@ def describe_trained(spec: ModelSpec) -> list[str]:
         trained += sum(shapes[name].numel() for name in {*spec.trained_names(layer)} - shared)
         whole += sum(shape.numel() for name, shape in spec.base.shapes(layer).items() if name not in shared)
     how = f"adapters of rank {spec.trained.lora.r} (lora)" if spec.trained.lora else "all that freeze does not name"
-    return [f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}"]
+    lines = [f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}"]
+    if spec.trained.lora and spec.trained.lora.base == NF4 and (before, now) != (1, 1):
+        then = f", {before} at the checkpoint" if before != now else ""
+        lines.append(f"lora.base: nf4, {counted(now, 'share')} of a layer{then}, each rounded by itself: another base")
+    return lines
 
 
 def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerStates:
@@ -92,8 +96,8 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
         return AdaptedStates(base, spec, None, config.seed)
     start = resolve(config.lora.start_from, adapter=True)
     check_base(start, given)
-    if spec.labels:
-        check_labels(spec.labels, labels_of_adapter(start), start)
+    if spec.labels and (known := labels_of_adapter(start)):
+        check_labels(spec.labels, known, start)
     return AdaptedStates(base, spec, open_factors(start, spec))
 
 

@@ -124,3 +124,21 @@ def test_an_adapter_goes_on_with_the_classes_that_it_learnt(
     with pytest.raises(CheckpointError) as error:
         initial_states(asked, spec, base)
     assert str(error.value).startswith(f"labels: {labels}, but {start} has ['no', 'yes']; expected these")
+
+
+@pytest.mark.parametrize(
+    ("shares", "line"),
+    [
+        ((1, 1), None),
+        ((2, 2), "lora.base: nf4, 2 shares of a layer, each rounded by itself: another base"),
+        ((1, 2), "lora.base: nf4, 2 shares of a layer, 1 at the checkpoint, each rounded by itself: another base"),
+        ((4, 1), "lora.base: nf4, 1 share of a layer, 4 at the checkpoint, each rounded by itself: another base"),
+    ],
+)
+@pytest.mark.parametrize("base", ["nf4", None])
+def test_the_log_says_that_shares_of_a_base_are_rounded_by_themselves(
+    base: str | None, shares: tuple[int, int], line: str | None, make_checkpoint: Make
+) -> None:
+    folder = make_checkpoint("llama")
+    spec = with_trained(read_spec(folder), config(folder, lora={"r": 2, "base": base}))
+    assert describe_trained(spec, *shares)[1:] == ([line] if base and line else [])

@@ -166,10 +166,7 @@ def step_folders(save_path: Path) -> list[Path]:
 
 
 def fault(folder: Path, share: int = 0, shares: int = 1, names: str = "") -> str | None:
-    """Return why a folder is no complete checkpoint, or None.
-
-    Of the files whose names match `names`, check every `shares`-th, beginning at `share`.
-    """
+    """Return why a folder is no complete checkpoint, or None; of the files like `names`, check one in `shares`."""
     record = CheckpointRecord.read(folder)
     if record is None:
         return f"{RECORD} is damaged" if _has_record(folder) else f"no {RECORD}: it was never finished"
@@ -190,10 +187,7 @@ def fault(folder: Path, share: int = 0, shares: int = 1, names: str = "") -> str
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a checkpoint whose weights are not as they were saved, and warn of another file that somebody changed.
-
-    The optimizer's files are not read. A folder of another kind has no record to be held against.
-    """
+    """Refuse a checkpoint whose weights are not as they were saved; warn of other changed files but the optimizer's."""
     if not _has_record(folder):
         return
     if reason := fault(folder, names=WEIGHTS):
