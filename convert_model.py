@@ -46,6 +46,9 @@ def run(arguments: argparse.Namespace) -> None:
         case "hg_to_pp":
             hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
         case "pp_to_hg":
+            from models.checkpoint.adapter import base_folder
+            from training.checkpoint.folder import check_weights
+
             options = ExportOptions(
                 layout=arguments.layout,
                 dtype=getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None,
@@ -56,7 +59,11 @@ def run(arguments: argparse.Namespace) -> None:
                 add_tokenizer=add_tokenizer,
                 add_card=add_card,
             )
-            pp_to_hg(arguments.input_path, arguments.save_path, arguments.overwrite, options)
+            folder = resolve(arguments.input_path, adapter=True)
+            check_weights(folder)
+            if arguments.merge and (folder / ADAPTER).is_file():
+                check_weights(base_folder(folder))
+            pp_to_hg(folder, arguments.save_path, arguments.overwrite, options)
         case "gather":
             from training.checkpoint.gather import gather, hosts_of
 

@@ -83,6 +83,7 @@ class Loader:
     Attributes:
         reference: [n, 1 or 2], log-probabilities of each sample's documents under the reference, where they are known.
         mismatched: the same samples with answers to other prompts, where the loss needs them (`data.mismatch`).
+        evaluates: batches are parts of an evaluation: what is a mean over tokens is one over those of all of `data`.
         soft: [trained tokens, ...], what a teacher says of each, sample by sample; sent along where it is given.
     """
 
@@ -108,6 +109,7 @@ class Loader:
         self.preference = preference
         self.reference: NDArray[numpy.float32] | None = None
         self.mismatched: Loader | None = None
+        self.evaluates = False
         self.soft: Any = None
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
@@ -166,7 +168,8 @@ class Loader:
         count = batch.pairs if self.preference else batch.supervised
         scale = torch.tensor(n_losses / max(count, 1), dtype=torch.float32)
         if self.preference:
-            token_scale = torch.tensor(n_losses / max(self._chosen_tokens(batch), 1), dtype=torch.float32)
+            tokens = batch.pairs * self._mean_chosen if self.evaluates else self._chosen_tokens(batch.samples)
+            token_scale = torch.tensor(n_losses / (tokens or 1), dtype=torch.float32)
         for rows in batch.micro_batches[replica]:
             input_ids, position_ids, labels = self._collate(rows)
             tokens = sum(self._tokens(row) for row in rows)
@@ -293,9 +296,13 @@ class Loader:
     def _reference_of(self, number: int) -> list[float]:
         return [0.0, 0.0] if self.reference is None else self.reference[number].tolist()
 
-    def _chosen_tokens(self, batch: GlobalBatch) -> int:
-        """Count the trained tokens of the first documents, or of the only ones."""
-        numbers = numpy.asarray(batch.samples)
+    @cached_property
+    def _mean_chosen(self) -> float:
+        return self._chosen_tokens(range(len(self.data.lengths))) / len(self.data.lengths)
+
+    def _chosen_tokens(self, samples: Sequence[int]) -> int:
+        """Count the trained tokens of the first documents of samples, or of the only ones."""
+        numbers = numpy.asarray(samples)
         first, single = self.data.first_supervised[numbers], self.data.first[numbers] == 0
         return int(numpy.where(single, self.data.supervised[numbers], first).sum())
 

@@ -116,11 +116,11 @@ def save_trained_only(layer: nn.Module) -> None:
     layer.register_state_dict_post_hook(drop)
 
 
-def add_idle_weight(layer: nn.Module, dtype: torch.dtype) -> None:
+def add_idle_weight(stage: nn.Module, dtype: torch.dtype) -> None:
     """Give a stage without trained weights one that does nothing, as DeepSpeed's optimizers need some."""
-    idle: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=next(layer.parameters()).device))
+    idle: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=next(stage.parameters()).device))
     idle.ds_pipe_replicated, idle.model_parallel = True, False  # what DeepSpeed asks of the weights in a norm
-    layer.register_parameter(IDLE, idle)
+    stage.register_parameter(IDLE, idle)  # not of a layer, whose file it would be in
 
 
 def ends_with(path: str, names: tuple[str, ...]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -15,26 +14,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
 from models.checkpoint.adapter import (
-    PEFT_PREFIX,
-    PEFT_WEIGHTS,
     AdaptedStates,
     base_folder,
     check_base,
-    is_peft,
+    labels_of_adapter,
     open_factors,
 )
 from models.checkpoint.adapter_settings import SCORES, with_adapter
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
-from models.checkpoint.tensor_files import SafetensorsFile
 from models.config_json import model_fields, read_json, reason_of
 from models.derived import proven
 from models.derived.outline import Underivable
 from models.errors import CheckpointError
 from models.process_groups import RankGroup
 from models.router import experts_implementation
-from models.scores import LABELS, OWN_FIELDS, SCORE, labels_of, scoring_family
+from models.scores import OWN_FIELDS, labels_of, scoring_family
 from models.spec import ModelSpec
 from models.tensor_parallel import TensorShare, obstacle
 
@@ -85,19 +81,8 @@ def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
         CheckpointError: the folder holds no usable adapter.
     """
     if read_json(folder / ADAPTER).get("task_type") == SCORES and not base.labels:
-        base = base.scoring(_labels(folder))
+        base = base.scoring(labels_of_adapter(folder))
     return with_adapter(base, folder)
-
-
-def _labels(folder: Path) -> list[str]:
-    """List what an adapter's scores stand for: as its run or its export says, else numbered."""
-    if not is_peft(folder):
-        return labels_of(read_json(folder / "config.json"))
-    file, name = SafetensorsFile(folder / PEFT_WEIGHTS), f"{PEFT_PREFIX}{SCORE}.weight"
-    if name not in file:
-        raise CheckpointError(f"{folder / PEFT_WEIGHTS}: no {name}; expected the head of a model that scores texts")
-    known: list[str] = json.loads(file.metadata.get(LABELS, "[]"))
-    return known or [f"LABEL_{number}" for number in range(file.info(name).shape[0])]
 
 
 def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[ModelSpec, Any]:

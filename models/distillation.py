@@ -20,7 +20,7 @@ from models.soft_targets import SoftTargets
 class DistillationLoss:
     """The loss of a micro-batch with soft targets, in the place of `models.loss.micro_batch_loss`.
 
-    A model in evaluation mode has the cross-entropy only.
+    Records to evaluate on, of which the teacher is not asked, have the cross-entropy only.
 
     Args:
         weight, temperature: as in `models.soft_targets`.
@@ -50,12 +50,13 @@ class DistillationLoss:
 
         Args:
             activations: as for `models.loss.micro_batch_loss`.
-            labels: labels [B, S], scale [], share [] as there; in training the teacher's words and log-probabilities
+            labels: labels [B, S], scale [], share [] as there; to train on, the teacher's words and log-probabilities
                 [T, 2, k], see `SoftTargets.packed`; where they are known, the `supervised_positions` [T].
         """
-        if not head.training:
+        ids, scale, share, *more = labels
+        if not head.training and not any(each.dim() == 3 for each in more):
             return micro_batch_loss(head, activations, labels, rows=self._rows)
-        ids, scale, share, packed, *known = labels
+        packed, *known = more
         hidden, targets = trained_rows(activations[0], ids, known[0] if known else None)
         soft = SoftTargets.packed(packed, *self._mix)
         assert len(soft.words) == len(targets), "as many soft targets as trained tokens"

@@ -101,7 +101,7 @@ class PipelineModel(PipelineModule):
         for weight in self.parameters():  # so that the gradient norm counts once what all ranks have
             weight.ds_pipe_replicated |= self.share.ranks.rank > 0 and not weight.model_parallel
         if not any(weight.requires_grad for weight in self.parameters()):
-            add_idle_weight(self._layer(self._local_start), dtype)
+            add_idle_weight(self, dtype)
         returns = [Returns() for _ in parts]
         for number, layer in self.named_children():
             if spec.trained.lora:

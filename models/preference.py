@@ -178,15 +178,22 @@ class UnpairedLoss(PreferenceLoss):
     divergence from the reference. APO-zero (arXiv:2408.06266), as trl has it for single answers, is that without `kl`.
 
     Attributes:
-        kl: what rewards are compared with; set before each batch, 0 again after `take`.
+        kl: what rewards are compared with; see `compare`.
     """
 
     def __init__(self, objective: Objective, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK) -> None:
         super().__init__(objective, router_loss_weight, rows)
         self.kl, self.measures = 0.0, UNPAIRED_MEASURES
+        self._gained, self._compared = 0.0, 0
+
+    def compare(self, gained: float, answers: int) -> None:
+        """Set `kl` to what answers to other prompts gained, on average over all since the last `take`, or to 0."""
+        self._gained += gained
+        self._compared += answers
+        self.kl = max(self._gained / self._compared, 0.0)
 
     def take(self) -> Tensor:
-        self.kl = 0.0
+        self.kl, self._gained, self._compared = 0.0, 0.0, 0
         return super().take()
 
     def _judge(self, sums: Tensor, facts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

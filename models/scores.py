@@ -19,7 +19,7 @@ from models.family import HEAD_WEIGHT, Family, Rule
 from models.layers import Head
 
 KIND, SCORE = "ForSequenceClassification", "score"
-LABELS = "id2label"
+LABELS, SINGLE = "id2label", "single_label_classification"
 OWN_FIELDS = ("architectures", LABELS, "label2id", "num_labels", "problem_type")  # of a config.json of this kind
 
 
@@ -40,6 +40,13 @@ def labels_of(raw: dict[str, Any]) -> list[str]:
     return [str(names.get(str(number), f"LABEL_{number}")) for number in range(len(names) or raw.get("num_labels", 2))]
 
 
+def check_labels(asked: Sequence[str], own: Sequence[str], where: object) -> None:
+    """Refuse labels that are not a model's own, by number; a single one, or numbers alone, may be called anything."""
+    nameless = len(own) == 1 or list(own) == [f"LABEL_{number}" for number in range(len(own))]
+    if len(asked) != len(own) or not (nameless or list(asked) == list(own)):
+        raise CheckpointError(f"labels: {list(asked)}, but {where} has {list(own)}; expected these, in this order")
+
+
 def scoring_family(family: Family) -> Family:
     """Give a family the other head."""
     rule = Rule(f"{SCORE}.weight", HEAD_WEIGHT)
@@ -57,5 +64,5 @@ def scoring_fields(raw: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]
         raise CheckpointError(f"model_type {kind!r}: transformers has no class that scores texts for this family")
     numbers = {str(number): label for number, label in enumerate(labels)}
     named = {LABELS: numbers, "label2id": {label: int(number) for number, label in numbers.items()}}
-    problem = {"problem_type": "single_label_classification"} if len(labels) > 1 else {}
+    problem = {"problem_type": SINGLE} if len(labels) > 1 else {}
     return raw | {"architectures": [name]} | named | problem

@@ -26,7 +26,7 @@ from models.layers import Block, Embedding, Head
 from models.process_groups import NO_GROUPS, RankGroups
 from models.quantized_base import quantizable
 from models.router import n_experts
-from models.scores import labels_of, scoring_family, scoring_fields
+from models.scores import SINGLE, check_labels, labels_of, scoring_family, scoring_fields
 from models.weight_map import WeightMap
 
 
@@ -164,8 +164,9 @@ class ModelSpec:
             CheckpointError: it has other labels, or transformers has no such class for the family.
         """
         if self.labels:
-            if len(self.labels) != len(labels):
-                raise CheckpointError(f"a model of {len(self.labels)} labels, {self.labels}; expected {len(labels)}")
+            check_labels(labels, self.labels, "the model")
+            if len(labels) > 1 and (kind := self.raw.get("problem_type") or SINGLE) != SINGLE:
+                raise CheckpointError(f"problem_type: {kind}, but labels train one class a text; expected {SINGLE}")
             return self
         config = deepcopy(self.config)
         config.num_labels, config.tie_word_embeddings = len(labels), False

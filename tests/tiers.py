@@ -30,6 +30,7 @@ KEPT: dict[str, str] = {
     "tests/training/any_model/test_exactness.py": r"mixed-2x1\]|perceptron-2x1\]",
     "tests/training/auto/test_auto.py": r"^(?!test_(words_that_follow|only_train_ds|what_is_given_up|long_texts))",
     "tests/training/checkpoint/test_local_disks.py": r"^test_[^\[]*$",
+    "tests/training/checkpoint/test_partly_trained.py": NOTHING,
     "tests/training/checkpoint/test_resharding.py": r"something_else",
     "tests/training/distributed/test_faults.py": r"pipeline-1-bf16\]|zero-2\]",
     "tests/training/distributed/test_processes.py": r"^(?!test_what_torchrun)",

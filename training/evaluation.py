@@ -1,14 +1,16 @@
 """Measure the loss on held-out records: overall and for each type of record.
 
 Samples are evaluated in global batches like those of training, with dropout off and without auxiliary losses. Batches
-are weighted by their trained tokens, so the result is the mean over all of these tokens, whatever the batch size. The
-order and the random generators of training do not change. Cost: about a third of a training step on as many samples.
+are weighted by their trained tokens, or their samples of preferences, so the result is the mean over all, whatever the
+batch size. The order and the random generators of training do not change. Cost: about a third of a training step on as
+many samples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import product
 
 from tqdm import tqdm
 
@@ -22,7 +24,7 @@ class Evaluation:
     """The evaluation set of a run.
 
     Args:
-        loaders: one for each type of record, the same on all ranks.
+        loaders: one for each type of record in the same data, the same on all ranks.
         steps_per_epoch: of the training; 0 if unknown.
         active: whether this rank shows progress.
         records: fingerprint of the records; empty for other samples, which have no perplexity.
@@ -44,7 +46,9 @@ class Evaluation:
         self._plain = config.wanted is None
         right_or_wrong = config.wanted is not None and config.wanted.kind != "marked"
         self.best_by = "eval_error" if right_or_wrong else "eval_loss"  # the smaller, the better
-        self.before: Callable[[Trainer, Loader, GlobalBatch], None] = lambda *_: None  # called with each batch
+        self.before: Callable[[Trainer, Loader, GlobalBatch], None] | None = None  # gets all batches, then they count
+        for loader in loaders.values():
+            loader.evaluates = True
 
     def due(self, step: int, last: bool) -> bool:
         """Return whether to evaluate after `step`; 0 means before the first one."""
@@ -61,25 +65,29 @@ class Evaluation:
             mark: reports progress to the failure detector.
             stopping: called after each batch; if it returns True, on all ranks alike, the result is None.
         """
-        losses, weights = dict.fromkeys(self.loaders, 0.0), dict.fromkeys(self.loaders, 0)
-        batches = sum(loader.steps_per_epoch for loader in self.loaders.values())
+        losses, weights = dict.fromkeys(self.loaders.values(), 0.0), dict.fromkeys(self.loaders.values(), 0)
+
+        def add(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> None:
+            weight = batch.pairs if loader.preference else batch.supervised
+            losses[loader] += trainer.eval_loss(loader, batch) * weight
+            weights[loader] += weight
+
+        passes = [self.before, add] if self.before else [add]
+        batches = sum(loader.steps_per_epoch for loader in losses) * len(passes)
         hidden = None if self._active else True  # None: only on a terminal
         with paused(), tqdm(total=batches, desc="evaluation", disable=hidden, leave=False) as bar:
-            for kind, loader in self.loaders.items():
+            for work, loader in product(passes, losses):
                 for position in range(loader.steps_per_epoch):
-                    batch = loader.batch(position)
-                    weight = batch.pairs if loader.preference else batch.supervised
-                    self.before(trainer, loader, batch)
-                    losses[kind] += trainer.eval_loss(loader, batch) * weight
-                    weights[kind] += weight
+                    work(trainer, loader, loader.batch(position))
                     bar.update()
                     mark("a batch of an evaluation")
                     if stopping():
                         return None
+
         mean = sum(losses.values()) / sum(weights.values())
         found = {"eval_loss": mean}
         if self.records and self._plain:
             found["eval_perplexity"] = math.exp(min(mean, 700.0))
         if len(losses) > 1:
-            found |= {f"eval_loss/{kind}": losses[kind] / weights[kind] for kind in losses}
+            found |= {f"eval_loss/{kind}": losses[its] / weights[its] for kind, its in self.loaders.items()}
         return found

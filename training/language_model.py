@@ -141,7 +141,9 @@ class LanguageModel(Task):
         spec = self.spec
         model = f"model: {spec.family.name}, {spec.n_layers} layers {job.division.topology.description}"
         family = [f"family: {spec.family.proof}"] if spec.family.proof else []
-        return [model, *family, *describe_trained(spec)]
+        topology, known = job.division.topology, job.progress.known
+        before = known.topology if known else topology
+        return [model, *family, *describe_trained(spec, before.tensor, topology.tensor)]
 
     def describe_data(self, job: Job) -> None:
         config, log = job.config, job.log

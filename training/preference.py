@@ -119,7 +119,7 @@ class Preferences(Callback):
             self._use(sums, dataset, loaders)
             took = duration(time.monotonic() - begin)
             run.progress.log.print(f"reference: log-probabilities of the {what} computed in {took}")
-        if run.evaluation:
+        if run.evaluation and run.loader.mismatched:
             run.evaluation.before = estimate_kl
 
     @contextmanager
@@ -203,7 +203,7 @@ def mismatched_loader(data: SampleSet, config: TrainConfig, what: str = "data") 
 def estimate_kl(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> None:
     """Set what the rewards of a batch are compared with, where the loss is KTO's; all ranks call it together.
 
-    It is the mean over the whole batch, so that the loss does not depend on how it is divided.
+    It is the mean over the whole batch, or all of an evaluation, so that the loss does not depend on how it is divided.
     """
     if (others := loader.mismatched) is None:
         return
@@ -212,7 +212,7 @@ def estimate_kl(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> None:
     gained = found.double() - torch.from_numpy(others.reference[numbers]).to(found)
     total = gained.sum()
     distributed.all_reduce(total)
-    loss_of(trainer).kl = (total / batch.pairs).clamp(min=0).item()
+    loss_of(trainer).compare(total.item(), batch.pairs)
 
 
 def _of_batch(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> tuple[list[int], Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.quantities import counted
 from data.tokenized.store import digests_folder
 from models.adapters import ALL, Lora, Trained, ends_with, is_factor
-from models.checkpoint.adapter import AdaptedStates, LayerFiles, check_base, open_factors
+from models.checkpoint.adapter import AdaptedStates, LayerFiles, check_base, labels_of_adapter, open_factors
 from models.checkpoint.adapter_settings import adapted_paths, peft_config, with_adapter
 from models.checkpoint.digest import DIGEST, model_digest
 from models.checkpoint.hub import find_model
@@ -22,7 +22,7 @@ from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
 from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import FP8, NF4, PACKAGE
-from models.scores import SCORE, labels_of
+from models.scores import SCORE, check_labels, labels_of
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -54,8 +54,8 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
     return trained
 
 
-def describe_trained(spec: ModelSpec) -> list[str]:
-    """Say how many of the model's parameters are trained, in a line for the log; in none where all are."""
+def describe_trained(spec: ModelSpec, before: int = 1, now: int = 1) -> list[str]:
+    """Say, for the log, how many parameters are trained if not all, and on which base, of as many shares of a layer."""
     if spec.trained == ALL:
         return []
     trained = whole = 0
@@ -66,7 +66,11 @@ def describe_trained(spec: ModelSpec) -> list[str]:
     how, lora = "all that freeze does not name", spec.trained.lora
     if lora:
         how = f"adapters of rank {lora.r} on {counted(sum(map(len, adapted_paths(spec))), 'weight')} (lora)"
-    return [f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}"]
+    lines = [f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}"]
+    if lora and lora.base == NF4 and (before, now) != (1, 1):
+        then = f", {before} at the checkpoint" if before != now else ""
+        lines.append(f"lora.base: nf4, {counted(now, 'share')} of a layer{then}, each rounded by itself: another base")
+    return lines
 
 
 def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerStates:
@@ -88,6 +92,8 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
     start = resolve(config.lora.start_from, adapter=True)
     check_base(start, given, digests_folder(config.cache_dir))
     _check_start(start, spec)
+    if spec.labels and (known := labels_of_adapter(start)):
+        check_labels(spec.labels, known, start)
     return AdaptedStates(base, spec, open_factors(start, spec))
 
 

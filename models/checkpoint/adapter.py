@@ -7,6 +7,7 @@ weights that are trained, and nothing of the base.
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from models.config_json import read_json
 from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.quantized_base import Fp8
+from models.scores import LABELS, SCORE, labels_of
 from models.spec import ModelSpec
 
 PEFT_WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -56,6 +58,8 @@ class LayerFiles:
         self._folder = folder
 
     def read(self, layer: int, names: list[str]) -> dict[str, Tensor]:
+        if not names:  # earlier versions wrote no file then
+            return {}
         path = self._folder / layer_file(layer)
         file = MappedFile(path)
         _check_known(path, set(file), {*names, IDLE})
@@ -183,6 +187,17 @@ class MergedStates:
 def open_factors(folder: Path, spec: ModelSpec) -> Factors:
     """Open the trained weights in an adapter's folder of either kind."""
     return PeftFolder(folder, spec) if is_peft(folder) else LayerFiles(folder)
+
+
+def labels_of_adapter(folder: Path) -> list[str]:
+    """List what an adapter's scores stand for: as its run or its export says, else numbered."""
+    if not is_peft(folder):
+        return labels_of(read_json(folder / "config.json"))
+    file, name = SafetensorsFile(folder / PEFT_WEIGHTS), f"{PEFT_PREFIX}{SCORE}.weight"
+    if name not in file:
+        raise CheckpointError(f"{folder / PEFT_WEIGHTS}: no {name}; expected the head of a model that scores texts")
+    known: list[str] = json.loads(file.metadata.get(LABELS, "[]"))
+    return known or [f"LABEL_{number}" for number in range(file.info(name).shape[0])]
 
 
 def base_folder(folder: Path) -> Path:

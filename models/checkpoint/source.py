@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.whole_files import sync
+from models.adapters import IDLE
 from models.checkpoint.layout import Layout, layer_file, layout_of, weight_files, weight_index
 from models.checkpoint.quantized import quantized_tensors, without_parts
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
@@ -60,7 +61,8 @@ class PipelineSource:
     def _open(self, layer: int) -> MappedFile:
         path, shapes = self.folder / layer_file(layer), self.spec.shapes(layer)
         file = MappedFile(path)
-        _check_names(path, set(file), set(shapes), f"in layer {layer}")
+        found = set(file) - {IDLE}  # which earlier versions wrote
+        _check_names(path, found, set(shapes), f"in layer {layer}")
         for name, shape in shapes.items():
             _check_shape(path, name, file.info(name).shape, shape)
         return file

@@ -168,6 +168,8 @@ def load_archive(path: Path) -> Any:
     try:
         with reading(path), open(path, "rb", opener=regular) as file:
             mapped = zipfile.is_zipfile(file)  # archives from before torch 1.6 cannot be mapped
+            if not mapped and os.pread(file.fileno(), 2, 0) == b"PK":  # as zip archives begin
+                raise CheckpointError(f"{path}: cut short: the archive has no end; expected the whole file")
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except GONE:
         raise not_found(path) from None

@@ -116,8 +116,54 @@ def test_a_language_model_becomes_one_with_other_rows(tmp_path: Path) -> None:
     names = {name for its in bindings for each in its for name in each.disk}
     assert names == set(load_file(folder / "model.safetensors"))
     assert read_spec(folder).scoring(["other"]) == read_spec(folder)
-    with pytest.raises(CheckpointError, match="1 labels"):
+    with pytest.raises(CheckpointError, match=r"labels: \['a', 'b'\], but the model has \['LABEL_0'\]"):
         read_spec(folder).scoring(["a", "b"])
+
+
+def name_labels(folder: Path, names: list[str], **fields: Any) -> Path:
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"id2label": {str(number): name for number, name in enumerate(names)}} | fields
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("labels", "refused"),
+    [
+        (["negative", "neutral", "positive"], False),
+        (["positive", "neutral", "negative"], True),
+        (["negative", "neutral", "good"], True),
+        (["LABEL_0", "LABEL_1", "LABEL_2"], True),
+        (["negative", "positive"], True),
+        (["negative", "neutral", "positive", "mixed"], True),
+    ],
+)
+def test_classes_go_on_under_their_names_and_numbers(labels: list[str], refused: bool, tmp_path: Path) -> None:
+    names = ["negative", "neutral", "positive"]
+    spec = read_spec(name_labels(save_scoring(tmp_path, "llama", 3), names))
+    if not refused:
+        assert spec.scoring(labels) == spec
+        return
+    with pytest.raises(CheckpointError) as error:
+        spec.scoring(labels)
+    assert str(error.value) == f"labels: {labels}, but the model has {names}; expected these, in this order"
+
+
+@pytest.mark.parametrize("own", [["LABEL_0", "LABEL_1"], ["LABEL_0"], ["quality"]])
+def test_numbers_without_names_may_be_called_anything(own: list[str], tmp_path: Path) -> None:
+    """And a single number, which cannot be taken for another."""
+    spec = read_spec(name_labels(save_scoring(tmp_path, "llama", len(own)), own))
+    assert spec.scoring(["yes", "no"][: len(own)]) == spec
+
+
+@pytest.mark.parametrize("kind", ["multi_label_classification", "regression"])
+def test_a_head_that_is_no_classifiers_is_not_trained_as_one(kind: str, tmp_path: Path) -> None:
+    names = ["toxic", "obscene"]
+    spec = read_spec(name_labels(save_scoring(tmp_path, "llama", 2), names, problem_type=kind))
+    with pytest.raises(CheckpointError, match=f"problem_type: {kind}, but labels train one class a text"):
+        spec.scoring(names)
+    reward = read_spec(name_labels(save_scoring(tmp_path / "one", "llama", 1), ["quality"], problem_type="regression"))
+    assert reward.scoring(["reward"]) == reward
 
 
 def test_nothing_is_written_by_a_model_that_scores(tmp_path: Path) -> None:

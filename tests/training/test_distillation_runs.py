@@ -65,6 +65,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "sweep": PIPE | {"cache": "stages", "distillation": WITHIN | {"temperature": 1.0, "weight": 1.0}},
     "lora": PIPE | {"cache": "stages", "lora": {"r": 2, "alpha": 8}},
     "bf16": PIPE | {"bf16": {"enabled": True}},
+    "too-fast": PIPE | {"cache": "stages", "optimizer": {"type": "AdamW", "params": {"lr": 1e30}}},
     "self": SELF,
     "absent": PIPE | {"distillation": WITHIN | {"teacher": "nothing-there"}},
     "other-words": PIPE | {"distillation": WITHIN | {"teacher": "other-words"}},
@@ -318,6 +319,12 @@ def test_hosts_with_disks_of_their_own_have_a_file_each(outcomes: dict[str, Any]
     assert steps(folder / "disk0/hosts")[STEPS]["loss"] == pytest.approx(
         steps(folder / "alone")[STEPS]["loss"], rel=1e-4
     )
+
+
+def test_a_loss_that_is_not_finite_ends_in_a_line(outcomes: dict[str, Any]) -> None:
+    error = outcomes["too-fast"]["error"]
+    assert "3 steps in a row (max_bad_steps)" in error
+    assert error.endswith("expected a lower learning rate or fp32") and "\n" not in error
 
 
 def test_a_model_has_nothing_to_learn_of_itself(outcomes: dict[str, Any], folder: Path) -> None:

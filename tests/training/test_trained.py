@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,19 @@ from transformers import AutoModelForCausalLM
 
 from models.adapters import Lora, Trained
 from models.api import read_spec
+from models.checkpoint.adapter import AdaptedStates
+from models.checkpoint.layout import ADAPTER, layer_file
+from models.checkpoint.source import open_source
+from models.checkpoint.tensor_files import save_state_dict
+from models.conversion.to_huggingface import pp_to_hg
 from models.errors import CheckpointError
-from tests.models.adapters import save_adapter, save_run
+from models.loading import NewScores
+from tests.models.adapters import RandomFactors, save_adapter, save_run
 from tests.models.test_adapters import ENDLESS
 from training.config.keys import TrainConfig
 from training.config.yaml_file import checked
 from training.errors import ConfigError
-from training.trained import describe_trained, initial_states, with_trained
+from training.trained import adapter_file, describe_trained, initial_states, with_trained
 
 Make = Callable[..., Path]
 GRID = {"process_topology": {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}}
@@ -152,3 +159,48 @@ def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], words
     with pytest.raises(ConfigError) as refused:
         config(Path("model"), **keys)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("of", ["export", "run"])
+@pytest.mark.parametrize("labels", [["no", "yes"], ["yes", "no"], ["no", "maybe"], ["no", "yes", "maybe"]])
+def test_an_adapter_goes_on_with_the_classes_that_it_learnt(
+    of: str, labels: list[str], make_checkpoint: Make, tmp_path: Path
+) -> None:
+    """Over a language model, which has no classes of its own."""
+    base = make_checkpoint("llama")
+    learnt = with_trained(read_spec(base), config(base, labels=["no", "yes"], lora={"r": 2}))
+    states = AdaptedStates(NewScores(open_source(base, read_spec(base)), learnt.base, 0), learnt, RandomFactors(learnt))
+    for layer in range(learnt.n_layers):
+        state = states.read_layer(layer)
+        save_state_dict({name: state[name] for name in learnt.trained_names(layer)}, tmp_path / layer_file(layer))
+    (tmp_path / "config.json").write_text(json.dumps(learnt.raw))
+    (tmp_path / ADAPTER).write_bytes(adapter_file(learnt, base)[ADAPTER])
+    start = tmp_path
+    if of == "export":
+        pp_to_hg(tmp_path, start := tmp_path / "peft")
+    asked = config(base, labels=labels, lora={"r": 2, "start_from": str(start)})
+    spec = with_trained(read_spec(base), asked)
+    if labels == ["no", "yes"]:
+        initial_states(asked, spec, base)
+        return
+    with pytest.raises(CheckpointError) as error:
+        initial_states(asked, spec, base)
+    assert str(error.value).startswith(f"labels: {labels}, but {start} has ['no', 'yes']; expected these")
+
+
+@pytest.mark.parametrize(
+    ("shares", "line"),
+    [
+        ((1, 1), None),
+        ((2, 2), "lora.base: nf4, 2 shares of a layer, each rounded by itself: another base"),
+        ((1, 2), "lora.base: nf4, 2 shares of a layer, 1 at the checkpoint, each rounded by itself: another base"),
+        ((4, 1), "lora.base: nf4, 1 share of a layer, 4 at the checkpoint, each rounded by itself: another base"),
+    ],
+)
+@pytest.mark.parametrize("base", ["nf4", None])
+def test_the_log_says_that_shares_of_a_base_are_rounded_by_themselves(
+    base: str | None, shares: tuple[int, int], line: str | None, make_checkpoint: Make
+) -> None:
+    folder = make_checkpoint("llama")
+    spec = with_trained(read_spec(folder), config(folder, lora={"r": 2, "base": base}))
+    assert describe_trained(spec, *shares)[1:] == ([line] if base and line else [])

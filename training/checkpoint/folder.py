@@ -11,6 +11,7 @@ is changed.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -23,12 +24,15 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from common.whole_files import read_regular, regular, replace_text
-from models.checkpoint.layout import RECORD, FileName
+from models.checkpoint.layout import CARRIED, RECORD, FileName
 from models.checkpoint.publish import hidden_folder
 from models.errors import GONE, CheckpointError, reading
 from training.topology import Topology
 
+logger = logging.getLogger("pipetune")
+
 BEST = "best.json"
+WEIGHTS = rf"layer_|{re.escape(CARRIED)}"
 PIECE = 2**20  # bytes; a piece is still in the processor's cache when its checksum is computed
 
 
@@ -161,23 +165,35 @@ def step_folders(save_path: Path) -> list[Path]:
     return [path for _, path in sorted(steps, reverse=True)]
 
 
-def fault(folder: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Return why a folder is no complete checkpoint, or None; check every `shares`-th file, beginning at `share`."""
+def fault(folder: Path, share: int = 0, shares: int = 1, names: str = "") -> str | None:
+    """Return why a folder is no complete checkpoint, or None; of the files like `names`, check one in `shares`."""
     record = CheckpointRecord.read(folder)
     if record is None:
         return f"{RECORD} is damaged" if _has_record(folder) else f"no {RECORD}: it was never finished"
-    for name, expected in sorted(record.here.items())[share::shares]:
+    listed = [each for each in sorted(record.here.items()) if re.match(names, each[0])]
+    for name, expected in listed[share::shares]:
         path = folder / name
         try:
             with reading(path):
                 size = path.stat().st_size
                 if size != expected.size:
-                    return f"{name} has {size} bytes instead of {expected.size}"
+                    way = "shorter" if size < expected.size else "longer"
+                    return f"{name} is {way} than recorded: {size} bytes instead of {expected.size}"
                 if file_record(path) != expected:
                     return f"{name} is damaged: its checksum differs"
         except GONE:
             return f"{name} is missing"
     return None
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a checkpoint whose weights are not as they were saved; warn of other changed files but the optimizer's."""
+    if not _has_record(folder):
+        return
+    if reason := fault(folder, names=WEIGHTS):
+        raise CheckpointError(f"{folder}: {reason}; expected it as it was saved, or another checkpoint")
+    if reason := fault(folder, names=rf"(?!{WEIGHTS}|.*\.pt$)"):
+        logger.warning("warning: %s: %s; it is taken as it is", folder, reason)
 
 
 def file_record(path: Path) -> FileRecord:

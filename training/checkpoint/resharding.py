@@ -47,7 +47,7 @@ def load_optimizer_state(
     """
     saved, tied_names = SavedOptimizer(folder, record.topology, spec), spec.tied_names if spec else None
     wanted: dict[str, list[Slice]] = defaultdict(list)
-    for piece in (each for each in slices_of(engine) if not each.name.endswith(f".{IDLE}")):
+    for piece in slices_of(engine):
         wanted[_saved_name(piece.name, record, tied_names)].append(piece)
     missing = {name: sum(piece.numel for piece in pieces) for name, pieces in wanted.items()}
     hidden = torch.distributed.get_rank() > 0 or not sys.stderr.isatty()
@@ -144,9 +144,10 @@ def _set_step(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) ->
 
 
 def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
-    """List the slices that this rank updates, in the optimizer's order."""
+    """List the slices that this rank updates, in the optimizer's order; none of a stage that trains nothing."""
     share: TensorShare | None = getattr(engine.module, "share", None)
-    return [replace(piece, shard=share.shard(piece.name) if share else None) for piece in _held(engine)]
+    held = (piece for piece in _held(engine) if piece.name != IDLE)
+    return [replace(piece, shard=share.shard(piece.name) if share else None) for piece in held]
 
 
 def _held(engine: DeepSpeedEngine) -> list[Slice]:

@@ -75,12 +75,12 @@ class ZeroTrainer(Trainer):
         rank, ranks = disk.number, len(disk.ranks)
         layers = list(self.engine.module)
         for first in range(0, len(layers), ranks):
-            mine: dict[str, Tensor] = {}
+            mine: dict[str, Tensor] | None = None
             for owner, layer in enumerate(layers[first : first + ranks]):
                 with deepspeed.zero.GatheredParameters(list(layer.parameters()), enabled=sharded):
                     if owner == rank:
                         mine = copy_to_cpu(layer)
-            if mine:
+            if mine is not None:  # it may be empty: with adapters, of a layer that trains nothing
                 save(mine, str(folder / layer_file(first + rank)))
 
     def _mean(self, losses: list[Tensor]) -> float:

@@ -55,7 +55,6 @@ class Recording(Trainer):
         masters = {
             (piece.name, piece.offset): piece.master.view(-1)[piece.start : piece.start + piece.numel]
             for piece in slices_of(self.engine)
-            if not piece.name.endswith(f".{IDLE}")
         }
         noted = {
             "gradients": gradients if self.replica == 0 else {},
@@ -110,7 +109,7 @@ class Recorder(Recording, PipelineTrainer):
 
     def _weights(self) -> dict[str, Tensor]:
         named = self.engine.module.named_parameters()
-        return {name: each for name, each in named if each.is_floating_point() and not name.endswith(f".{IDLE}")}
+        return {name: each for name, each in named if each.is_floating_point() and name != IDLE}
 
     def _cuts(self) -> dict[str, Any]:
         share = self.engine.module.share

@@ -116,15 +116,13 @@ class Reference:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean loss of the trained tokens, or of the pairs or documents, that are evaluated on."""
+        """Return the mean loss of the trained tokens, or of the pairs or documents, that are evaluated on.
+
+        They are one batch here, so how the run cuts them must not matter.
+        """
         self._round()
-        loader = build_loader(InMemory(self._evaluated), self._config)
-        total, weights = 0.0, 0
-        for batch in map(loader.batch, range(loader.steps_per_epoch)):
-            weight = batch.pairs if self._config.wanted else batch.supervised
-            total += self._loss(batch, self._evaluated, self._begin[1], auxiliary=False)[0].item() * weight
-            weights += weight
-        return total / weights
+        everything = build_loader(InMemory(self._evaluated), self._config).batch_of(range(len(self._evaluated)))
+        return self._loss(everything, self._evaluated, self._begin[1], auxiliary=False)[0].item()
 
     @property
     def _pairs(self) -> bool:

@@ -67,7 +67,7 @@ def flip(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated": (truncate, r"has \d+ bytes instead of \d+"),
+    "truncated": (truncate, r"is shorter than recorded: \d+ bytes instead of \d+"),
     "flipped": (flip, "is damaged: its checksum differs"),
     "deleted": (Path.unlink, "is missing"),
 }

@@ -161,8 +161,10 @@ def test_preferences_and_scores_are_those_of_transformers(
     loss.backward()
     keys = {"model_path": str(folder), "data_path": "d", "save_path": "s", "train_batch_size": len(judged)}
     keys |= {"max_steps": 10, "optimizer": {"params": {"lr": 0.01}}}
-    reference = Reference(TrainConfig.model_validate(keys | JUDGED[name]), judged, judged)
-    assert reference.evaluate() == pytest.approx(loss.item(), rel=1e-5)
+    reference = Reference(TrainConfig.model_validate(keys | JUDGED[name]), judged)
+    for size in (1, len(judged)):
+        cut = TrainConfig.model_validate(keys | JUDGED[name] | {"train_batch_size": size})
+        assert Reference(cut, judged, judged).evaluate() == pytest.approx(loss.item(), rel=1e-5)
     step = reference.step(1, {})
     assert step.loss == pytest.approx(loss.item(), rel=1e-5)
     wanted = {
