@@ -23,22 +23,21 @@ from training.proof.comparison import Row, choose_bounds
 from training.proof.reference import Reference
 from training.proof.small_run import MODEL, SmallRun
 
-WHOLE, MERGED, ADAPTER, PEFT = "model", "merged model", "adapter", "peft"
+ADAPTER = "adapter"
 
 
 def plan_exports(spec: ModelSpec) -> tuple[dict[str, ExportOptions], list[str]]:
     """Choose the exports that are read back, by name, and say in a line which are not."""
-    own_code, lora = spec.family.translate is not None, spec.trained.lora
+    own_code, adapted = spec.family.translate is not None, spec.trained.lora is not None
     if spec.is_part or (own_code and not spec.family.native):
         return {}, ["exports: not read back, as transformers has no class for the small model"]
-    whole = ExportOptions("native" if own_code else "original", merge=lora is not None)
-    if lora is None:
-        return {WHOLE: whole}, []
-    if importlib.util.find_spec(PEFT) is None:
-        return {MERGED: whole}, [f"exports: no adapter is read back, as {PEFT} is not installed"]
-    if own_code or dense_beside_experts(spec):
-        return {MERGED: whole}, [f"exports: no adapter is read back, as {PEFT} has no names for all of it"]
-    return {MERGED: whole, ADAPTER: ExportOptions()}, []
+    whole = ExportOptions("native" if own_code else "original", merge=adapted)
+    if not adapted:
+        return {"model": whole}, []
+    if own_code or dense_beside_experts(spec) or importlib.util.find_spec("peft") is None:
+        reason = "peft is not installed, or has no names for all of it (convert_model.py check)"
+        return {"merged model": whole}, [f"exports: the adapter is not read back, as {reason}"]
+    return {"merged model": whole, ADAPTER: ExportOptions()}, []
 
 
 def compare_exports(small: SmallRun, checkpoint: Path) -> list[Row]:
@@ -73,14 +72,12 @@ def _load(small: SmallRun, folder: Path, name: str) -> Any:
     """Load an export in fp32, an adapter on top of its exported base."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    scores, base = len(small.spec.labels), small.folder / "exported-base"
+    whole, scores = folder, len(small.spec.labels)
     if name == ADAPTER:
-        pp_to_hg(small.folder / MODEL, base)
+        pp_to_hg(small.folder / MODEL, whole := folder.with_name("exported-base"))
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    options = {"num_labels": scores} if scores else {}
-    model = kind.from_pretrained(
-        base if name == ADAPTER else folder, dtype=torch.float32, attn_implementation="eager", **options
-    )
+    options: dict[str, Any] = {"num_labels": scores} if scores else {}
+    model = kind.from_pretrained(whole, dtype=torch.float32, attn_implementation="eager", **options)
     if name == ADAPTER:
         from peft import PeftModel  # which need not be installed
 
