@@ -28,7 +28,7 @@ from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
 from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import FP8, NF4, PACKAGE
-from models.scores import SCORE, labels_of
+from models.scores import SCORE, labels_of, padding_problem
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -62,15 +62,21 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
 
 def describe_trained(spec: ModelSpec) -> list[str]:
     """Say how many of the model's parameters are trained, in a line for the log; in none where all are."""
+    problem = padding_problem(spec.config) if spec.labels else None
+    lines = [f"warning: scores: {problem}"] if problem else []
     if spec.trained == ALL:
-        return []
+        return lines
     trained = whole = 0
     for layer in range(spec.n_layers):
         shapes, shared = spec.shapes(layer), {HEAD_WEIGHT} if spec.tied else set()  # which the embedding holds, too
         trained += sum(shapes[name].numel() for name in {*spec.trained_names(layer)} - shared)
         whole += sum(shape.numel() for name, shape in spec.base.shapes(layer).items() if name not in shared)
     how = f"adapters of rank {spec.trained.lora.r} (lora)" if spec.trained.lora else "all that freeze does not name"
-    return [f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}"]
+    lines.append(f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}")
+    if spec.trained.lora and spec.trained.lora.base == NF4:
+        what = "the run trains and evaluates over the rounded base"
+        lines.append(f"lora.base: nf4: {what}; an export over the base's own weights has another loss")
+    return lines
 
 
 def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerStates:
