@@ -1,7 +1,4 @@
-"""Export the last weights of the small run as a user would, read them back with transformers and peft, compare logits.
-
-Expected are those of the reference with the weights of the checkpoint, all in fp32, for the texts of the evaluation.
-"""
+"""Export the last weights of the small run as a user would, read them back with transformers and peft, compare logits."""
 
 from __future__ import annotations
 
@@ -49,8 +46,8 @@ def compare_exports(small: SmallRun, checkpoint: Path) -> list[Row]:
         values["model_path"] = str(checkpoint)
     expected = list(Reference(TrainConfig.model_validate(values), small.samples, small.evaluated).logits())
     bound = choose_bounds(torch.float32, small.spec.n_layers, LINEAR in small.spec.positions().kinds)[1]
-    rows = []
 
+    rows = []
     for name, options in plan_exports(small.spec)[0].items():
         rows.append(row := Row(f"logits of the exported {name}", bound))
         folder = small.folder / f"exported-{name}"
