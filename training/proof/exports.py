@@ -1,4 +1,4 @@
-"""Export the last weights of the small run as a user would, read them back with transformers and peft, compare logits."""
+"""Export the last weights of the small run as a user would, and read them back with transformers and peft."""
 
 from __future__ import annotations
 
