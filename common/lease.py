@@ -216,15 +216,16 @@ class Lease:
             raise Held(lease.holder, patience)
 
     def _leases(self) -> list[Found]:
-        paths = sorted(self._folder.glob(f"{self._name}-{'[0-9]' * 6}"))
-        return [lease for path in paths if (lease := _read(path))]
+        paths = list(self._folder.glob(f"{self._name}-{'[0-9]' * 6}*"))
+        numbered = {int(number): path for path in paths if (number := path.name.rpartition("-")[2]).isdecimal()}
+        return [lease for _, path in sorted(numbered.items()) if (lease := _read(path))]
 
 
 def _read(path: Path) -> Found | None:
     # Opened anew: a shared disk then looks past its cache.
     with suppress(FileNotFoundError), open(path, "rb", opener=regular) as file:
         holder = None
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError, RecursionError):
             holder = Holder(*json.loads(file.read()))
         locked = False
         try:

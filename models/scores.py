@@ -47,6 +47,17 @@ def check_labels(asked: Sequence[str], own: Sequence[str], where: object) -> Non
         raise CheckpointError(f"labels: {list(asked)}, but {where} has {list(own)}; expected these, in this order")
 
 
+def padding_problem(config: PreTrainedConfig) -> str | None:
+    """Say what keeps transformers from the same scores in batches, if anything."""
+    pad, ends = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
+    if pad is None:
+        return "config.json has no pad_token_id, so transformers scores one text at a time; expected one, for batches"
+    if pad in (ends if isinstance(ends, list) else [ends]):
+        what = f"pad_token_id {pad} also ends texts, and transformers scores the last token that is not padding"
+        return f"config.json: {what}; expected a token of its own"
+    return None
+
+
 def scoring_family(family: Family) -> Family:
     """Give a family the other head."""
     rule = Rule(f"{SCORE}.weight", HEAD_WEIGHT)

@@ -58,7 +58,7 @@ def write_card(checkpoint: Path, target: Path) -> None:
         return
     try:
         info = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
-    except ValueError:  # torn by a power cut; the next start rewrites it
+    except (ValueError, RecursionError):  # torn by a power cut; the next start rewrites it
         return
     if (target / CARD).exists():
         (target / CARD).rename(target / BASE_CARD)

@@ -70,8 +70,7 @@ class Progress:
         changes: list[str] = []
         with agreed():
             if checkpoint and known:
-                check(checkpoint)
-                changes = check_resumable(checkpoint, known, order, config)
+                changes = check_resumable(checkpoint, known, order, config, check)
         for line in changes:
             log.print(line)
         done, evaluated = (known.step, known.evaluated) if known else (0, False)

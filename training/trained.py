@@ -22,7 +22,7 @@ from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
 from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import FP8, NF4, PACKAGE
-from models.scores import SCORE, check_labels, labels_of
+from models.scores import SCORE, check_labels, labels_of, padding_problem
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -56,8 +56,10 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
 
 def describe_trained(spec: ModelSpec, before: int = 1, now: int = 1) -> list[str]:
     """Say, for the log, how many parameters are trained if not all, and on which base, of as many shares of a layer."""
+    problem = padding_problem(spec.config) if spec.labels else None
+    lines = [f"warning: scores: {problem}"] if problem else []
     if spec.trained == ALL:
-        return []
+        return lines
     trained = whole = 0
     for layer in range(spec.n_layers):
         shapes, shared = spec.shapes(layer), {HEAD_WEIGHT} if spec.tied else set()  # which the embedding holds, too
@@ -66,10 +68,13 @@ def describe_trained(spec: ModelSpec, before: int = 1, now: int = 1) -> list[str
     how, lora = "all that freeze does not name", spec.trained.lora
     if lora:
         how = f"adapters of rank {lora.r} on {counted(sum(map(len, adapted_paths(spec))), 'weight')} (lora)"
-    lines = [f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}"]
-    if lora and lora.base == NF4 and (before, now) != (1, 1):
-        then = f", {before} at the checkpoint" if before != now else ""
-        lines.append(f"lora.base: nf4, {counted(now, 'share')} of a layer{then}, each rounded by itself: another base")
+    lines.append(f"trained: {counted(trained, 'parameter')}, {how}; the model has {whole:,}")
+    if lora and lora.base == NF4:
+        what = "the run trains and evaluates over the rounded base"
+        lines.append(f"lora.base: nf4: {what}; an export over the base's own weights has another loss")
+        if (before, now) != (1, 1):
+            then = f", {before} at the checkpoint" if before != now else ""
+            lines.append(f"lora.base: nf4: {counted(now, 'share')} of a layer{then}, each rounded by itself")
     return lines
 
 

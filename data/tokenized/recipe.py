@@ -138,9 +138,14 @@ class Recipe:
         return [LAYOUT, *self._wishes, code_digest(), [version(library) for library in LIBRARIES]]
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """List all files in a model's folder that decide how it tokenizes and prompts."""
+    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+
+
 def tokenizer_digest(folder: Path) -> str:
-    """Digest all files in a model's folder that decide how it tokenizes and prompts."""
-    files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    """Digest what `tokenizer_files` lists."""
+    files = tokenizer_files(folder)
     return _digest([(str(file.relative_to(folder)), hashlib.sha256(file.read_bytes()).hexdigest()) for file in files])
 
 

@@ -58,9 +58,9 @@ class LayerFiles:
         self._folder = folder
 
     def read(self, layer: int, names: list[str]) -> dict[str, Tensor]:
-        if not names:  # earlier versions wrote no file then
-            return {}
         path = self._folder / layer_file(layer)
+        if not (names or path.exists()):  # earlier versions wrote no file then
+            return {}
         file = MappedFile(path)
         _check_known(path, set(file), {*names, IDLE})
         return {name: _found(file, name, f"{path}") for name in names}

@@ -129,7 +129,7 @@ def _write_mark(folder: Path) -> None:
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         mark = json.loads(read_regular(folder / MARK))
         if isinstance(mark, dict):
             return mark

@@ -34,6 +34,7 @@ from models.config_json import write_json
 from models.conversion.check import odd_prefix, write_compat
 from models.conversion.to_peft import write_adapter
 from models.errors import CheckpointError
+from models.scores import padding_problem
 from models.weight_map import WeightMap
 
 logger = logging.getLogger("pipetune")
@@ -155,8 +156,9 @@ class Export:
 
     def write_side_files(self, target: Path) -> None:
         """Write the index, config, tokenizer and the other files of the original."""
-        if odd := odd_prefix(self.weight_map):
-            logger.warning("warning: %s: %s", self.folder, odd)
+        padding = padding_problem(self.spec.config) if self.spec.labels else None
+        for problem in filter(None, (odd_prefix(self.weight_map), padding)):
+            logger.warning("warning: %s: %s", self.folder, problem)
         if list(self.files) != [SINGLE_FILE]:
             total = sum(info.nbytes for info in self.infos.values())
             weight_map = {name: file for file, names in self.files.items() for name in names}

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +251,28 @@ def test_release_leaves_the_successors_lease(tmp_path: Path) -> None:
     successor = take(tmp_path)
     lease.release()
     assert successor.successor() is None
+
+
+@pytest.mark.parametrize("number", ["999999", "1000000", "9" * 30])
+def test_no_number_is_too_large_to_be_seen(number: str, tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}-{number}").write_text("of nobody")
+    os.utime(tmp_path / f"{NAME}-{number}", (0, 0))
+    lease = Lease(tmp_path, NAME, unheard, SOON)
+    while True:
+        with suppress(Held):
+            lease.take()
+            break
+    assert [path.name for path in leases(tmp_path)] == [f"{NAME}-{int(number) + 1}"]
+    with pytest.raises(Held):
+        Lease(tmp_path, NAME, unheard, SOON).take()
+    lease.release()
+
+
+def test_a_lease_nested_without_end_names_no_holder(tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}-000001").write_text("[" * 200_000)
+    with pytest.raises(Held) as held:
+        Lease(tmp_path, NAME, unheard, NEVER).take()
+    assert held.value.holder is None
 
 
 def test_other_files_stay(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import select
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from tests.conftest import FAQ
 from tests.launching import TORCHRUN, Launch, catches, start, start_deepspeed, topology, write_config
@@ -81,6 +85,32 @@ def test_ranks_of_a_launcher_that_are_asked_in_the_imports_end_without_a_traceba
     printed = result.stdout + result.stderr
     assert printed.count(TOLD) == 1, printed
     assert 'train_ds.py", line' not in printed, printed  # torchrun prints a traceback of its own for any exit code
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("asks", [True, False], ids=["asks for rank 0", "waits for others"])
+def test_a_request_while_a_rank_waits_for_the_others_ends_it(
+    asks: bool, number: signal.Signals, tmp_path: Path
+) -> None:
+    """In torch's store, whose waits Python cannot interrupt: rank 0 does not answer, or has not met the others."""
+    config = write_config(tmp_path / "run.yml", model_path="m", data_path=str(FAQ), model_topo=topology((1, 2)))
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, descriptor = server.getsockname()[1], -1 if asks else server.detach()
+        launch = start(sys.executable, "train_ds.py", "--config", config, **place, MASTER_PORT=str(port))
+        if asks:
+            server.setblocking(False)
+            launch.until(lambda: select.select([server], [], [], 0)[0])
+        else:
+            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+            launch.until(lambda: store.check(["pipetune-/1"]))
+        begin = time.monotonic()
+        launch.family()[0].send_signal(number)
+        result = launch.end()
+    assert result.returncode in (-number, 128 + number), result.stdout + result.stderr
+    assert time.monotonic() - begin < 30  # of the 90 s, or 30 min, that it would wait
+    assert "Traceback" not in result.stderr
 
 
 def ranks_of(launch: Launch) -> list[psutil.Process]:

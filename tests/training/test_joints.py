@@ -328,7 +328,9 @@ def measured(cell: Cell, model: Any, folder: Path) -> tuple[str, float]:
     data = RecordReader(config, folder / cell.base, Console(quiet=True)).read_sets()[0]
     found, counts = [], []
     for number in range(len(data)):
-        ids, labels = (torch.tensor(list(data.samples[number][name])) for name in ("input_ids", "labels"))
+        ids, labels = (
+            torch.tensor(list(data.samples[number][name]), dtype=torch.int64) for name in ("input_ids", "labels")
+        )
         end = int(data.first[number]) or len(ids)
         logits = model(input_ids=ids[None, :end]).logits[0].float()
         value = float(data.values[number])

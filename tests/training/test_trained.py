@@ -58,6 +58,37 @@ def test_the_log_counts_what_is_trained(tied: bool, make_checkpoint: Make) -> No
 
 
 @pytest.mark.parametrize(
+    ("pad", "end", "words"),
+    [
+        (None, 2, "no pad_token_id, so transformers scores one text at a time"),
+        (2, 2, "pad_token_id 2 also ends texts"),
+        (7, [2, 7], "pad_token_id 7 also ends texts"),
+        (0, [2, 7], None),
+        (0, None, None),
+    ],
+)
+def test_a_model_that_scores_needs_a_token_to_pad_with(
+    pad: int | None, end: Any, words: str | None, make_checkpoint: Make
+) -> None:
+    folder = make_checkpoint("llama", pad_token_id=pad, eos_token_id=end)
+    spec = read_spec(folder)
+    assert describe_trained(spec) == []
+    lines = describe_trained(with_trained(spec, config(folder, labels=["a", "b"])))
+    assert len(lines) == (words is not None) and all(str(words) in line for line in lines)
+
+
+def test_what_nf4_evaluates_is_not_what_is_exported(make_checkpoint: Make) -> None:
+    folder = make_checkpoint("llama")
+    trained = read_spec(folder).training(Trained(Lora(r=2, base="nf4")))
+    counted, line = describe_trained(trained)
+    assert counted.startswith("trained: ")
+    assert line == (
+        "lora.base: nf4: the run trains and evaluates over the rounded base; an export over the base's own weights has "
+        "another loss"
+    )
+
+
+@pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({"lora": {"targets": ["q_porj"]}}, ["lora.targets: 'q_porj'", "q_proj, k_proj"]),

@@ -73,5 +73,10 @@ def averages() -> AbstractContextManager[Any]:
     return patch.object(PreferenceLoss, "_by_document", mean)
 
 
-KINDS = (others_reference, base_is_reference, answers_exchanged, prompts_count, averages)
+def same_digest() -> AbstractContextManager[Any]:
+    """What is kept of a reference does not tell models apart."""
+    return patch.object(preference, "_digest_start", lambda *_: "same")
+
+
+KINDS = (others_reference, base_is_reference, answers_exchanged, prompts_count, averages, same_digest)
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {each.__name__: each for each in KINDS}

@@ -1,4 +1,4 @@
-"""Run train_ds.py with a fault in its ranks that raises no error: only a proof finds it.
+"""Run train_ds.py with a fault in its ranks, or in a proof's exports, that raises no error: only a proof finds it.
 
 usage: FAULT=<kind> unproved.py <arguments of train_ds.py>. The kinds are the functions below, and those of
 `preference_faults.py`.
@@ -7,6 +7,7 @@ usage: FAULT=<kind> unproved.py <arguments of train_ds.py>. The kinds are the fu
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -120,6 +121,25 @@ def neighbours_adapter() -> None:
     LowRankSum.__init__ = roll  # type: ignore[method-assign]
 
 
+def left_out() -> None:
+    """An export lacks one of the weights."""
+    from models.conversion import to_huggingface
+
+    plan = to_huggingface.original_infos
+    to_huggingface.original_infos = lambda *words: {
+        name: info for name, info in plan(*words).items() if not name.endswith("1.mlp.up_proj.weight")
+    }
+
+
+def other_alpha() -> None:
+    """An exported adapter tells of another scale than it was trained with."""
+    from models.conversion import to_peft
+
+    write = to_peft.peft_config
+    to_peft.peft_config = lambda *words: write(*words) | {"lora_alpha": 8}
+
+
+EXPORTS: dict[str, Callable[[], None]] = {each.__name__: each for each in (left_out, other_alpha)}
 KINDS = (
     *(ends_apart, no_decay, moments_lost, padding_counts, documents_meet),
     *(parts_swapped, readers_alone, other_scale, neighbours_adapter),
@@ -135,5 +155,7 @@ if __name__ == "__main__":
         if fault in preference_faults.FAULTS:
             preference_faults.FAULTS[fault]().__enter__()
         else:
-            FAULTS[fault]()
+            FAULTS.get(fault, str)()
+    elif "--prove" in sys.argv:
+        EXPORTS.get(os.environ["FAULT"], str)()
     train_ds.main()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from filecmp import cmp
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from torch import Tensor
 
+from data.tokenized.recipe import tokenizer_files
+from models.checkpoint.layout import flat
 from models.config_json import QUANTIZATION, model_fields
 from models.errors import CheckpointError
 from models.spec import ModelSpec
@@ -107,14 +110,30 @@ def restore_random_states(states: Mapping[str, Tensor], seed: int) -> bool:
     return known
 
 
-def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, config: TrainConfig) -> list[str]:
+def check_resumable(
+    folder: Path,
+    record: CheckpointRecord,
+    data: DataOrder,
+    config: TrainConfig,
+    check: Callable[[Path], object] = lambda _: None,
+) -> list[str]:
     """Describe, in lines, what changed since a checkpoint was saved.
+
+    Args:
+        check: compares the models, once the settings agree that may be what made them differ.
 
     Raises:
         ConfigError: the same step would have other samples, or another kind of update (`training.config.changes`).
     """
-    before = record.data
+    before, lines = record.data, []
     then, now = record.settings, settings_of(config)
+    if "seed" not in then:
+        then = before.model_dump(include={"seed", "train_batch_size", "dataloader_drop_last", "stream_gb"}) | then
+        now = {key: now.get(key) for key in then}
+        noted = f"an earlier version saved it and noted only {', '.join(then)}; nothing else was compared"
+        lines.append(f"{folder.name}: {noted}")
+    lines += compare(then, now, folder)
+    check(folder)
     if before.fingerprint != data.fingerprint:
         if "mask" in then:  # earlier versions did not note these
             keys = [key for key in then.keys() | now.keys() if not (rule_of(key).free or rule_of(key).counts)]
@@ -122,20 +141,22 @@ def check_resumable(folder: Path, record: CheckpointRecord, data: DataOrder, con
             for key in sorted(key for key in keys if key not in ("model_path", "data_path")):
                 if then.get(key) != now.get(key):
                     raise differs(key, now.get(key), then.get(key), folder)
+        model = Path(config.model_path)
+        for file in (path.relative_to(model).as_posix() for path in tokenizer_files(model)):
+            saved = folder / flat(file)
+            if file != "config.json" and saved.is_file() and not cmp(saved, model / file, shallow=False):
+                what = f"not the file that {folder} was trained with; expected {saved}, or another save_path"
+                raise ConfigError(f"model_path: {file}: {what}")
         counts = f" ({before.samples} then, {data.samples} now)" if before.samples != data.samples else ""
         raise ConfigError(
             f"data_path: not the samples that {folder} was trained on{counts}; expected the same records, tokenizer, "
-            "max_seq_len and, where the chat template writes it, date, or another save_path"
+            "chat template, max_seq_len and, where the template writes it, date, or another save_path"
         )
     if before.packed_epoch != data.packed_epoch:
         if before.packed_epoch and data.packed_epoch:
             raise differs("pack_len", data.packed_epoch, before.packed_epoch, folder)
         raise differs("packing", config.packing, "dataset" if before.packed_epoch else "batch or false", folder)
-    if "seed" in then:
-        return compare(then, now, folder)
-    then = before.model_dump(include={"seed", "train_batch_size", "dataloader_drop_last", "stream_gb"}) | then
-    warning = f"{folder.name}: an earlier version saved it and noted only {', '.join(then)}; nothing else was compared"
-    return [warning, *compare(then, {key: now.get(key) for key in then}, folder)]
+    return lines
 
 
 def check_same_model(spec: ModelSpec, folder: Path) -> None:

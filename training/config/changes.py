@@ -92,15 +92,17 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> l
         ConfigError: a setting differs that must agree.
     """
     by_effect: dict[str, list[str]] = defaultdict(list)
-    for key in sorted(then.keys() | now.keys()):
-        before, after = then.get(key), now.get(key)
-        rule = rule_of(key)
-        if before == after or not rule.counts:
-            continue
-        if not rule.free:
-            raise differs(key, after, before, where)
-        if rule.effect:
-            by_effect[rule.effect].append(f"{key} {_shown(before)} -> {_shown(after)}")
+    changed = [key for key in {**now, **then} if rule_of(key).counts and then.get(key) != now.get(key)]
+    fixed = [key for key in changed if not rule_of(key).free]
+    # In the config's order, which has the kind before its numbers; what an earlier version did not know is empty.
+    for key in (key for key in fixed if then.get(key) or now.get(key)):
+        section = key.partition(".")[0]
+        before, after = _below(section, then), _below(section, now)
+        if section != key and None in (before, after):
+            raise differs(section, after, before, where)
+        raise differs(key, now.get(key), then.get(key), where)
+    for key in sorted(set(changed).difference(fixed)):
+        by_effect[rule_of(key).effect].append(f"{key} {_shown(then.get(key))} -> {_shown(now.get(key))}")
     return [f"changed since the checkpoint: {', '.join(keys)}: {effect}" for effect, keys in by_effect.items()]
 
 
@@ -108,6 +110,12 @@ def differs(key: str, now: object, then: object, where: object) -> ConfigError:
     """Make the refusal of another value."""
     expected = f"expected {_shown(then)}, or another save_path"
     return ConfigError(f"{key}: {_shown(now)}, but {where} was trained with {_shown(then)}; {expected}")
+
+
+def _below(section: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Collect what a section has, by the rest of the keys; None without it."""
+    size = len(f"{section}.")
+    return {key[size:]: value for key, value in values.items() if key.startswith(f"{section}.")} or None
 
 
 def _shown(value: object) -> str:

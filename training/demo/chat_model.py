@@ -209,7 +209,7 @@ def find_trained_prompts(model: str, names: Sequence[str], notify: Callable[[str
     try:
         config = json.loads(path.read_text(encoding="utf-8"))["config"]
         known = {name: config[name] for name in names if config.get(name)}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # torn by a power cut
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # torn by a power cut
         return {}
     if known:
         notify(f"prompts as in training: {', '.join(f'{name}: {known[name]}' for name in known)} ({path})")

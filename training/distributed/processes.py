@@ -182,7 +182,8 @@ def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> 
     phases.enter("waiting for all processes")
     try:
         store = meet(process.rank, process.world_size, process.local_size, patience)
-        deepspeed.init_distributed(verbose=False, timeout=patience)
+        with early_signals.left_to_kernel():
+            deepspeed.init_distributed(verbose=False, timeout=patience)
         del store  # the process group has its own reference
     except (torch.distributed.DistError, OSError) as error:
         raise ConfigError(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from common.early_signals import left_to_kernel
 from training.errors import RunRefused
 from training.launch.pdsh import end_soon
 
@@ -71,15 +72,16 @@ def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPSt
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # whose agent holds the store
     opens = rank == 0 and not by_torchrun
-    store = torch.distributed.TCPStore(
-        address,
-        port,
-        is_master=opens,
-        timeout=timedelta(seconds=PATIENCE),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listen(ranks, on_this_host, port).detach() if opens else None,  # torch listens everywhere
-    )
+    with left_to_kernel():
+        store = torch.distributed.TCPStore(
+            address,
+            port,
+            is_master=opens,
+            timeout=timedelta(seconds=PATIENCE),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listen(ranks, on_this_host, port).detach() if opens else None,  # torch listens everywhere
+        )
     store.set_timeout(patience)
     attempt = torch.distributed.PrefixStore(f"pipetune-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", store)
     mine = json.dumps([secrets.token_hex(8), own_address(address)])
@@ -93,7 +95,8 @@ def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPSt
         addresses = [json.loads(entry)[1] for entry in attempt.multi_get(present)]
         remote = [each for each in addresses if not ipaddress.ip_address(each).is_loopback]
         attempt.set("met", json.dumps([describe_ranks(missing), *remote[:1]]))
-    missing_names, *remote = json.loads(attempt.get("met"))
+    with left_to_kernel():
+        missing_names, *remote = json.loads(attempt.get("met"))
     if missing_names:
         time.sleep(0.0 if rank else 2 * POLL)  # the store ends with rank 0
         end_soon()

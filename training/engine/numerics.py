@@ -39,6 +39,10 @@ def describe_numerics(config: TrainConfig) -> list[str]:
     if config.deterministic:
         cost = "; attention's backward pass is slower for it" if torch.cuda.is_available() else ""
         lines.append(f"deterministic: sums have one order, so a resumed run is equal to the last bit{cost}")
+    for name, share in (("bf16", 256), ("fp16", 2048)):
+        if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
+            lost = f"the weights are kept in {name}, so updates below 1/{share} of a weight are lost"
+            lines.append(f"warning: {name}.{key}: {lost}; leave it out for fp32 masters")
     if not torch.cuda.is_available():
         lines.append(f"threads: {torch.get_num_threads()}")
         if config.tf32:

@@ -165,7 +165,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         for line in file:
             try:
                 values = json.loads(line)
-            except ValueError:  # torn by a kill, or zeros after a power cut
+            except (ValueError, RecursionError):  # torn by a kill, or zeros after a power cut
                 continue
             if isinstance(values, dict) and isinstance(values.get("step"), int):
                 yield line.rstrip(b"\n") + b"\n", values

@@ -109,5 +109,5 @@ def _earlier_starts(path: Path) -> list[dict[str, Any]]:
     try:
         last = json.loads(read_regular(path))
         return [*last.pop("earlier"), last]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return []

@@ -2,7 +2,7 @@
 
 A small model of the same kind trains a few steps on the user's records, with the script, launcher and processes of a
 real run, and one process computes the same steps (`training.proof.reference`). Then the run is repeated, killed in the
-middle of a step, and resumed. The exit code is 0 if all results agree, else 1.
+middle of a step, and resumed; its export is read back. The exit code is 0 if all results agree, else 1.
 
 Cost: three starts of the run and tokenizing its records: 48 s of processor time with two processes, 77 s with four,
 shared by the cores. Everything but the certificate, proof.json, is in a temporary folder.
@@ -30,6 +30,7 @@ from rich.text import Text
 from common.log import Log
 from common.whole_files import replace_text
 from models.checkpoint.publish import writing
+from training.checkpoint.folder import step_folder
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.config.precision import FP8
@@ -37,6 +38,7 @@ from training.distributed.processes import set_threads
 from training.metrics.run_info import CODE, git_state, machine, versions
 from training.metrics.step_metrics import to_json
 from training.proof.comparison import Comparison, Row
+from training.proof.exports import compare_exports, plan_exports
 from training.proof.small_run import SAVED, STEPS, SmallRun
 
 CERTIFICATE = "proof.json"
@@ -62,6 +64,7 @@ def prove_run(config: TrainConfig, script: str) -> None:
     with TemporaryDirectory(prefix="pipetune-proof-") as folder:
         small = SmallRun.make(config, Path(folder), log)
         set_threads(1, small.spec.config.hidden_size)
+        small.differs.extend(plan_exports(small.spec)[1])
         for line in small.differs:
             log.print(line)
         rows = _run_all(small, script, log)
@@ -79,19 +82,25 @@ def prove_run(config: TrainConfig, script: str) -> None:
 
 
 def _run_all(small: SmallRun, script: str, log: Console) -> list[Row]:
-    """Run, compute the reference, run again, kill and resume."""
+    """Let another model fill the cache, run, compute the reference, export, run again, kill and resume."""
     whole, broken = small.start(script, "run"), small.start(script, "killed")
+    if small.config.preference and small.config.preference.needs_reference:
+        small.write_weights(small.config.seed + 1)
+        with _progress(log, "another model leaves its reference in the cache", 1) as show:
+            small.start(script, "other", max_steps=1).run(show)
+        small.write_weights(small.config.seed)
     with _progress(log, f"run in {small.config.model_topo.processes} processes") as show:
         whole.run(show)
     with _progress(log, "reference in one process") as show:
         comparison = Comparison(small, whole)
         comparison.compare_reference(show)
+    exported = compare_exports(small, step_folder(whole.folder, STEPS))
     with _progress(log, f"the run again, killed by SIGKILL in step {SAVED + 1}", SAVED) as show:
         broken.run(show, hold=SAVED + 1)
     with _progress(log, f"resumed after step {SAVED}") as show:
         broken.run(show)
     comparison.compare_resumed(broken)
-    return comparison.rows
+    return [*comparison.rows, *exported]
 
 
 @contextmanager

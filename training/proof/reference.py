@@ -11,7 +11,7 @@ run is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,14 @@ class Reference:
         self._round()
         everything = build_loader(InMemory(self._evaluated), self._config).batch_of(range(len(self._evaluated)))
         return self._loss(everything, self._evaluated, self._begin[1], auxiliary=False)[0].item()
+
+    @torch.no_grad()
+    def logits(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield the ids of each document that is evaluated, and its logits [S, V], or its scores [classes]."""
+        for sample in self._evaluated:
+            for document in documents(sample):
+                logits = self._document(document)[0]
+                yield document["input_ids"], logits[-1] if self._config.scores else logits
 
     @property
     def _pairs(self) -> bool:

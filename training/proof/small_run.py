@@ -13,6 +13,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -97,13 +98,8 @@ class SmallRun:
         fields = shrunk_fields(whole.config, whole.raw, small_depth(config, topo, whole.n_layers) - 2)
         (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         spec = read_spec(model)
-        write_model(model, spec, config.seed)
         small, lines = small_trained(small, spec)
         spec = with_trained(spec, small)
-        if small.lora:
-            write_model(folder / ADAPTER, spec, config.seed)
-            for name, content in adapter_file(spec, model).items():
-                (folder / ADAPTER / name).write_bytes(content)
         differs += lines
         words = int(spec.config.vocab_size)
         samples, evaluated = (distinct([shorten(sample, words) for sample in each]) for each in (samples, evaluated))
@@ -116,12 +112,23 @@ class SmallRun:
         differs.insert(0, f"model: random weights, {', '.join(sizes)}; token ids modulo that")
         if any(is_dropout(name) and value != fields[name] for name, value in whole.raw.items()):
             differs.append("dropout: none, as each process draws other random numbers")
-        return cls(small, spec, samples, evaluated, differs, folder)
+        made = cls(small, spec, samples, evaluated, differs, folder)
+        made.write_weights(config.seed)
+        return made
 
-    def start(self, script: str, name: str) -> Start:
-        """Prepare a run with a `save_path` of its own."""
+    def write_weights(self, seed: int) -> None:
+        """Write the model's random weights, other ones for another seed, and the adapter that the run starts from."""
+        model, adapter = self.folder / MODEL, self.folder / ADAPTER
+        write_model(model, self.spec.language or self.spec.base, seed)
+        if self.config.lora:
+            write_model(adapter, self.spec, self.config.seed)
+            for name, content in adapter_file(self.spec, model).items():
+                (adapter / name).write_bytes(content)
+
+    def start(self, script: str, name: str, **changes: Any) -> Start:
+        """Prepare a run with a `save_path` of its own, and with `changes` of the config."""
         start = Start(script, self.folder / f"{name}.yml", self.folder / name, self.folder / f"{name}-notes")
-        values = self.config.dump() | {"save_path": str(start.folder)}
+        values = self.config.dump() | {"save_path": str(start.folder)} | changes
         start.config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         return start
 

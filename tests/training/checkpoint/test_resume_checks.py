@@ -10,7 +10,7 @@ import torch
 
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resume import check_resumable, restore_random_states, same_positions
-from training.config.changes import settings_of
+from training.config.changes import rule_of, settings_of
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.topology import Topology
@@ -60,7 +60,11 @@ def test_ranks_in_another_order_do_not_continue_each_others_random_numbers() -> 
         (None, {"on_bad_record": "skip"}, f"on_bad_record: skip, but {FOLDER} was trained with "),
         (None, {"data_path": "moved"}, f"data_path: not the samples that {FOLDER} was trained on (3 then, 2 now); "),
         # Of an earlier version, which recorded fewer settings.
-        ({"seed": 1, "optimizer.type": "AdamW"}, {"mask": "all"}, "data_path: not the samples"),
+        (
+            {key: value for key, value in settings_of(config()).items() if rule_of(key).counts and key != "labels"},
+            {"mask": "all"},
+            "data_path: not the samples",
+        ),
     ],
 )
 def test_the_key_that_changed_the_samples_is_named(
@@ -72,3 +76,18 @@ def test_the_key_that_changed_the_samples_is_named(
     with pytest.raises(ConfigError) as refused:
         check_resumable(FOLDER, record, order("b", samples=2), config(**keys))
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates/a.jinja"])
+def test_a_file_that_changed_the_samples_is_named(name: str, tmp_path: Path) -> None:
+    model, checkpoint = tmp_path / "model", tmp_path / "step-000004"
+    for folder, path, content in ((model, name, "now"), (checkpoint, name.replace("/", "."), "then")):
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(content)
+        (folder / "tokenizer.json").write_text("{}")
+    kept = config(model_path=str(model))
+    topology = Topology(stages=1, replicas=1, zero_stage=0, parts=[3])
+    record = CheckpointRecord(step=4, topology=topology, data=order("a"), settings=settings_of(kept))
+    assert check_resumable(checkpoint, record, order("a"), kept) == [], "the same samples"
+    with pytest.raises(ConfigError, match=f"^model_path: {name}: not the file that {checkpoint} was trained with; "):
+        check_resumable(checkpoint, record, order("b"), kept)

@@ -101,7 +101,7 @@ def test_what_is_free_and_changes_something_is_said(key: str) -> None:
         ({"fp16": {"enabled": False, "loss_scale": 8}}, "fp16.loss_scale: 8.0, .* with none"),
         ({"seed": 1}, "seed: 1, .* with 42"),
         ({"train_batch_size": 16}, "train_batch_size: 16, .* with 8"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype: bf16, .* with none"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types: {'grad_accum_dtype': 'bf16'}, .* with none"),
     ],
 )
 def test_changes_of_a_config_that_are_refused(change: dict[str, Any], message: str) -> None:
@@ -109,6 +109,43 @@ def test_changes_of_a_config_that_are_refused(change: dict[str, Any], message: s
     assert check_resumable(CHECKPOINT, record, ORDER, config()) == []
     with pytest.raises(ConfigError, match=f"^{message}"):
         check_resumable(CHECKPOINT, record, ORDER, config(**change))
+
+
+DPO: dict[str, Any] = {"preference": {"loss": "dpo"}}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        ({}, {"lora": {"r": 4}}, r"lora: {.*'r': 4.*}, but .* with none; expected none"),
+        ({"lora": {"r": 4}}, {}, r"lora: none, but .* with {.*'r': 4.*}; expected {"),
+        ({"lora": {"r": 4}}, {"lora": {"r": 4, "rslora": True}}, r"lora.rslora: True, but .* with False"),
+        ({}, DPO, r"preference: {'loss': 'dpo'.*}, but .* with none"),
+        (DPO, {}, r"preference: none, but .* with {'loss': 'dpo'"),
+        (DPO, {"preference": {"loss": "ipo"}}, "preference.loss: ipo, but .* with dpo"),
+        ({"preference": {"loss": "reward"}}, DPO, "preference.loss: dpo, but .* with reward"),
+        (DPO, {"preference": {"loss": "dpo", "beta": 0.3}}, "preference.beta: 0.3, but .* with 0.1"),
+        ({"labels": ["a", "b"]}, {}, r"labels: .*, but .* with \['a', 'b'\]"),
+        ({"labels": ["a", "b"]}, {"preference": {"loss": "reward"}}, "preference: {.*'reward'.*}, but .* with none"),
+        ({}, {"stream_gb": 1.0, "max_steps": 5}, "stream_gb: 1.0, but .* with none"),
+        ({}, {"freeze": ["embed"]}, r"freeze: \['embed'\], but .* with \[\]"),
+        ({}, {"optimizer": {"type": "Lion"}}, "optimizer.type: Lion, but .* with AdamW"),
+    ],
+)
+def test_the_key_that_was_changed_is_named_before_what_comes_of_it(
+    then: dict[str, Any], now: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Such as other samples, or a checkpoint's config.json that is that of a model which scores."""
+    record = CheckpointRecord(step=4, topology=TOPOLOGY, data=ORDER, settings=settings_of(config(**then)))
+    record.write(tmp_path)  # the order of keys is that of the file
+    read = CheckpointRecord.read(tmp_path)
+    assert read is not None
+
+    def check(folder: Path) -> None:
+        raise AssertionError("the model was compared first")
+
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check_resumable(CHECKPOINT, read, ORDER.model_copy(update={"fingerprint": "g"}), config(**now), check)
 
 
 def test_changes_of_a_config_that_are_said() -> None:

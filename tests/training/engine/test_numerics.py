@@ -68,6 +68,10 @@ def test_an_operation_without_an_order_is_one_line() -> None:
 BF16 = {"bf16": {"enabled": True}}
 ORDERED = "deterministic: sums have one order, so a resumed run is equal to the last bit"
 SLOWER = "; attention's backward pass is slower for it"
+LOST = (
+    "warning: {0}.{0}_master_weights_and_grads: the weights are kept in {0}, so updates below 1/{1} of a weight are "
+    "lost; leave it out for fp32 masters"
+)
 IN_FP32 = "products: fp32; with tf32: true they are up to 7 times as fast, and have 10 bits"
 
 
@@ -81,6 +85,8 @@ IN_FP32 = "products: fp32; with tf32: true they are up to 7 times as fast, and h
         ({}, True, [IN_FP32]),
         ({"tf32": True}, True, ["products: TF32, with 10 bits of each factor"]),
         (BF16, True, []),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, True, [LOST.format("bf16", 256)]),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, True, [LOST.format("fp16", 2048)]),
         (
             BF16 | {"fp8": {"enabled": True}},
             True,

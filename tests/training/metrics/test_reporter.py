@@ -160,6 +160,17 @@ def test_an_evaluation_is_a_line_of_its_own_and_always_printed(
     ]
 
 
+@pytest.mark.parametrize(
+    "damage", [b"[" * 200_000, b'{"step": 1, "a": ' + b"[" * 200_000, b"\0" * 99, b"{}", b"5"], ids=len
+)
+def test_a_damaged_line_is_passed_over(damage: bytes, tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_bytes(damage + b'\n{"step": 2}\n')
+    assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 2}]
+    with Reporter(tmp_path, STEPS, 1, first_step=3):
+        pass
+    assert (tmp_path / METRICS_FILE).read_bytes().endswith(b'{"step": 2}\n')
+
+
 @pytest.mark.parametrize("first", range(1, 7))
 def test_a_resumed_run_repeats_no_line(first: int, tmp_path: Path) -> None:
     """Killed after step 5, and resumed from any checkpoint: the file is that of the uninterrupted run."""

@@ -139,7 +139,7 @@ def test_a_resumed_run_keeps_earlier_entries(tmp_path: Path) -> None:
     assert written(tmp_path)["earlier"] == [], "a new run in the folder begins anew"
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"started": 1}', '{"earlier": 5}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"started": 1}', '{"earlier": 5}', "[" * 200_000], ids=len)
 def test_a_damaged_file_does_not_stop_a_resume(damage: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(damage)
     assert written(tmp_path, 5)["earlier"] == []

@@ -121,13 +121,15 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
         ("neighbours_adapter", "gradients", "experts.gate_up_proj_lora_A: layer"),
         ("parts_swapped", "gradients", "layer"),
         ("readers_alone", "gradients", "layer"),
+        ("left_out", "logits of the exported model", "text"),
+        ("other_alpha", "logits of the exported adapter", "text"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: Proofs) -> None:
     keys: dict[str, Any] = {"model_topo": topology((2, 1), [5, 3])}
     if fault in ("parts_swapped", "readers_alone"):
         keys = {"model_topo": SHARED}
-    if adapted := fault in ("other_scale", "neighbours_adapter"):
+    if adapted := fault in ("other_scale", "neighbours_adapter", "other_alpha"):
         keys |= {"lora": LORA}
     config = proofs.config("mixtral", MIXTRAL, **keys) if adapted else proofs.config(**keys)
     result = proofs.prove(config, "tests/workers/unproved.py", FAULT=fault)
