@@ -14,16 +14,16 @@ from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from data.tokenized.store import digests_folder
 from models.checkpoint.hub import find_model
-from models.checkpoint.layout import MANIFEST
+from models.checkpoint.layout import MANIFEST, resolve
 from models.spec import ModelSpec
-from training.checkpoint.folder import DataOrder
+from training.checkpoint.folder import DataOrder, check_weights
 from training.checkpoint.resume import check_same_model
 from training.checkpoint.side_files import read_side_files
 from training.config.deepspeed_config import check_device, check_fp8, check_sharing
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader, training_loader
 from training.distributed.disk import Disk
-from training.distributed.processes import set_threads
+from training.distributed.processes import agreed, set_threads
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.job import Job, Task
@@ -121,6 +121,12 @@ class LanguageModel(Task):
         check_model(self.model_folder, begins, self._notes)
         if self.teacher:
             check_model(self.teacher[0], True, self._notes, "distillation.teacher")
+        with agreed():
+            if begins and job.disk.owns_folder:  # a run's checkpoints have sums
+                adapter = job.config.lora.start_from if job.config.lora else None
+                given = [self.model_folder, *([resolve(adapter, adapter=True)] if adapter else [])]
+                for folder in [*given, *(self.teacher or ())[:1]]:
+                    check_weights(folder)
 
     def divide(self, config: TrainConfig) -> Division:
         return split_as_configured(config, self.spec, self.in_stages)

@@ -6,6 +6,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,10 @@ from tests.models.adapters import RandomFactors
 from tests.models.command_line import convert, refusal
 from tests.training.checkpoint.test_folder import DATA, TOPOLOGY, flip, truncate
 from training.checkpoint.folder import CheckpointRecord, file_record
+from training.config.objective import LoraSection
+from training.engine.pipeline import PipelineTrainer
+from training.errors import RunRefused
+from training.language_model import LanguageModel
 
 OTHER = "mp_rank_00_model_states.pt"  # of the optimizer, which an export does not read
 
@@ -152,3 +158,28 @@ def test_a_folder_without_a_record_says_where_it_is_cut(checkpoints: dict[str, P
     truncate(folder / layer_file(1))
     line = refusal("pp_to_hg", folder, tmp_path / "export")
     assert f"{folder / layer_file(1)}: " in line and "cut short" in line
+
+
+@pytest.mark.parametrize("key", ["model_path", "lora.start_from", "distillation.teacher"])
+def test_a_run_that_begins_with_a_damaged_checkpoint_is_refused(
+    key: str, checkpoints: dict[str, Path], tmp_path: Path, group: None
+) -> None:
+    folder = tmp_path / "step-000003"
+    shutil.copytree(checkpoints["adapter" if key == "lora.start_from" else "whole"], folder)
+    places = {"model_path": checkpoints["base"], "lora.start_from": None, "distillation.teacher": None} | {key: folder}
+    lora = LoraSection(start_from=str(places["lora.start_from"])) if places["lora.start_from"] else None
+    task = LanguageModel(PipelineTrainer, read_spec)
+    task.model_folder, task._notes = Path(str(places["model_path"])), tmp_path / "notes"
+    if teacher := places["distillation.teacher"]:
+        task.teacher = teacher, read_spec(teacher)
+    job: Any = SimpleNamespace(
+        progress=SimpleNamespace(checkpoint=None),
+        config=SimpleNamespace(from_scratch=False, lora=lora),
+        disk=SimpleNamespace(owns_folder=True),
+    )
+    task.check_weights(job)
+    flip(folder / layer_file(2))
+    with pytest.raises(RunRefused, match=f"{layer_file(2)} is damaged"):
+        task.check_weights(job)
+    job.progress.checkpoint = folder  # which a resume has looked at
+    task.check_weights(job)
