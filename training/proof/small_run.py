@@ -333,7 +333,8 @@ def write_model(folder: Path, spec: ModelSpec, seed: int) -> None:
             embedding = state[EMBEDDING_WEIGHT]
         if spec.tied and layer == spec.n_layers - 1:
             state[HEAD_WEIGHT] = embedding
-        save_state_dict(state, folder / layer_file(layer))
+        kept = spec.trained_names(layer) if spec.trained.lora else state  # as the checkpoint of a run has them
+        save_state_dict({name: state[name] for name in kept}, folder / layer_file(layer))
 
 
 def _random(tensor: Tensor) -> Tensor:
