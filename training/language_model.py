@@ -30,7 +30,7 @@ from training.job import Job, Task
 from training.preflight import check_model
 from training.teacher import read_teacher
 from training.topology import Division
-from training.trained import adapter_file, check_same_base, describe_trained, with_trained
+from training.trained import adapter_file, check_same_base, describe_start, describe_trained, with_trained
 
 
 class LanguageModel(Task):
@@ -149,7 +149,7 @@ class LanguageModel(Task):
         family = [f"family: {spec.family.proof}"] if spec.family.proof else []
         topology, known = job.division.topology, job.progress.known
         before = known.topology if known else topology
-        return [model, *family, *describe_trained(spec, before.tensor, topology.tensor)]
+        return [model, *family, *describe_trained(spec, before.tensor, topology.tensor), *describe_start(job.config)]
 
     def describe_data(self, job: Job) -> None:
         config, log = job.config, job.log

@@ -11,8 +11,15 @@ from pathlib import Path
 from common.quantities import counted
 from data.tokenized.store import digests_folder
 from models.adapters import ALL, Lora, Trained, ends_with, is_factor
-from models.checkpoint.adapter import AdaptedStates, LayerFiles, check_base, labels_of_adapter, open_factors
-from models.checkpoint.adapter_settings import adapted_paths, peft_config, with_adapter
+from models.checkpoint.adapter import (
+    AdaptedStates,
+    LayerFiles,
+    check_base,
+    digest_of_base,
+    labels_of_adapter,
+    open_factors,
+)
+from models.checkpoint.adapter_settings import adapted_paths, peft_config, read_settings, with_adapter
 from models.checkpoint.digest import DIGEST, model_digest
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
@@ -74,8 +81,21 @@ def describe_trained(spec: ModelSpec, before: int = 1, now: int = 1) -> list[str
         lines.append(f"lora.base: nf4: {what}; an export over the base's own weights has another loss")
         if (before, now) != (1, 1):
             then = f", {before} at the checkpoint" if before != now else ""
-            lines.append(f"lora.base: nf4: {counted(now, 'share')} of a layer{then}, each rounded by itself")
+            lines.append(
+                f"lora.base: nf4, {counted(now, 'share')} of a layer{then}, each rounded by itself: another base"
+            )
     return lines
+
+
+def describe_start(config: TrainConfig) -> list[str]:
+    """Say, for the log, that nothing tells whether an adapter to start from was trained on this base, if so."""
+    if not (config.lora and config.lora.start_from):
+        return []
+    start = resolve(config.lora.start_from, adapter=True)
+    if digest_of_base(start):
+        return []
+    name = read_settings(start).base_model_name_or_path or "no base"
+    return [f"lora.start_from: {start} names {name} and has no digest of it: not compared with {config.model_path}"]
 
 
 def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerStates:

@@ -8,7 +8,6 @@ weights that are trained, and nothing of the base.
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,9 +31,6 @@ from models.spec import ModelSpec
 
 PEFT_WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PEFT_PREFIX = "base_model.model."
-
-
-logger = logging.getLogger("pipetune")
 
 
 def is_peft(folder: Path) -> bool:
@@ -218,6 +214,12 @@ def base_folder(folder: Path) -> Path:
         raise CheckpointError(f"{folder}: {what}: {error}; {other}") from None
 
 
+def digest_of_base(adapter: Path) -> str:
+    """Return what an adapter says of the base that it was trained on; empty where it says nothing that is compared."""
+    known = SafetensorsFile(adapter / PEFT_WEIGHTS).metadata if is_peft(adapter) else read_json(adapter / ADAPTER)
+    return str(known.get(DIGEST, ""))
+
+
 def check_base(adapter: Path, base: PipelineSource | HuggingFaceSource, notes: Path | None = None) -> None:
     """Refuse another base than the one that an adapter was trained on, where the adapter says which that was.
 
@@ -228,21 +230,13 @@ def check_base(adapter: Path, base: PipelineSource | HuggingFaceSource, notes: P
         CheckpointError: the weights or the config differ.
     """
     settings = read_json(adapter / ADAPTER)
-    known = SafetensorsFile(adapter / PEFT_WEIGHTS).metadata if is_peft(adapter) else settings
-    if not (expected := known.get(DIGEST)):
-        if "base_checksum" in known:
-            logger.warning(
-                "warning: %s: its checksum is an earlier version's, of three blocks of the base, and is not compared "
-                "with %s",
-                adapter,
-                base.folder,
-            )
+    expected = digest_of_base(adapter)
+    if not expected:
         return
 
     found = model_digest(base, notes)
     if found != expected:
-        same_weights = found.partition("-")[0] == str(expected).partition("-")[0]
-        what = "config" if same_weights else "weights"
+        what = "config" if found.partition("-")[0] == expected.partition("-")[0] else "weights"
         raise CheckpointError(
             f"{base.folder}: not the {what} that the adapter in {adapter} was trained on; expected those of "
             f"{settings.get('base_model_name_or_path')}"

@@ -101,7 +101,7 @@ def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
         "use_rslora": lora.rslora,
         "target_modules": _targets(lora, modules, 1),
         "target_parameters": _targets(lora, weights, 2) or None,
-        "modules_to_save": _whole(spec) or None,
+        "modules_to_save": trained_in_full(spec) or None,
         "ensure_weight_tying": spec.tied and EMBEDDING_WEIGHT in spec.trained_names(0),
         "bias": "none",
         "inference_mode": True,
@@ -122,7 +122,7 @@ def adapted_paths(spec: ModelSpec) -> tuple[list[str], list[str]]:
     return modules, weights
 
 
-def _whole(spec: ModelSpec) -> list[str]:
+def trained_in_full(spec: ModelSpec) -> list[str]:
     """List the modules that are trained in full, with both names of a tied one, as peft takes names without a dot."""
     paths = dict[str, None]()
     for layer in range(spec.n_layers):

@@ -6,12 +6,14 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from models.api import adapted_spec, read_spec
 from models.checkpoint.adapter import PEFT_WEIGHTS, LayerFiles, peft_name, to_peft
-from models.checkpoint.adapter_settings import peft_config
+from models.checkpoint.adapter_settings import peft_config, trained_in_full
 from models.checkpoint.digest import DIGEST
 from models.checkpoint.layout import ADAPTER, Manifest, side_files
 from models.checkpoint.side_files import copy_files
@@ -19,6 +21,7 @@ from models.config_json import read_json, write_json
 from models.conversion.check_adapter import MERGE, dense_beside_experts
 from models.errors import CheckpointError
 from models.scores import LABELS
+from models.spec import ModelSpec
 
 TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece")
 
@@ -36,6 +39,7 @@ def write_adapter(folder: Path, target: Path) -> None:
             f"{folder}: {plain.family.name}'s own code joins layers that have adapters of their own here, so peft has "
             "no names for them; expected --merge"
         )
+    _check_modules(folder, spec)
     factors, saved = LayerFiles(folder), dict[str, Tensor]()
     for layer in range(spec.n_layers):
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
@@ -51,6 +55,16 @@ def write_adapter(folder: Path, target: Path) -> None:
     if dense_beside_experts(spec):
         what = f"warning: peft reads this adapter in part; {MERGE} (convert_model.py check)"
         print(what, file=sys.stderr, flush=True)
+
+
+def _check_modules(folder: Path, spec: ModelSpec) -> None:
+    """Refuse a module trained in full whose name in transformers is another one: peft would pass over it."""
+    whole = [] if spec.is_part or spec.labels else trained_in_full(spec)
+    if whole:
+        with torch.device("meta"):
+            known = dict(AutoModelForCausalLM.from_config(spec.config).named_modules())
+        if missing := [name for name in whole if name not in known]:
+            raise CheckpointError(f"{folder}: {missing[0]}: peft has no module of this name; expected --merge")
 
 
 def _loadable(base: Path) -> tuple[str, str | None]:

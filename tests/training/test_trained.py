@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.checkpoint.adapter import AdaptedStates
+from models.checkpoint.digest import DIGEST
 from models.checkpoint.layout import ADAPTER, layer_file
 from models.checkpoint.source import open_source
 from models.checkpoint.tensor_files import save_state_dict
@@ -25,7 +26,7 @@ from tests.models.test_adapters import ENDLESS
 from training.config.keys import TrainConfig
 from training.config.yaml_file import checked
 from training.errors import ConfigError
-from training.trained import adapter_file, describe_trained, initial_states, with_trained
+from training.trained import adapter_file, describe_start, describe_trained, initial_states, with_trained
 
 Make = Callable[..., Path]
 GRID = {"process_topology": {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}}
@@ -234,4 +235,16 @@ def test_the_log_says_that_shares_of_a_base_are_rounded_by_themselves(
 ) -> None:
     folder = make_checkpoint("llama")
     spec = with_trained(read_spec(folder), config(folder, lora={"r": 2, "base": base}))
-    assert describe_trained(spec, *shares)[1:] == ([line] if base and line else [])
+    assert describe_trained(spec, *shares)[2:] == ([line] if base and line else [])
+
+
+def test_an_adapter_without_a_digest_of_its_base_is_told(make_checkpoint: Make) -> None:
+    folder = make_checkpoint("llama")
+    spec = read_spec(folder).training(Trained(Lora(r=2)))
+    theirs, own = save_adapter(spec, folder), save_run(spec, folder)
+    (line,) = describe_start(config(folder, lora={"start_from": str(theirs)}))
+    assert line.startswith(f"lora.start_from: {theirs} names {folder} and has no digest of it")
+    settings = json.loads((own / ADAPTER).read_text())
+    (own / ADAPTER).write_text(json.dumps(settings | {DIGEST: "1-2"}))
+    assert describe_start(config(folder, lora={"start_from": str(own)})) == []
+    assert describe_start(config(folder, lora={})) == []

@@ -111,3 +111,21 @@ def test_a_full_disk_is_told_in_a_line(make_checkpoint: Make, tmp_path: Path) ->
         assert [path.name for path in disk.iterdir()] == [filler.name]
         filler.unlink()
         pp_to_hg(run, disk / "peft")
+
+
+@pytest.mark.parametrize(("module", "found"), [("embed_out", False), ("embed_in", True), ("input_layernorm", True)])
+def test_a_module_that_peft_would_pass_over_is_refused(
+    module: str, found: bool, make_checkpoint: Make, tmp_path: Path
+) -> None:
+    """transformers reads `embed_out` of GPT-NeoX into a module that it calls `lm_head`."""
+    model = make_checkpoint("gpt_neox")
+    lora = Lora(r=2, targets=("query_key_value",), modules_to_save=(module,))
+    run = save_run(read_spec(model).training(Trained(lora)), model)
+    if not found:
+        with pytest.raises(CheckpointError, match="embed_out: peft has no module of this name; expected --merge"):
+            pp_to_hg(run, tmp_path / "peft")
+        return
+    pp_to_hg(run, tmp_path / "peft")
+    ids = random_ids(1, 8)
+    theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft")(input_ids=ids).logits
+    torch.testing.assert_close(theirs, load_model(run)(ids), atol=1e-4, rtol=1e-4)
