@@ -8,7 +8,6 @@ and of what it exported. Every pair of capabilities of two kinds is a cell, so a
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import combinations
@@ -90,7 +89,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 # Refused cells, by both names, and how the line begins.
-REFUSED: dict[tuple[str, str], str] = {}
+REFUSED: dict[tuple[str, str], str] = {
+    ("nf4", "streaming"): "lora.base: not with schedule: weight_streaming; expected none, or another schedule",
+    ("nf4", "zero"): "lora.base: ZeRO stage 3 divides weights in 16 bits; expected stage <= 2, or no lora.base",
+    ("distillation", "streaming"): "distillation: not with schedule: weight_streaming; expected none, or another",
+    ("ends", "reward"): "lora.modules_to_save: no module 'lm_head'; expected some of ",  # it has a head of its own
+    ("ends", "classes"): "lora.modules_to_save: no module 'lm_head'; expected some of ",
+    ("dpo", "windows"): "stream_gb: dpo compares each answer with the model before training, which needs all records",
+    ("kto", "windows"): "stream_gb: kto compares each answer with the model before training, which needs all records",
+    ("distillation", "windows"): "stream_gb: a teacher reads all records before the first step; expected no stream_gb",
+}
 # One of each behaviour, for `make test`.
 DIAGONAL = ("lora+zero", "ends+tied", "start-from+dpo", "frozen-stage+streaming", "dpo+of-another-model")
 
@@ -262,8 +270,8 @@ def test_two_capabilities_go_all_the_way(
 ) -> None:
     cell = Cell(name)
     if expected := REFUSED.get((cell.pair[0], cell.pair[1])):
-        assert re.match(expected, str(outcomes[name]["error"])), outcomes[name]["error"]
-        assert "\n" not in outcomes[name]["error"]
+        found = str(outcomes[name]["error"])
+        assert found.startswith(expected) and "\n" not in found
         return
     assert outcomes[name]["error"] is None
 
@@ -346,9 +354,6 @@ def measured(cell: Cell, model: Any, folder: Path) -> tuple[str, float]:
     total = float(torch.stack(found).sum())
     if cell.objective in ("tokens", "distillation"):
         return "eval_loss", -total / sum(counts)
-    if cell.objective == "orpo":
-        each = [float(value) / count for value, count in zip(found, counts, strict=True)]
-        return "eval_logps/chosen", sum(each) / len(each)
     names = {"classes": "eval_loss", "reward": "eval_rewards/chosen"}
     return names.get(cell.objective, "eval_logps/chosen"), total / len(found)
 
