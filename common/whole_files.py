@@ -62,17 +62,11 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def expect_own(file: BinaryIO) -> None:
-    """Raise ValueError for another user's file."""
-    if os.fstat(file.fileno()).st_uid != os.getuid():
-        raise ValueError("of another user")
-
-
 def read_checked(path: Path) -> bytes:
     """Read what `replace_checked` wrote; raise ValueError where it is damaged, or another user's."""
-    with open(path, "rb", opener=regular) as file:
-        expect_own(file)
-        content = file.read()
+    content = read_regular(path)
+    if path.stat().st_uid != os.getuid():
+        raise ValueError("of another user")
     text, _, known = content.rpartition(b"\n")
     if known != b"%08x" % zlib.crc32(text):
         raise ValueError("damaged")

@@ -103,12 +103,6 @@ def test_one_of_another_maker_is_not_taken(other: dict[str, object], tmp_path: P
     assert place(tmp_path).find() is not None
 
 
-def test_another_users_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place(tmp_path).write(VALUES)
-    monkeypatch.setattr(os, "getuid", lambda: -5)
-    assert place(tmp_path).find() is None
-
-
 def test_pieces_are_written_in_any_order(tmp_path: Path) -> None:
     rows = BLOCK // 4 + 3
     kept, values = place(tmp_path, shape=(rows, 2)), numpy.random.default_rng(0).random((rows, 2), numpy.float32)
