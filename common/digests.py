@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from common.whole_files import kept, replace_checked
@@ -51,8 +52,9 @@ class Digests:
 
         last_change = max(max(stamp(path)[1:]) for path in paths)
         if note == self._note(paths) and time.time() - last_change / 1e9 > SETTLED:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_checked(note, found, secrets.token_hex(4))
+            with suppress(OSError):  # without a place to keep it, it is taken again the next time
+                self._folder.mkdir(parents=True, exist_ok=True)
+                replace_checked(note, found, secrets.token_hex(4))
         return found
 
     def _note(self, paths: Sequence[Path]) -> Path:
