@@ -178,7 +178,7 @@ def test_nobody_waits_for_what_is_no_file(case: Case, kind: str, tmp_path: Path,
 def test_samples_are_tokenized_again_where_a_file_of_theirs_is_none(
     pattern: str, kind: str, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.tokenized.recipe.SETTLED", -1.0)
+    monkeypatch.setattr("common.digests.SETTLED", -1.0)
     shutil.copytree(tokenizer_folder, tmp_path, dirs_exist_ok=True)
     write(tmp_path / "data.jsonl", records(3))
     ended = outcome(lambda: made_anew(tmp_path, pattern, kind))

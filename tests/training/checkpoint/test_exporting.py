@@ -47,7 +47,7 @@ CASES = {
     "model": Case(PIPELINE, [[], []], model="model", refused="is not replaced"),
     "model-below": Case(PIPELINE, [[], []], model="model-below/below", refused="is not replaced"),
     "added": Case(PIPELINE, [[], []], added="notes.txt", refused="Pipetune did not write notes.txt in it"),
-    "damaged": Case(PIPELINE, [[], []], damaged=True, refused="layer_04-model_states.pt: damaged"),
+    "damaged": Case(PIPELINE, [[], []], damaged=True, refused="layer_04-model_states.pt: cut short"),
 }
 WHOLE = [name for name, case in CASES.items() if case.refused is None]
 REFUSED = [name for name, case in CASES.items() if case.refused is not None]
