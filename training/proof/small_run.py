@@ -122,6 +122,7 @@ class SmallRun:
         write_model(model, self.spec.language or self.spec.base, seed)
         if self.config.lora:
             write_model(adapter, self.spec, self.config.seed)
+            (adapter / "config.json").write_text(json.dumps(self.spec.raw), encoding="utf-8")
             for name, content in adapter_file(self.spec, model).items():
                 (adapter / name).write_bytes(content)
 

@@ -228,6 +228,9 @@ def test_preferences_and_scores_are_proved(keys: dict[str, Any], proofs: Proofs)
 def test_a_fault_of_preferences_is_found(fault: str, proofs: Proofs) -> None:
     config = proofs.judged(preference={"loss": "dpo"}, lora=LORA)
     result = proofs.prove(config, "tests/workers/unproved.py", FAULT=fault)
+    if fault == "same_digest":  # the run itself sees that what is kept is another model's
+        assert result.returncode == 2 and "error: the small run ended with exit code 2: reference: " in result.stderr
+        return
     assert result.returncode == 1, result.stdout + result.stderr
     assert proofs.failed().keys() & {"loss", "log-probabilities of answers"}
 
