@@ -99,8 +99,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ("kto", "windows"): "stream_gb: kto compares each answer with the model before training, which needs all records",
     ("distillation", "windows"): "stream_gb: a teacher reads all records before the first step; expected no stream_gb",
 }
-# One of each behaviour, for `make test`.
-DIAGONAL = ("lora+zero", "ends+tied", "start-from+dpo", "frozen-stage+streaming", "dpo+of-another-model")
+# Some of each kind for `make test` and `make test-slow`; all are in `make test-all`.
+DIAGONAL = ("lora+zero", "ends+tied", "dpo+of-another-model")
+SECOND = ("start-from+dpo", "frozen-stage+streaming", "nf4+model-axis", "kto+zero", "reward+tied", "lora+classes")
 
 
 def cells() -> Iterator[Any]:
@@ -108,7 +109,8 @@ def cells() -> Iterator[Any]:
         for first in [name for name in KINDS[one] if name != DEFAULTS[one]]:
             for second in [name for name in KINDS[other] if name != DEFAULTS[other]]:
                 name = f"{first}+{second}"
-                yield pytest.param(name, id=name, marks=[] if name in DIAGONAL else [pytest.mark.longest])
+                tier = pytest.mark.slow if name in SECOND else pytest.mark.longest
+                yield pytest.param(name, id=name, marks=[] if name in DIAGONAL else [tier])
 
 
 CELLS = list(cells())
@@ -361,4 +363,4 @@ def measured(cell: Cell, model: Any, folder: Path) -> tuple[str, float]:
 def test_the_table_has_every_pair_once() -> None:
     names = [name for choices in KINDS.values() for name in choices]
     assert len(set(names)) == len(names)
-    assert {*DIAGONAL, *(f"{one}+{other}" for one, other in REFUSED)} <= {cell.id for cell in CELLS}
+    assert {*DIAGONAL, *SECOND, *(f"{one}+{other}" for one, other in REFUSED)} <= {cell.id for cell in CELLS}
