@@ -109,7 +109,10 @@ class Distillation(Callback):
             with agreed(), writing(place.path.parent):
                 if job.process.rank == 0:
                     held = lease.take_or_find(place.find, wait) is None
-            yield all(gather(not looks or place.find() is not None))
+                    known = not held
+                else:
+                    known = not looks or place.find() is not None
+            yield all(gather(known))
         finally:
             if held:
                 place.sweep()

@@ -214,10 +214,10 @@ def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None)
         raise DataError(f"field type: expected one of {', '.join(OWN)}, found {kind!r:.60}")
     names = [f"{name!r:.60}" for name in list(named)[:FIELDS_SHOWN]] + ["..."] * (len(named) > FIELDS_SHOWN)
     formats = "; ".join(f"{name} ({known})" for name, known in FORMATS.items())
-    asked = [f", such as {{text: {name}}} for a text alone," for name in ASKED if name in named]
+    alone = next((f", such as {{text: {name}}} for a text alone" for name in ASKED if name in named), "")
     raise DataError(
         f"no known format has the fields {', '.join(names) or '(none)'}; expected columns that name them"
-        f"{(asked or [','])[0]} or those of one of: pipetune (type); {formats}"
+        f"{alone}, or those of one of: pipetune (type); {formats}"
     )
 
 
