@@ -114,3 +114,13 @@ def test_what_is_missing_or_broken_ends_it_once_by_its_name(
     monkeypatch.setattr(wheels, "required", lambda: {"pipetune-broken": Requirement("pipetune-broken")})
     with pytest.raises(SystemExit, match=f"^error: {line}"):
         wheels.check_imports()
+
+
+def test_a_private_module_that_a_package_only_lists_is_not_asked_for(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_there(places, "pipetune_lists", "1.0")
+    about = places.there / "pipetune_lists-1.0.dist-info"
+    (about / "top_level.txt").write_text("_pipetune_lists\npipetune_lists\n", encoding="utf-8")
+    monkeypatch.setattr(wheels, "required", lambda: {"pipetune-lists": Requirement("pipetune-lists")})
+    wheels.check_imports()

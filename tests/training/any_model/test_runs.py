@@ -121,7 +121,7 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
     path = config(tmp_path / "run.yml", (2, 1), [2, 3], max_steps=6)
     finished(path)
     mistakes: list[tuple[dict[str, Any], str]] = [
-        ({"width": 32, "taken": 32}, "taken: 32, but"),
+        ({"width": 32, "taken": 32}, "width: 32, but"),
         ({"save_path": str(tmp_path / "other"), "taken": 8}, "layers: layer 4 (Linear) with [4, 16] float32: "),
     ]
     for keys, expected in mistakes:
