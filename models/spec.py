@@ -93,6 +93,11 @@ class ModelSpec:
         return f"0.{EMBEDDING_WEIGHT}", f"{self.n_layers - 1}.{HEAD_WEIGHT}"
 
     @property
+    def shared_names(self) -> list[tuple[str, ...]]:
+        """List the names of each weight that several layers share."""
+        return [self.tied_names] if self.tied_names else []
+
+    @property
     def attention(self) -> tuple[str, ...]:
         """The kernels with exact attention in training, the usual one first."""
         if not getattr(self.config, "attention_dropout", 0.0):

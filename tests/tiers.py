@@ -27,7 +27,7 @@ KEPT: dict[str, str] = {
     "tests/pretend/test_planted_bugs.py": NOTHING,
     "tests/pretend/test_waits.py": r"llama-tied-(fp16|varlen)|bloom-fp32",
     "tests/test_quickstart.py": r"^(?!.*words[012])",
-    "tests/training/any_model/test_exactness.py": r"mixed-2x1\]|perceptron-2x1\]",
+    "tests/training/any_model/test_exactness.py": r"(mixed|perceptron|tied)-2x1\]",
     "tests/training/auto/test_auto.py": r"^(?!test_(words_that_follow|only_train_ds|what_is_given_up|long_texts))",
     "tests/training/checkpoint/test_local_disks.py": r"^test_[^\[]*$",
     "tests/training/checkpoint/test_partly_trained.py": NOTHING,

@@ -39,7 +39,7 @@ def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
     take_step = engine._take_model_step
 
     def keep_gradients(lr_kwargs: object) -> None:
-        for name, parameter in engine.module.named_parameters():
+        for name, parameter in engine.module.named_parameters(remove_duplicate=False):
             gradient = safe_get_full_grad(parameter) if config.zero_optimization.stage else parameter.grad
             tensors.setdefault(f"gradient/{name}", gradient.detach().float().clone().contiguous())
         take_step(lr_kwargs)
@@ -52,7 +52,8 @@ def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
     alone, counted = trainer.eval_loss(loader, loader.batch_of([0])), sum(forwards)
     held_out = SampleLoader(net.dataset(), config, evaluates=True)
     evaluated = Evaluation({"": held_out}, config, 0, active=False).run(trainer, lambda _: None, bool)
-    tensors |= {f"weight/{name}": weight.detach().clone() for name, weight in engine.module.named_parameters()}
+    kept = engine.module.named_parameters(remove_duplicate=False)
+    tensors |= {f"weight/{name}": weight.detach().clone() for name, weight in kept}
     if trainer.replica == 0:
         save_file(tensors, folder / f"{case['name']}.stage{trainer.stage}.safetensors")
     if engine.global_rank == 0:

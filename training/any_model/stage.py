@@ -4,6 +4,8 @@ The input of a layer is the output of the one before: a tensor or a tuple of ten
 stages have the same shapes in every micro-batch. Before the first one, the stages pass the first inputs through their
 layers in turn on the meta device, which computes nothing, so layers that do not fit each other are found before
 anything runs. A layer's tensors must therefore be parameters or buffers, and no shape may depend on values.
+
+Layers may share a weight. Each stage then has a copy; the copies get the sum of their gradients, so they stay alike.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed import comm
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
@@ -52,6 +55,7 @@ class LayerStage(PipelineModule):
 
     Attributes:
         arriving, leaving: meta tensors like those of every micro-batch.
+        shared_names: of each weight that layers share, its names, `<layer>.<name>`, the first layer's first.
     """
 
     arriving: Stream
@@ -61,6 +65,8 @@ class LayerStage(PipelineModule):
         self, pipeline: Pipeline, config: PipelineConfig, parts: Sequence[int], folder: Path | None = None
     ) -> None:
         self._bounds = [0, *accumulate(parts)]
+        self._shared = shared_weights(on_no_device(pipeline.layers))
+        self.shared_names = [tuple(f"{layer}.{name}" for layer, name in places) for places in self._shared]
         self._recompute = config.recomputed(len(pipeline.layers))  # numbers from 1
         grid = config.model_topo.process_topology
         topology = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
@@ -99,6 +105,10 @@ class LayerStage(PipelineModule):
         """Return meta tensors like those that arrive here, for the engine."""
         return as_tuple(self.arriving)
 
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
+        """List the weights held here that other stages hold too, each with the group that sums its gradient."""
+        return [(shared["weight"], shared["group"]) for shared in self.tied_comms.values()]
+
     def forward(self, stream: tuple[Tensor, ...]) -> Any:
         found: Any = stream if isinstance(self.arriving, tuple) else stream[0]
         for number, layer in self.layers_by_number().items():
@@ -120,6 +130,30 @@ class LayerStage(PipelineModule):
     def _partition_layers(self, method: str = "parts") -> None:
         self.parts = self._bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        """Give all copies the first stage's values: functions made each process its own."""
+        super()._synchronize_tied_weights()
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """Make a group of the stages for each weight that they share; DeepSpeed asks once the layers are built."""
+        tied: dict[str, dict[str, Any]] = {}
+        for names, places in zip(self.shared_names, self._shared, strict=True):
+            stages = sorted({self.stage_owner(layer) for layer, _ in places})
+            for replica in range(self._grid.data_parallel_size if len(stages) > 1 else 0):
+                ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in stages]
+                group = comm.new_group(ranks=ranks)  # which every process counts, and its members make
+                if self.global_rank not in ranks:
+                    continue
+                layer, name = next(place for place in places if self.stage_owner(place[0]) == self.stage_id)
+                weight = self.layers_by_number()[layer].get_parameter(name)
+                weight.ds_pipe_replicated = self.global_rank != ranks[0]  # so that the gradient norm counts it once
+                owner = nn.Module()
+                owner.register_parameter("weight", weight)
+                entry = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"]}
+                tied[names[0]] = entry | {"module": owner}
+        return tied
 
     @torch.no_grad()
     def _trace(self, stream: Stream) -> Stream:
@@ -214,25 +248,32 @@ def divide(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) ->
     """
     if len(layers) < stages:
         raise ConfigError(f"parts: {stages} stages for {len(layers)} layers; expected a layer for each stage")
-    with torch.device("meta"):  # without memory for layers that are made by functions
-        made = [make(layer, 0) for layer in layers]  # kept until the end, so that no id is reused
+    made = on_no_device(layers)
     if parts is None:
         costs = [1 + sum(weight.numel() for weight in layer.parameters()) for layer in made]
         parts = best_split(costs, stages, lambda *_: True)
         assert parts is not None  # the filter accepts any division
     if sum(parts) != len(layers):
         raise ConfigError(f"parts: {list(parts)} sums to {sum(parts)}, but there are {len(layers)} layers")
-    holders: dict[int, int] = {}
-    stage_of = [stage for stage, size in enumerate(parts) for _ in range(size)]
     for number, layer in enumerate(made):
         for name, weight in layer.named_parameters():
             if weight.is_complex():
                 kind = type(layer).__name__
                 raise ConfigError(f"layers: {name} of layer {number} ({kind}) is complex; expected a real weight")
-            other = holders.setdefault(id(weight), number)
-            if stage_of[other] != stage_of[number]:
-                raise ConfigError(
-                    f"parts: layers {other} and {number} share {name}, and {list(parts)} puts them on two stages; "
-                    "expected one"
-                )
     return list(parts)
+
+
+def on_no_device(layers: Sequence[Layer]) -> list[nn.Module]:
+    """Return the layers; those of functions are made on the meta device, without memory for their weights."""
+    with torch.device("meta"):
+        return [make(layer, 0) for layer in layers]
+
+
+def shared_weights(layers: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
+    """List the trained weights that several layers share: of each the layers with its name in them."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for number, layer in enumerate(layers):
+        for name, weight in layer.named_parameters():
+            if weight.requires_grad:
+                places.setdefault(id(weight), []).append((number, name))
+    return [found for found in places.values() if len(found) > 1]

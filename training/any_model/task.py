@@ -132,7 +132,7 @@ class LayerTrainer(PipelineTrainer):
             stage = LayerStage(pipeline, config, parts, folder)
         stage.learn_shapes(next(loader.micro_batches(loader.batch(0), 0))[0])
         torch.manual_seed(config.seed + torch.distributed.get_rank())  # dropout differs from rank to rank
-        return cls(LayerStageEngine.adopt(wrap_in_engine(stage, config)))
+        return cls(LayerStageEngine.adopt(wrap_in_engine(stage, config, stage.shared_names)))
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         """Take a step, then copy the first replica's buffers (such as batch statistics) to the others."""

@@ -45,10 +45,11 @@ def load_optimizer_state(
     Args:
         spec: of a language model.
     """
-    saved, tied_names = SavedOptimizer(folder, record.topology, spec), spec.tied_names if spec else None
+    saved = SavedOptimizer(folder, record.topology, spec)
+    alike = spec.shared_names if spec else engine.module.shared_names
     wanted: dict[str, list[Slice]] = defaultdict(list)
     for piece in slices_of(engine):
-        wanted[_saved_name(piece.name, record, tied_names)].append(piece)
+        wanted[_saved_name(piece.name, record, alike)].append(piece)
     missing = {name: sum(piece.numel for piece in pieces) for name, pieces in wanted.items()}
     hidden = torch.distributed.get_rank() > 0 or not sys.stderr.isatty()
     with tqdm(desc="optimizer states", total=sum(missing.values()), unit_scale=True, disable=hidden) as bar:
@@ -79,12 +80,17 @@ def _stages_with(names: Iterable[str], record: CheckpointRecord) -> Sequence[int
     return sorted({record.topology.stage_of(layer_of(name)) for name in names})
 
 
-def _saved_name(name: str, record: CheckpointRecord, tied_names: tuple[str, str] | None) -> str:
-    """Return the name under which a weight was saved: a tied one has one if a stage had both ends, or pieces of all."""
-    if tied_names and name == tied_names[1]:
-        first, last = (record.topology.stage_of(layer_of(each)) for each in tied_names)
-        return tied_names[0] if first == last or _in_pieces(record) else name
-    return name
+def _saved_name(name: str, record: CheckpointRecord, alike: Sequence[Sequence[str]]) -> str:
+    """Return the name under which a weight was saved: that of the first of the layers that share it on a stage.
+
+    Where each process had a piece of every weight, that of the first of all.
+    """
+
+    def stage_of(other: str) -> int:
+        return 0 if _in_pieces(record) else record.topology.stage_of(layer_of(other))
+
+    names = next((names for names in alike if name in names), [name])
+    return next(other for other in names if stage_of(other) == stage_of(name))
 
 
 def _in_common(source: Slice, target: Slice) -> Iterator[tuple[Any, Any, int]]:

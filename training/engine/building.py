@@ -53,7 +53,7 @@ def build_engine(
 ) -> Any:
     """Build the model and DeepSpeed's engine around it, for `Trainer.build`; arguments as of `build_model`."""
     return wrap_in_engine(
-        build_model(config, spec, folder, layers, make_model, division, groups), config, spec.tied_names
+        build_model(config, spec, folder, layers, make_model, division, groups), config, spec.shared_names
     )
 
 
@@ -112,11 +112,11 @@ def _loss_of(config: TrainConfig, router_weight: float, rows: RankGroup) -> Micr
     return partial(micro_batch_loss, z_loss_weight=z_weight, router_loss_weight=router_weight, rows=rows)
 
 
-def wrap_in_engine(model: nn.Module, config: TrainConfig, tied_names: tuple[str, str] | None = None) -> Any:
-    """Wrap this rank's layers and their optimizer in DeepSpeed's engine; `tied_names` as in `parameter_groups`."""
+def wrap_in_engine(model: nn.Module, config: TrainConfig, shared_names: Sequence[Sequence[str]] = ()) -> Any:
+    """Wrap this rank's layers and their optimizer in DeepSpeed's engine; `shared_names` as in `parameter_groups`."""
     with agreed():
         trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
-        optimizer = build_optimizer(config, trained, tied_names)
+        optimizer = build_optimizer(config, trained, shared_names)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use four times
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))

@@ -94,7 +94,7 @@ class HostEngine:
             name: nn.Parameter(model.weights[name].view(-1)[piece].float()) for name, piece in pieces.items()
         }
         with agreed():
-            self.optimizer = build_optimizer(config, self._masters.items(), model.spec.tied_names)
+            self.optimizer = build_optimizer(config, self._masters.items(), model.spec.shared_names)
         self.optimizer.loss_scaler = loss_scaler(config)  # where DeepSpeed's optimizers have theirs
         self.basic_optimizer = self.optimizer
         self.param_names = {master: name for name, master in self._masters.items()}

@@ -8,7 +8,7 @@ shape, so it works only in fp32 without ZeRO (`training.config.contradictions`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,12 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 def build_optimizer(
-    config: TrainConfig, parameters: NamedParameters, tied_names: tuple[str, str] | None = None
+    config: TrainConfig, parameters: NamedParameters, shared_names: Sequence[Sequence[str]] = ()
 ) -> torch.optim.Optimizer:
     """Build the optimizer of one stage.
 
     Args:
-        tied_names: see `parameter_groups`.
+        shared_names: see `parameter_groups`.
 
     Raises:
         ConfigError: the optimizer does not accept `optimizer.params`.
@@ -42,7 +42,7 @@ def build_optimizer(
     builders = _CPU_OFFLOAD_BUILDERS if compiled else _BUILDERS
     kind = config.optimizer.type
     ratio = config.lora.lr_ratio if config.lora else 1.0
-    groups = parameter_groups(config.optimizer, parameters, tied_names, ratio)
+    groups = parameter_groups(config.optimizer, parameters, shared_names, ratio)
     try:
         return builders[kind](groups, **config.optimizer.params)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
@@ -50,17 +50,20 @@ def build_optimizer(
 
 
 def parameter_groups(
-    optimizer: Optimizer, parameters: NamedParameters, tied_names: tuple[str, str] | None = None, lr_ratio: float = 1.0
+    optimizer: Optimizer,
+    parameters: NamedParameters,
+    shared_names: Sequence[Sequence[str]] = (),
+    lr_ratio: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Split parameters into a group with weight decay and one without, and B of adapters off from both.
 
     Args:
-        tied_names: both names of a weight that may be on two stages; each copy matches by either name.
+        shared_names: of each weight that may be on several stages all names; each copy matches by any of them.
         lr_ratio: factor of B's learning rate (LoRA+, arXiv:2402.12354), which `LearningRate` applies.
     """
     found: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # by whether exempt from weight decay, and faster
     for name, parameter in parameters:
-        names = tied_names if tied_names and name in tied_names else (name,)
+        names = next((names for names in shared_names if name in names), (name,))
         matches = any(pattern.search(each) for pattern in optimizer.no_wd_kws for each in names)
         found.setdefault((matches, lr_ratio != 1 and name.endswith("lora_B")), []).append(parameter)
     return [

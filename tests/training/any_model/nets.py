@@ -67,6 +67,59 @@ class Pool(nn.Module):
         return self.out(hidden.masked_fill(padding.unsqueeze(-1), 0.0).mean(1)).squeeze(-1)
 
 
+class Compare(nn.Module):
+    """One number a row: how far its words are like those of an embedding, whose weight this layer has too."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.words = embedding.weight
+
+    def forward(self, stream: Mixed) -> Tensor:
+        padding, _, hidden = stream
+        return torch.tanh(hidden.masked_fill(padding.unsqueeze(-1), 0.0).mean(1) @ self.words.T).mean(1)
+
+
+def tied() -> list[Layer]:
+    """Three layers with one weight, one of them in the middle."""
+    first, second = Embed(), Embed()
+    second.embedding.weight = first.embedding.weight
+    return [first, Mix(), Again(second), Compare(first.embedding)]
+
+
+class Again(nn.Module):
+    """Adds a second look at the words."""
+
+    def __init__(self, embed: Embed) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, stream: Mixed) -> Mixed:
+        padding, kinds, hidden = stream
+        return padding, kinds, hidden + self.embed((kinds, padding))[2]
+
+
+def t5(head: bool = False) -> list[Layer]:
+    """transformers' T5, cut by the example; `head` gives it one of its own."""
+    from examples import encoder_decoder
+
+    model = encoder_decoder.new_model()
+    if head:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 0.5)
+    return list(encoder_decoder.cut(model))
+
+
+def sorted_digits() -> Dataset[Any]:
+    from examples import encoder_decoder
+
+    return encoder_decoder.Sorting(0, 50)
+
+
+def loss_of_words(outputs: Tensor, labels: Tensor) -> Tensor:
+    from examples import encoder_decoder
+
+    return encoder_decoder.loss(outputs, labels)
+
+
 def ready_made() -> list[Layer]:
     """torch's own layers, which take single tensors; `padded_step` passes the padding around them."""
     blocks = [nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)]
@@ -156,6 +209,9 @@ NETS = {
     "perceptron": Net(seeded(perceptron), nn.CrossEntropyLoss(), vectors, {1: [7], 2: [3, 4]}),
     "convolutions": Net(seeded(convolutions), F.cross_entropy, images, {1: [6], 2: [3, 3]}),
     "mixed": Net(seeded(lambda: [Embed(), Mix(), Mix(), Pool()]), weighted_square, Sentences, {1: [4], 2: [2, 2]}),
+    "tied": Net(seeded(tied), weighted_square, Sentences, {1: [4], 2: [1, 3], 3: [2, 1, 1]}),
+    "t5": Net(seeded(t5), loss_of_words, sorted_digits, {1: [7], 2: [3, 4]}),
+    "t5_own_head": Net(seeded(lambda: t5(head=True)), loss_of_words, sorted_digits, {1: [7], 2: [3, 4]}),
     "made_later": Net(made_later, F.cross_entropy, vectors, {1: [3], 2: [1, 2]}),
     "own_step": Net(seeded(ready_made), weighted_square, Sentences, {1: [4], 2: [2, 2]}, padded_step),
 }

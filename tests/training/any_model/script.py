@@ -20,6 +20,8 @@ class Config(PipelineConfig):
     width: int = 16
     # What the last layer takes; another number than width is a mistake.
     taken: int = 16
+    # Whether the second layer is the last but one, too.
+    again: bool = False
 
 
 class Noisy(Dataset[Any]):
@@ -35,11 +37,14 @@ class Noisy(Dataset[Any]):
 
 
 def layers(config: Config) -> list[Any]:
+    shared = [nn.Linear(config.width, config.width)] if config.again else []
     return [
         lambda: nn.Linear(2, config.width),
+        *shared,
         nn.GELU,
         lambda: nn.Dropout(0.2),
         lambda: nn.BatchNorm1d(config.width),
+        *shared,
         lambda: nn.Linear(config.taken, 4),
     ]
 

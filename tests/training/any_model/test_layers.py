@@ -14,7 +14,7 @@ from common.log import Log
 from tests.launching import topology
 from training import Pipeline, PipelineConfig
 from training.any_model.samples import SampleLoader
-from training.any_model.stage import Layer, divide, make
+from training.any_model.stage import Layer, divide, make, on_no_device, shared_weights
 from training.any_model.task import Layers
 from training.distributed.disk import Disk
 from training.errors import ConfigError
@@ -46,14 +46,13 @@ class TestDivision:
         assert torch.equal(first.weight, second.weight)  # type: ignore[arg-type]
         assert not torch.equal(first.weight, make(lambda: linear(3), 6).weight)  # type: ignore[arg-type]
 
-    def test_a_weight_may_not_lie_on_two_stages(self) -> None:
-        shared = linear(4)
-        layers = [shared, nn.ReLU(), shared]
-        assert divide(layers, [3], 1) == [3]
-        with pytest.raises(ConfigError, match="layers 0 and 2 share weight"):
-            divide(layers, [1, 2], 2)
-        with pytest.raises(ConfigError, match="layers 0 and 2 share weight"):
-            divide([lambda: shared, nn.ReLU, lambda: shared], [1, 2], 2)
+    def test_a_weight_may_lie_on_two_stages(self) -> None:
+        shared, frozen = linear(4), linear(4).requires_grad_(False)
+        layers = [shared, frozen, nn.Sequential(nn.ReLU(), shared), frozen]
+        assert divide(layers, [1, 3], 2) == [1, 3]
+        assert shared_weights(layers) == [[(0, "weight"), (2, "1.weight")]]
+        made = on_no_device([lambda: shared, nn.ReLU, lambda: shared])
+        assert shared_weights(made) == [[(0, "weight"), (2, "weight")]]
 
     def test_a_complex_weight_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"layers: weight of layer 1 \(Linear\) is complex"):

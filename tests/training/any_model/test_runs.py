@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ def losses(path: Path) -> list[float]:
     return [line["loss"] for line in lines(path)]
 
 
-def weights(path: Path) -> dict[str, torch.Tensor]:
+def weights(path: Path, again: bool = False) -> dict[str, torch.Tensor]:
     """Of the newest checkpoint, as a script would take them in one process."""
-    model = torch.nn.Sequential(*(make(layer, 0) for layer in layers(Config(save_path="unused", train_batch_size=1))))
+    made = layers(Config(save_path="unused", train_batch_size=1, again=again))
+    model = torch.nn.Sequential(*(deepcopy(make(layer, 0)) for layer in made))  # each with a weight of its own
     load_trained(model, path.with_suffix(""))
     return {name: torch.atleast_1d(tensor) for name, tensor in model.state_dict().items()}
 
@@ -114,6 +116,18 @@ def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
     changed = {name: float((found[name].float() - state[name].float()).abs().max()) for name in found}
     assert 0 < changed["0.weight"] < 0.05, "one step on from the weights of the checkpoint"
     assert "nothing to train" in finished(after)
+
+
+@pytest.mark.longest
+def test_a_shared_weight_goes_on_from_one_stage_to_two_and_back(tmp_path: Path) -> None:
+    path, steps = tmp_path / "run.yml", 0
+    for dims, parts in [((1, 1), None), ((2, 1), [3, 4]), ((1, 1), None), ((3, 1), [1, 2, 4])]:
+        steps += 3
+        finished(config(path, dims, parts, max_steps=steps, again=True))
+        state = weights(path, again=True)
+        for name in ("weight", "bias"):
+            assert torch.equal(state[f"1.{name}"], state[f"5.{name}"])
+    assert [line["step"] for line in lines(path)] == list(range(1, steps + 1))
 
 
 @pytest.mark.slow
