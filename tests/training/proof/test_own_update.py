@@ -34,7 +34,7 @@ def updates(config: TrainConfig) -> Row:
     first = {name: torch.randn(8, 4, generator=generator) for name in NAMES}
     run = {name: torch.nn.Parameter(weight.clone()) for name, weight in first.items()}
     own = {name: weight.clone().requires_grad_() for name, weight in first.items()}
-    optimizer = optimizers.build_optimizer(config, run.items(), TIED)
+    optimizer = optimizers.build_optimizer(config, run.items(), [TIED])
     rate = LearningRate(optimizer, config.scheduler, STEPS)
     expected = own_optimizer(config, own, TIED)
     row = Row("updates of the weights", UPDATE_BOUND)
@@ -77,7 +77,7 @@ def test_b_of_adapters_has_a_rate_of_its_own(params: dict[str, Any]) -> None:
     row = updates(config)
     assert row.holds and row.count == STEPS * len(NAMES), row
     parameters = [(name, torch.nn.Parameter(torch.ones(2))) for name in NAMES]
-    optimizer = optimizers.build_optimizer(config, parameters, TIED)
+    optimizer = optimizers.build_optimizer(config, parameters, [TIED])
     LearningRate(optimizer, None, STEPS).set(1)
     rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
     for name, weight in parameters:
