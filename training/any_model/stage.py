@@ -147,7 +147,7 @@ class LayerStage(PipelineModule):
                 if self.global_rank not in ranks:
                     continue
                 layer, name = next(place for place in places if self.stage_owner(place[0]) == self.stage_id)
-                weight = self.layers_by_number()[layer].get_parameter(name)
+                weight: Any = self.layers_by_number()[layer].get_parameter(name)
                 weight.ds_pipe_replicated = self.global_rank != ranks[0]  # so that the gradient norm counts it once
                 owner = nn.Module()
                 owner.register_parameter("weight", weight)
