@@ -1,4 +1,4 @@
-"""`prompt_format: gdgpt` writes what gdGPT's own code makes of a record, token by token, and asks in the same prompts."""
+"""`prompt_format: gdgpt` writes a record token by token as gdGPT's own code does, and asks in the same prompts."""
 
 from __future__ import annotations
 
@@ -165,12 +165,17 @@ def test_questions_begin_as_their_records_do(
         assert asked == sample["input_ids"][: len(asked)]
         assert sample["labels"][len(asked) - 1] == -100 != sample["labels"][len(asked)]
         assert answer_end(each, Prompts(GDGPT)) == {each.eos_token_id}
-    assert encode_beginning("x", sentencepiece, GDGPT) == encode({"type": "pretrain", "text": "x"}, each, 9, GDGPT)["input_ids"]
+    assert (
+        encode_beginning("x", sentencepiece, GDGPT)
+        == encode({"type": "pretrain", "text": "x"}, each, 9, GDGPT)["input_ids"]
+    )
 
 
 def test_a_question_behind_an_answer_of_the_model_has_its_blank_once(tokenizer: PreTrainedTokenizerBase) -> None:
     said = [Said("user", "Q"), Said("assistant", "A ")]
-    assert encode_question([*said, Said("user", "R")], tokenizer, GDGPT) == question_ids(QUESTIONS[0][0], tokenizer, GDGPT, 2)
+    assert encode_question([*said, Said("user", "R")], tokenizer, GDGPT) == question_ids(
+        QUESTIONS[0][0], tokenizer, GDGPT, 2
+    )
 
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function"}]])
