@@ -88,11 +88,7 @@ def from_text(value: Any, expected: str) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Give a value back that can be written as JSON.
-
-    Raises:
-        ValueError: a number in it is infinite, as 1e999 is read, or none at all.
-    """
+    """Give a value back; raise a ValueError for a number that JSON does not have, such as what 1e999 is read as."""
     try:
         json.dumps(value, allow_nan=False, default=str)
     except ValueError:

@@ -26,12 +26,11 @@ WHITE_SPACE = re.compile(r"[ \t\r\n\ufeff]*")  # and the mark that a file begins
 
 # Only the ends of values matter here. Numbers are not made (`len` of their text is as good), and control characters in
 # strings are passed over: whoever parses the record says what is wrong with it.
+Kind = Literal["json", "mended", "damage"]  # mended: JSON after what was blanked
 DECODER = json.JSONDecoder(strict=False, parse_int=len, parse_float=len, parse_constant=len)
 
 
-def split(
-    stream: BinaryIO, in_list: bool, wrapped: str = ""
-) -> Iterator[tuple[int, Literal["json", "mended", "damage"], bytes | str]]:
+def split(stream: BinaryIO, in_list: bool, wrapped: str = "") -> Iterator[tuple[int, Kind, bytes | str]]:
     """Yield a stream's records, numbered from 1: the bytes of the JSON, or a complaint about damage.
 
     Args:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from common.quantities import counted
 from common.terminal import reason_of
 from data.records.files import SURROGATE, Unpacked, foreign
-from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
+from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, Kind, split
 from data.records.sources import TEXT_FILE, TEXT_SUFFIXES, bare_suffix
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
@@ -46,9 +46,8 @@ class RawRecord(NamedTuple):
     """Hold one record of a file, not yet parsed."""
 
     number: int  # from 1; in a file of lines, the number of the line. 0 for the file as a whole.
-    # What `value` is: bytes of "json" or of "text", a "row" of a table, or the complaint about "damage"; "mended" is
-    # JSON after what `data.records.json_values` blanks.
-    kind: Literal["json", "mended", "text", "row", "damage"]
+    # What `value` is: bytes of "json" ("mended", too) or of "text", a "row" of a table, or a complaint about "damage".
+    kind: Kind | Literal["text", "row"]
     value: Any
 
 

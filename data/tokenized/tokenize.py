@@ -28,8 +28,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.quantities import counted
 from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template
-from data.chat.gdgpt import ask_gdgpt, write_gdgpt
-from data.chat.messages import JSON, Said, said_in, with_mask, without_end
+from data.chat.gdgpt import write_gdgpt
+from data.chat.messages import JSON, Said, each_said_in, said_in, with_mask, without_end
 from data.chat.native.kinds import native_tokenizer, older_template
 from data.chat.native.pieces import expected_ids, read_json
 from data.chat.plain import write_plain
@@ -180,7 +180,7 @@ def encode_many(
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
-    texts = [piece.text for each in written for piece in each.pieces or (each,)]
+    texts = [piece for each in written for piece in each.pieces or (each.text,)]
     encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
     return [each if isinstance(each, (Tokens, DataError)) else _tokens(*each, encodings) for each in made]
 
@@ -215,7 +215,10 @@ class Writer:
         end = template.end if template else end_of_sequence(self._tokenizer.eos_token)
         notes = {NO_TEMPLATE: json.dumps(own)} if own and not template else {}
         if self._format == GDGPT:
-            return write_gdgpt(record, end, self._prompts.mask)._replace(notes=notes), []
+            said = with_mask(each_said_in(record), self._prompts.mask)
+            written = write_gdgpt(said, tools, end, isinstance(record, Unanswered))
+            loss = [(0, len(written.text))] if self._prompts.mask == "all" else written.loss
+            return written._replace(loss=loss, notes=notes), []
 
         said = with_mask(said_in(record), self._prompts.mask)
         bare = [without_end(each, end) for each in said]
@@ -235,9 +238,8 @@ class Writer:
         if self._templated:
             return RenderedText(self._template(bool(tools)).ask(said, tools), []), []
         end = end_of_sequence(self._tokenizer.eos_token)
-        if self._format == GDGPT:
-            return ask_gdgpt(said, tools, end), []
-        return write_plain(said, tools, end, open_end=True), self.beginning
+        write = write_gdgpt if self._format == GDGPT else write_plain
+        return write(said, tools, end, open_end=True), self.beginning
 
     def _template_of(self, tools: list[JSON], own: JSON) -> ChatTemplate:
         if not own:
@@ -291,7 +293,7 @@ def encode_question(
         asked, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said, tools or [])
     except SlowTemplate as error:
         raise DataError(str(error)) from None
-    return prefix + [token for piece in asked.pieces or (asked,) for token in _ids(piece.text, tokenizer)]
+    return prefix + [token for piece in asked.pieces or (asked.text,) for token in _ids(piece, tokenizer)]
 
 
 def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None) -> list[int]:
@@ -360,12 +362,14 @@ def _tokens(written: RenderedText, prefix: list[int], encodings: Iterator[Encodi
 
 
 def _joined_tokens(written: RenderedText, encodings: Iterator[Encoding]) -> Tokens:
-    """Join the tokens of the pieces of a text."""
+    """Join the tokens of a text's pieces, each of which is trained as a whole or not at all."""
     ids: list[int] = []
     loss = []
+    place = 0
     for piece in written.pieces:
-        begin = len(ids)
+        first = len(ids)
         ids += next(encodings).ids
-        if piece.supervised and ids[begin:]:
-            loss.append((begin, len(ids)))
+        if ids[first:] and any(begin <= place < end for begin, end in written.loss):
+            loss.append((first, len(ids)))
+        place += len(piece)
     return Tokens(ids, loss, written.notes)

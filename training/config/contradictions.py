@@ -46,7 +46,11 @@ def contradictions(config: Any) -> Iterator[str]:
     yield from _of_scores(config)
     yield from _of_distillation(config)
     yield from of_optimizer(config)
-    yield from _of_prompts(config)
+    yield from (
+        f"{name}: without effect, as prompt_format: gdgpt has no template; expected it left out"
+        for name in ("template_args", "template_fallback")
+        if config.prompt_format == GDGPT and getattr(config, name)
+    )
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
     if config.stream_gb and config.packing == "dataset":
@@ -197,12 +201,6 @@ def of_optimizer(config: Any) -> Iterator[str]:
             f"optimizer.type: {kind} cannot be offloaded; expected one of {', '.join(OFFLOADED)}, or "
             "zero_force_ds_cpu_optimizer: false"
         )
-
-
-def _of_prompts(config: Any) -> Iterator[str]:
-    for name in ("template_args", "template_fallback"):
-        if config.prompt_format == GDGPT and getattr(config, name):
-            yield f"{name}: without effect, as prompt_format: gdgpt has no template; expected it left out"
 
 
 def _of_evaluation(config: Any) -> Iterator[str]:

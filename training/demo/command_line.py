@@ -74,10 +74,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "N processes share each layer of a stage; without N all of them do, in one stage",
     ),
     "--threads": ({"type": int, "metavar": "N"}, "threads of each process; torch's choice where absent"),
-    "--prompt-format": (
-        {"metavar": "FORMAT"},
-        "chat_template, plain, gdgpt or a Jinja file, as in the training config",
-    ),
+    "--prompt-format": ({"metavar": "FORMAT"}, "chat_template, plain, gdgpt or a Jinja file, as in the config"),
     "--template-args": ({"metavar": "JSON"}, 'variables of a template, as in the config: {"enable_thinking": false}'),
     "--local_rank": ({"type": int}, argparse.SUPPRESS),  # the deepspeed launcher passes it
 }
@@ -138,7 +135,7 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     trained = arguments.adapter or arguments.model
     if arguments.raw:  # of the format counts only what it puts before a text
         with suppress(DataError):
-            found = find_trained_prompts(trained, ["prompt_format"], len).get("prompt_format")
+            found = find_trained_prompts(trained, ["prompt_format"], lambda line: None).get("prompt_format")
             prompts = Prompts(GDGPT if found == GDGPT else None)
     elif arguments.prompt_format != PLAIN:
         absent = [name for name in ("prompt_format", "template_args") if getattr(arguments, name) is None]

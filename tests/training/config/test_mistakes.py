@@ -104,6 +104,10 @@ MISTAKES = [
         "prompt_format: expected 'chat_template', 'plain', 'gdgpt', or the path of a Jinja file, found",
     ),
     ("template_args: {tools: []}", "template_args: expected others than tools, which Pipetune gives"),
+    (
+        "prompt_format: gdgpt\ntemplate_fallback: rewrite",
+        "template_fallback: without effect, as prompt_format: gdgpt has no template; expected it left out",
+    ),
     # YAML.
     ("seed: 1\nseed: 2", "line 6, column 1: key 'seed' is repeated"),
     ("seed: [1", "line 6, column 1: "),
