@@ -116,7 +116,7 @@ def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", 
         return "list", *wrapped
     if state in ("open", "several"):
         return "objects", 0, ""
-    if state == "broken" and not named_lines and (rest.strip() or not content.startswith(b"{")):
+    if state == "broken" and not named_lines:
         second, line_break, _ = rest.lstrip().partition(b"\n")
         if _completeness(second.decode("utf-8", "replace").rstrip(), cut=not (line_break or ended)) != "whole":
             return "list", 0, ""  # as likely as anything; its records are found wherever they are

@@ -34,7 +34,7 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("prompt_format", ["plain", "chat_template"])
+@pytest.mark.parametrize("prompt_format", ["plain", "gdgpt", "chat_template"])
 def test_the_samples_are_those_of_encoding_one_by_one(
     tmp_path: Path, tokenizer_folder: Path, tokenizer: PreTrainedTokenizerBase, prompt_format: str
 ) -> None:
