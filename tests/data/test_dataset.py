@@ -209,6 +209,16 @@ def test_a_placeholder_of_a_picture_is_noted_with_its_place(
     assert f"such as {word} in {path}: record " in told
 
 
+def test_comments_and_commas_that_were_passed_over_are_told(tmp_path: Path, tokenizer_folder: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a http://b // c"}, {"text": "d",}, // e\n {"text": "f"}]', encoding="utf-8")
+    dataset = load_dataset(path, tokenizer_folder, 1000, "plain")
+    assert len(dataset) == 3
+    (told,) = summary.warnings(dataset, 1000)
+    what = "have comments, or commas before a closing bracket, which are no JSON and were passed over"
+    assert told == f"2 records: {what}; such as {path}: record 2"
+
+
 def test_many_files_do_not_flood_the_table(tmp_path: Path, tokenizer_folder: Path) -> None:
     paths = [write(tmp_path / f"{number}.json", INSTRUCT | {"output": str(number)}) for number in range(25)]
     lines = summary.table(load_dataset(paths, tokenizer_folder, 1000, "plain")).splitlines()
