@@ -1,4 +1,4 @@
-"""Define every text that Pipetune adds: the plain format's, and those for unsupported template features.
+"""Define every text that Pipetune adds: the plain format's, gdGPT's, and those for unsupported template features.
 
 demo.py asks with the same ones, so that a model is asked exactly as it was trained.
 """
@@ -14,6 +14,26 @@ PLAIN_CONTEXT = "### {title}:\n{text}\n\n"
 PLAIN_ANSWER = "### Response:\n"
 PLAIN_ASK = "### Instruction:\n{ask}\n\n" + PLAIN_ANSWER
 PLAIN_ASK_WITH_INPUT = "### Instruction:\n{ask}\n\n### Input:\n{input}\n\n" + PLAIN_ANSWER
+
+# gdGPT's, to the letter: its answers' heading is spelled so, and blanks stand where it has them.
+GDGPT_CHAT = (
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions. \n\n"
+)
+GDGPT_REFERENCE = (
+    "Generate responses to the given instruction series according to the reference text. \n\n"
+    "### Reference: \n{reference}\n\n"
+)
+GDGPT_TOOLS = (
+    "Answer the following questions as best as you can. You have access to the following tool(s):\n{description}"
+)
+GDGPT_OUTPUT = "{ans}\n{end}"
+GDGPT_ASK = "### {name}: {ask} \n"
+GDGPT_HEADING = "### {name}: "
+GDGPT_ANSWER = "{ans} {end}\n"
+GDGPT_CALL = "{thought}\n#### api call\n```python\n{call}\n```  {end}"
+GDGPT_RESULT = "\n#### api output\n{result}\n"
+GDGPT_FINAL = "{ans}  {end}"
 
 CHAT_CONTEXT = "{title}:\n{text}\n\n"
 CHAT_INPUT = "{ask}\n\n{input}"

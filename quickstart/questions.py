@@ -99,9 +99,10 @@ def question_of(record: Record) -> Question | None:
         prompt, rest = record.text[max(0, half - OF_A_TEXT) : half], record.text[half:]
         return Question({"prompt": prompt}, prompt, rest, raw=True) if half else None
     if isinstance(record, Instruct):
-        about = {"input": record.input} if record.input else {}
-        shown = " ".join([record.instruct, *about.values()])
-        return Question({"prompt": record.instruct} | about, shown, record.output)
+        about = record.input or ""  # an empty one says that it is an instruction
+        return Question(
+            {"prompt": record.instruct, "input": about}, f"{record.instruct} {about}".strip(), record.output
+        )
     if not isinstance(record, (Chat, Conversation)):
         return None
     said = said_in(record)

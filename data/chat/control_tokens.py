@@ -62,7 +62,7 @@ def words_of(record: Record) -> Iterator[str]:
         return
     for each in said_in(record):
         yield each.text
-        yield each.input
+        yield each.input or ""
         yield each.reasoning
         for call in each.calls:
             yield json.dumps(call.arguments, ensure_ascii=False)

@@ -19,6 +19,9 @@ from data.records.record import ApiAnswer, ConverHasApi, Conversation, Instruct,
 JSON = dict[str, Any]
 
 
+Dialogue = Chat | Instruct | Conversation | ConverHasApi | RefQA
+
+
 class Call(NamedTuple):
     """Hold a tool call; every call has an id, since some templates ask for one."""
 
@@ -39,7 +42,9 @@ class Said(NamedTuple):
     supervised: bool = False  # an assistant's message is trained, its end of turn included
     # The text in trained and untrained pieces, where that differs from `supervised`; else empty.
     pieces: tuple[Span, ...] = ()
-    input: str = ""  # of a user: what the question is about
+    # Of a user: what the question is about, which may be empty; None where it is no instruction of an `instruct`.
+    input: str | None = None
+    source: Any = None  # what a record has in its place, where the text is not to the letter
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -52,8 +57,16 @@ class Said(NamedTuple):
         return [call.id for call in self.calls] if self.call_id is None else [self.call_id]
 
 
-def said_in(record: Chat | Instruct | Conversation | ConverHasApi | RefQA) -> list[Said]:
+def said_in(record: Dialogue) -> list[Said]:
     """Convert a record to messages; in a conversation, consecutive questions are merged, and answers too."""
+    said = each_said_in(record)
+    if isinstance(record, (Chat, Instruct)):
+        return said
+    return runs_merged(said[: max(place for place, each in enumerate(said) if each.role == "assistant") + 1])
+
+
+def each_said_in(record: Dialogue) -> list[Said]:
+    """Convert a record to messages as they stand there."""
     if isinstance(record, Chat):
         return _said_in_chat(record)
     if isinstance(record, Instruct):
@@ -63,13 +76,14 @@ def said_in(record: Chat | Instruct | Conversation | ConverHasApi | RefQA) -> li
     if isinstance(record, RefQA):
         said.append(Said("context", record.reference, name=texts.REFERENCE_TITLE))
     elif isinstance(record, ConverHasApi):
-        said.append(Said("context", record.api_desc, name=texts.API_TITLE))
+        said.append(Said("context", as_text(record.api_desc), name=texts.API_TITLE, source=record.api_desc))
     for role, content in record.rounds:
         if role == "ask":
             said.append(Said("user", str(content)))
         else:
-            said.append(answer(_api_spans(content) if isinstance(content, ApiAnswer) else (Span(content, True),), True))
-    return runs_merged(said[: max(place for place, each in enumerate(said) if each.role == "assistant") + 1])
+            spans = _api_spans(content) if isinstance(content, ApiAnswer) else (Span(content, True),)
+            said.append(answer(spans, True)._replace(source=content))
+    return said
 
 
 def last_question(said: Sequence[Said]) -> int:
@@ -92,7 +106,7 @@ def runs_merged(said: Sequence[Said]) -> list[Said]:
     for each in said:
         last = done[-1] if done else None
         if last and last.role == each.role == "user":
-            done[-1] = last._replace(text=f"{_asked(last)}\n{_asked(each)}", input="")
+            done[-1] = last._replace(text=f"{_asked(last)}\n{_asked(each)}", input=None)
         elif last and last.role == each.role == "assistant" and not last.calls and not each.reasoning:
             spans = (*last.spans, Span("\n", last.supervised and each.supervised), *each.spans)
             done[-1] = answer(spans, each.supervised)._replace(reasoning=last.reasoning, calls=each.calls)
@@ -112,7 +126,7 @@ def in_questions(said: Sequence[Said]) -> list[Said]:
         if context and each.role != "user":  # an answer that nobody asked for
             done.append(Said("user", context.rstrip("\n")))
             context = ""
-        done.append(each._replace(text=context + _asked(each), input="") if context or each.input else each)
+        done.append(each._replace(text=context + _asked(each), input=None) if context or each.input else each)
         context = ""
     return done
 
@@ -153,6 +167,11 @@ def as_record(said: Sequence[Said]) -> list[JSON]:
     """Write messages as a chat record with one name for everything."""
     messages = as_dicts(in_questions(said), Form())
     return [{name: each[name] for name in each if name not in ("reasoning", "thinking")} for each in messages]
+
+
+def as_text(value: Any, indent: int | None = None) -> str:
+    """Return a text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def call_id_of(number: int) -> str:
@@ -211,7 +230,5 @@ def _api_spans(said: ApiAnswer) -> tuple[Span, ...]:
         param = json.dumps(action.api_param, ensure_ascii=False)
         thought = texts.API_THOUGHT.format(thought=action.inner_thought)
         call = thought + texts.API_CALL.format(name=action.api_name, param=param)
-        result = action.api_res
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        spans += [Span(call, True), Span(texts.API_RESULT.format(result=text), False)]
+        spans += [Span(call, True), Span(texts.API_RESULT.format(result=as_text(action.api_res)), False)]
     return (*spans, Span(texts.API_FINAL.format(ans=said.ans), True))

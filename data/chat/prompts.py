@@ -1,8 +1,8 @@
 """Define the config's keys for prompts: how records are written.
 
-A record is written by a chat template (`data.chat.chat_template`), the tokenizer's own or one from a file, or in the
-plain format (`data.chat.plain`, the well-known instruction prompt). demo.py asks through the same functions, so that a
-model is asked exactly as it was trained.
+A record is written by a chat template (`data.chat.chat_template`), the tokenizer's own or one from a file, in the plain
+format (`data.chat.plain`, the well-known instruction prompt) or as gdGPT writes it (`data.chat.gdgpt`). demo.py asks
+through the same functions, so that a model is asked exactly as it was trained.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from data.paths import read_small
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHAT_TEMPLATE, PLAIN = "chat_template", "plain"
+CHAT_TEMPLATE, PLAIN, GDGPT = "chat_template", "plain", "gdgpt"
+NAMED = (CHAT_TEMPLATE, PLAIN, GDGPT)  # any other format is the path of a Jinja file
 Fallback = Literal["rewrite", "refuse"]
 Mask = Literal["assistant", "last_turn", "all"]
 Truncate = Literal["turns", "oldest", "refuse"]
 
 
 def check_prompt_format(value: str) -> str:
-    """Give `value` back if it is chat_template, plain, or the path of a Jinja file that can be used as a chat template.
+    """Give `value` back if it is one of `NAMED`, or the path of a Jinja file that can be used as a chat template.
 
     Raises:
         DataError: it is none of them, the file is missing or no text, or its template is damaged.
     """
-    if value not in (CHAT_TEMPLATE, PLAIN):
+    if value not in NAMED:
         template_in_file(value)
     return value
 
@@ -48,7 +49,7 @@ def template_in_file(path: str) -> str:
         text = read_small(path).decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         if not Path(path).suffix:  # a word, not a path
-            raise DataError(f"{path}: expected 'chat_template' or 'plain', or the path of a Jinja file") from None
+            raise DataError(f"{path}: expected {', '.join(map(repr, NAMED))}, or the path of a Jinja file") from None
         raise DataError(f"{path}: not found; expected a Jinja file") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start}: not UTF-8; expected a Jinja file in UTF-8") from None
@@ -78,7 +79,7 @@ def _validate(value: str) -> str:
         ) from None
 
 
-# chat_template, plain, or the path of a Jinja file; pydantic checks it.
+# chat_template, plain, gdgpt, or the path of a Jinja file; pydantic checks it.
 PromptFormat = Annotated[str, AfterValidator(_validate)]
 
 
@@ -108,6 +109,11 @@ def as_prompts(given: AnyPrompts) -> Prompts:
 def format_of(prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
     """Return the named format, else the tokenizer's own chat template, else plain."""
     return prompts.prompt_format or (CHAT_TEMPLATE if tokenizer.chat_template else PLAIN)
+
+
+def templated(prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Say whether a chat template writes the prompts."""
+    return format_of(prompts, tokenizer) not in (PLAIN, GDGPT)
 
 
 def end_of_sequence(token: str | None) -> str:

@@ -22,6 +22,7 @@ class RenderedText(NamedTuple):
     loss: list[Range]  # the trained ranges, in order, none empty, none touching the next
     # What a person has to know of how it was written, each with an example of it.
     notes: dict[str, str] = {}  # nobody changes it
+    pieces: tuple[str, ...] = ()  # of a text that is not tokenized at once, but piece by piece
 
 
 def join(spans: Iterable[Span]) -> RenderedText:

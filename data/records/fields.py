@@ -78,12 +78,22 @@ def from_text(value: Any, expected: str) -> Any:
         expected: what it holds, with its article.
 
     Raises:
-        ValueError: the string is not JSON.
+        ValueError: the string is not JSON, or holds a number that JSON does not have.
     """
     try:
-        return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
+        value = from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
     except ValueError:
         raise ValueError(f"expected {expected} or a JSON string of one") from None
+    return finite(value)
+
+
+def finite(value: Any) -> Any:
+    """Give a value back; raise a ValueError for a number that JSON does not have, such as what 1e999 is read as."""
+    try:
+        json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        raise ValueError("an infinite number, or none at all; expected numbers that JSON has") from None
+    return value
 
 
 def check_grades(fields: Mapping[str, Any]) -> None:

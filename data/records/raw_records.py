@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from common.quantities import counted
 from common.terminal import reason_of
 from data.records.files import SURROGATE, Unpacked, foreign
-from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, split
+from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, Kind, split
 from data.records.sources import TEXT_FILE, TEXT_SUFFIXES, bare_suffix
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
@@ -35,6 +36,7 @@ UTF8_MARK = b"\xef\xbb\xbf"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JOINED = "lines that quotes join into one row, though each looks like one; expected other quotes doubled, or JSONL"
 LINE_SUFFIXES = (".jsonl", ".ndjson")
+BEFORE = re.compile(rb"\A(?:\s|//[^\n]*\n|/\*.*?\*/)+", re.DOTALL)  # the first record of JSON
 # A file's records as the field of an object: {"version": "1.1", "data": [
 WRAPPER = re.compile(r'\s*"(\w+)"\s*:\s*')
 WRAPPED_IN = ("data", "train", "training", "records", "rows", "samples")
@@ -44,8 +46,8 @@ class RawRecord(NamedTuple):
     """Hold one record of a file, not yet parsed."""
 
     number: int  # from 1; in a file of lines, the number of the line. 0 for the file as a whole.
-    # What `value` is: bytes of "json" or of "text", a "row" of a table, or the complaint about "damage".
-    kind: Literal["json", "text", "row", "damage"]
+    # What `value` is: bytes of "json" ("mended", too) or of "text", a "row" of a table, or a complaint about "damage".
+    kind: Kind | Literal["text", "row"]
     value: Any
 
 
@@ -96,13 +98,12 @@ def _read_text(
                 yield _line(number, "json", line)
         else:
             stream.read(skipped)
-            for number, value in split(stream, layout == "list", wrapped):
-                yield RawRecord(number, "json" if isinstance(value, bytes) else "damage", value)
+            yield from itertools.starmap(RawRecord, split(stream, layout == "list", wrapped))
 
 
 def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", "list", "objects"], int, str]:
     """Detect a JSON file's form from its beginning, the bytes before its first record, and the field that holds it."""
-    content = head.lstrip()
+    content = BEFORE.sub(b"", head)
     first, line_break, rest = content.partition(b"\n")
     state = _completeness(first.decode("utf-8", "replace").rstrip(), cut=not (line_break or ended))
     more_lines = bool(rest.strip()) or not ended
@@ -110,7 +111,7 @@ def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", 
     if state == "whole" and more_lines:
         return "lines", 0, ""
     if content.startswith(b"[") and not (state == "broken" and named_lines):
-        return "list", head.index(b"[") + 1, ""
+        return "list", len(head) - len(content) + 1, ""
     if (wrapped := _wrapped(head)) and not (state == "cut" and named_lines):
         return "list", *wrapped
     if state in ("open", "several"):

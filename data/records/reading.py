@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from typing import Any, Literal
 
 from pydantic_core import from_json
@@ -16,6 +17,7 @@ from pydantic_core import from_json
 from common.terminal import safe_line
 from data.errors import DataError
 from data.records.formats import Converted, convert
+from data.records.json_values import split
 from data.records.pairs import Wanted
 from data.records.raw_records import RawRecord
 from data.records.sources import TEXT_FILE
@@ -51,7 +53,7 @@ def parse(
         raise DataError(raw.value)
     if raw.kind == "text":
         return convert({"text": _text(raw.value)}, "text", preference=preference)
-    value = _json(raw.value) if raw.kind == "json" else raw.value
+    value = raw.value if raw.kind == "row" else _json(raw.value)
     return convert(value, None if format_name == TEXT_FILE else format_name, columns, preference)
 
 
@@ -69,8 +71,9 @@ def _json(text: bytes) -> Any:
         if found := NAN.search(text):
             complaint = f"field {found[1].decode()}: {found[2].decode()} is no JSON; expected a number or null"
             raise DataError(complaint) from None
-        comment = text.lstrip().startswith((b"//", b"/*", b"#"))
-        raise DataError(f"not JSON: {'a comment; expected none' if comment else error}") from None
+        comment = text.lstrip().startswith(b"#") or all(kind != "damage" for _, kind, _ in split(BytesIO(text), False))
+        reason = f"{error}, a comment or a comma too many; expected none in a line" if comment else error
+        raise DataError(f"not JSON: {reason}") from None
 
 
 def _decoded(text: bytes) -> str:

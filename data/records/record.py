@@ -6,7 +6,6 @@ record's number. Other layouts are turned into these kinds, or into a `Chat`, by
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Discriminator,
     Field,
     NonNegativeInt,
@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from data.records.chat import Chat
-from data.records.fields import from_text
+from data.records.fields import finite, from_text
 from data.sample_set import IGNORED
 
 
@@ -48,13 +48,22 @@ class Instruct(BaseModel):
     output: str
 
 
+def _described(value: Any) -> Any:
+    if not isinstance(value, (str, dict, list)):
+        raise ValueError(f"expected a string, an object or a list, found {json_type(value)}")
+    return value if isinstance(value, str) else finite(value)
+
+
+Described = Annotated[str | dict[str, Any] | list[Any], BeforeValidator(_described)]
+
+
 class ApiCall(BaseModel):
     """Hold one step of a tool-using answer; all but the result is trained."""
 
     inner_thought: str
     api_name: str
     api_param: dict[str, Any]
-    api_res: str | dict[str, Any] | list[Any]
+    api_res: Described
 
     @field_validator("api_param", mode="before")
     @classmethod
@@ -98,18 +107,13 @@ class ConverHasApi(_Dialogue):
     """Hold a dialogue with tool calls; thoughts, calls and answers are trained."""
 
     type: Literal["conver_has_api"]
-    api_desc: str
+    api_desc: Described
     rounds: list[  # the role decides, so that a complaint is about the right one
         Annotated[
             Annotated[Said, Tag("said")] | Annotated[AnsweredByTools, Tag("ans-api")],
             Discriminator(_kind_of_round),
         ]
     ] = Field(min_length=1, fail_fast=True)
-
-    @field_validator("api_desc", mode="before")
-    @classmethod
-    def _write(cls, value: Any) -> Any:
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
 
 
 class RefQA(_Dialogue):

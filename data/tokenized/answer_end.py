@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import Prompts
+from data.chat.prompts import GDGPT, Prompts
 from data.errors import DataError
 from data.tokenized.tokenize import encode_tokens
 
@@ -20,6 +20,8 @@ ANSWER = {"role": "assistant", "content": "!", "reasoning_content": "."}
 
 def answer_end(tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> set[int]:
     """Return the token's id; none if the end is text, or may stand within an answer, behind a thought."""
+    if prompts.prompt_format == GDGPT:  # which writes the end of sequence twice
+        return {tokenizer.eos_token_id}
     asked = replace(prompts, template_fallback="rewrite", mask="assistant")
     with suppress(DataError):
         tokens = encode_tokens({"type": "chat", "messages": [QUESTION, ANSWER]}, tokenizer, asked)

@@ -46,6 +46,7 @@ CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
 PLACEHOLDER = re.compile("<(?:image|video|audio|bbox|ref-object)>")
 PLACEHOLDER_HINT = re.compile(rb"<(?:image|video|audio|bbox|ref-object)>|\\u003c", re.IGNORECASE)
 IN_WORDS = "hold a placeholder such as <image>, which is trained as text, as Pipetune trains on text alone"
+MENDED = "have comments, or commas before a closing bracket, which are no JSON and were passed over"
 OTHERWISE = "the same as another one, but marked or classed otherwise"
 AHEAD = 4  # chunks under way for each worker
 
@@ -136,20 +137,20 @@ class Encoder:
             control = possible and any(map(self._control_words.found, records))
             possible = not isinstance(raw.value, bytes) or bool(PLACEHOLDER_HINT.search(raw.value))
             words = (word for record in records for word in words_of(record))
+            notes = {MENDED: origin(recipe.files[file].path, raw.number)} if raw.kind == "mended" else {}
             if possible and (found := next(filter(None, map(PLACEHOLDER.search, words)), None)):
-                place = f"{found.group()} in {origin(recipe.files[file].path, raw.number)}"
-                tokens[0] = tokens[0]._replace(notes=tokens[0].notes | {IN_WORDS: place})
+                notes[IN_WORDS] = f"{found.group()} in {origin(recipe.files[file].path, raw.number)}"
             if kind == "pair" and value < 0:
-                place = f"{origin(recipe.files[file].path, raw.number)} ({value:g})"
-                tokens[0] = tokens[0]._replace(notes=tokens[0].notes | {WRONG_WAY: place})
+                notes[WRONG_WAY] = f"{origin(recipe.files[file].path, raw.number)} ({value:g})"
+            tokens[0] = tokens[0]._replace(notes=tokens[0].notes | notes)
             empty = any(map(has_empty_answer, records))
             encoded.append(Encoded(file, raw.number, kind, empty, control, tokens, value, self._scored))
         noted = (
             {note: text for tokens in each.documents[::-1] for note, text in tokens.notes.items()} for each in encoded
         )
-        notes = [note for each in noted for note in each.items()]
-        answer.notes.update(note for note, _ in notes)
-        answer.examples = dict(reversed(notes))
+        examples = [note for each in noted for note in each.items()]
+        answer.notes.update(note for note, _ in examples)
+        answer.examples = dict(reversed(examples))
         numbers, index, answer.tallies = pack_samples(encoded, recipe.max_seq_len)
         answer.samples = numbers, index
         return answer

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.digests import stamp as stamp_of
-from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts, Truncate, template_in_file
+from data.chat.prompts import NAMED, Prompts, Truncate, template_in_file
 from data.errors import DataError
 from data.records.pairs import Wanted
 from data.records.reading import OnBadRecord
@@ -127,7 +127,7 @@ class Recipe:
     @cached_property
     def _wishes(self) -> list[Any]:
         prompts = asdict(self.prompts)
-        if (named := prompts["prompt_format"]) not in (CHAT_TEMPLATE, PLAIN):
+        if (named := prompts["prompt_format"]) not in NAMED:
             prompts["prompt_format"] = ["template", template_in_file(named)]
         limits: list[Any] = [self.max_seq_len, self.truncate, self.on_bad_record]
         limits += [self.preference] if self.preference else []

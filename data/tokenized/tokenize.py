@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -28,11 +28,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.quantities import counted
 from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template
-from data.chat.messages import JSON, Said, said_in, with_mask, without_end
+from data.chat.gdgpt import write_gdgpt
+from data.chat.messages import JSON, Said, each_said_in, said_in, with_mask, without_end
 from data.chat.native.kinds import native_tokenizer, older_template
 from data.chat.native.pieces import expected_ids, read_json
 from data.chat.plain import write_plain
-from data.chat.prompts import PLAIN, AnyPrompts, Prompts, as_prompts, end_of_sequence, format_of
+from data.chat.prompts import GDGPT, AnyPrompts, Prompts, as_prompts, end_of_sequence, format_of, templated
 from data.chat.rendered import RenderedText, Span, join
 from data.chat.sandbox import SlowTemplate
 from data.errors import DataError
@@ -44,7 +45,7 @@ from data.records.record import Passage, Pretrain, Record, Segments, Tokenized
 from data.sample_set import IGNORED, Sample
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
-NO_TEMPLATE = "chat_template_kwargs are not used, as prompt_format: plain has no template"
+NO_TEMPLATE = "chat_template_kwargs are not used, as this prompt_format has no template"
 TWICE = "the token that ends an answer, or begins or ends a text, stands there already and is not written once more"
 RENDERED = "a text is a dialogue that a chat template wrote, so that users' words are trained, too; expected messages"
 PADDED = "padding at an end, trained where labels do not leave it out; expected an attention_mask of 0, or none there"
@@ -173,14 +174,15 @@ def encode_many(
             made.append(error)
         except SlowTemplate as error:
             raise DataError(str(error)) from None
-    texts = [each[0].text for each in made if not isinstance(each, (Tokens, DataError))]
+    written = [each[0] for each in made if not isinstance(each, (Tokens, DataError))]
     # transformers itself goes this way, and then makes objects of each sample that nobody needs here.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
+    texts = [piece for each in written for piece in each.pieces or (each.text,)]
     encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
-    return [each if isinstance(each, (Tokens, DataError)) else _tokens(*each, next(encodings)) for each in made]
+    return [each if isinstance(each, (Tokens, DataError)) else _tokens(*each, encodings) for each in made]
 
 
 class Writer:
@@ -189,7 +191,8 @@ class Writer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self._plain = format_of(prompts, tokenizer) == PLAIN
+        self._format = format_of(prompts, tokenizer)
+        self._templated = templated(prompts, tokenizer)
         self._template: Callable[[bool], ChatTemplate] = cache(partial(chat_template, tokenizer, prompts))
 
     def write(self, record: Record) -> tuple[RenderedText, list[int]]:
@@ -200,19 +203,24 @@ class Writer:
         Raises:
             DataError: the format cannot hold the record.
         """
-        if isinstance(record, Passage):
+        if isinstance(record, Passage) or (isinstance(record, Pretrain) and self._format == GDGPT):  # which adds no end
             return RenderedText(record.text, [(0, len(record.text))]), self.beginning
         if isinstance(record, Pretrain):
             return self._continued(record.text)
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
+        tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
+        template = self._template_of(tools, own) if self._templated else None
+        end = template.end if template else end_of_sequence(self._tokenizer.eos_token)
+        notes = {NO_TEMPLATE: json.dumps(own)} if own and not template else {}
+        if self._format == GDGPT:
+            said = with_mask(each_said_in(record), self._prompts.mask)
+            written = write_gdgpt(said, tools, end, isinstance(record, Unanswered))
+            loss = [(0, len(written.text))] if self._prompts.mask == "all" else written.loss
+            return written._replace(loss=loss, notes=notes), []
 
         said = with_mask(said_in(record), self._prompts.mask)
-        tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
-        template = None if self._plain else self._template_of(tools, own)
-        end = template.end if template else end_of_sequence(self._tokenizer.eos_token)
-        notes = {NO_TEMPLATE: json.dumps(own)} if own and self._plain else {}
         bare = [without_end(each, end) for each in said]
         if twice := [one.text for one, other in zip(said, bare, strict=True) if one is not other]:
             notes[TWICE] = repr(twice[0][-SHOWN:])
@@ -223,14 +231,15 @@ class Writer:
         else:
             written = template.write(bare, tools) if template else write_plain(bare, tools, end)
         loss = [(0, len(written.text))] if self._prompts.mask == "all" else written.loss
-        return RenderedText(written.text, loss, written.notes | notes), self.beginning if self._plain else []
+        return RenderedText(written.text, loss, written.notes | notes), [] if template else self.beginning
 
-    def ask(self, said: Sequence[Said], tools: list[JSON]) -> tuple[str, list[int]]:
+    def ask(self, said: Sequence[Said], tools: list[JSON]) -> tuple[RenderedText, list[int]]:
         """Write the prompt for the answer to the last message, and the ids that go before it."""
-        if self._plain:
-            end = end_of_sequence(self._tokenizer.eos_token)
-            return write_plain(said, tools, end, open_end=True).text, self.beginning
-        return self._template(bool(tools)).ask(said, tools), []
+        if self._templated:
+            return RenderedText(self._template(bool(tools)).ask(said, tools), []), []
+        end = end_of_sequence(self._tokenizer.eos_token)
+        write = write_gdgpt if self._format == GDGPT else write_plain
+        return write(said, tools, end, open_end=True), self.beginning
 
     def _template_of(self, tools: list[JSON], own: JSON) -> ChatTemplate:
         if not own:
@@ -252,12 +261,14 @@ class Writer:
     def _turn(self) -> str:
         """Return what a template writes between a question and its answer; empty where there is none."""
         with suppress(DataError, SlowTemplate):
-            return "" if self._plain else self._template(False).turn
+            return self._template(False).turn if self._templated else ""
         return ""
 
     @cached_property
     def beginning(self) -> list[int]:
-        """Return the ids that the tokenizer puts before a text, often one <s>, often none."""
+        """Return the ids that the tokenizer puts before a text, often one <s>, often none; gdGPT leaves them out."""
+        if self._format == GDGPT:
+            return []
         bare: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         dressed: list[int] = self._tokenizer("a")["input_ids"]
         starts = range(len(dressed) - len(bare) + 1)
@@ -279,19 +290,19 @@ def encode_question(
         DataError: the format cannot hold the dialogue, or some of it is no text.
     """
     try:
-        text, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said, tools or [])
+        asked, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said, tools or [])
     except SlowTemplate as error:
         raise DataError(str(error)) from None
-    return prefix + _ids(text, tokenizer)
+    return prefix + [token for piece in asked.pieces or (asked.text,) for token in _ids(piece, tokenizer)]
 
 
-def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None) -> list[int]:
     """Encode a text to continue, like the beginning of a pretrain record.
 
     Raises:
         DataError: there are none, or it is no text.
     """
-    if not (ids := Writer(tokenizer, Prompts()).beginning + _ids(text, tokenizer)):
+    if not (ids := Writer(tokenizer, as_prompts(prompt_format)).beginning + _ids(text, tokenizer)):
         raise DataError("expected a text to go on with, found none")
     return ids
 
@@ -326,7 +337,10 @@ def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens
     return Tokens(ids, list(zip(changes[::2], changes[1::2], strict=True)), notes)
 
 
-def _tokens(written: RenderedText, prefix: list[int], encoding: Encoding) -> Tokens:
+def _tokens(written: RenderedText, prefix: list[int], encodings: Iterator[Encoding]) -> Tokens:
+    if written.pieces:
+        return _joined_tokens(written, encodings)
+    encoding = next(encodings)
     chars: Any = encoding.token_to_chars  # of a token: begin and end
     tokens = range(len(encoding))
     loss = []
@@ -345,3 +359,17 @@ def _tokens(written: RenderedText, prefix: list[int], encoding: Encoding) -> Tok
         if first < last:
             loss.append((first + shift, last + shift))
     return Tokens(prefix + encoding.ids if prefix else encoding.ids, loss, notes)
+
+
+def _joined_tokens(written: RenderedText, encodings: Iterator[Encoding]) -> Tokens:
+    """Join the tokens of a text's pieces, each of which is trained as a whole or not at all."""
+    ids: list[int] = []
+    loss = []
+    place = 0
+    for piece in written.pieces:
+        first = len(ids)
+        ids += next(encodings).ids
+        if ids[first:] and any(begin <= place < end for begin, end in written.loss):
+            loss.append((first, len(ids)))
+        place += len(piece)
+    return Tokens(ids, loss, written.notes)

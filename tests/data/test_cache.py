@@ -53,7 +53,13 @@ def test_every_change_of_what_samples_depend_on_gives_another_cache(
 
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    keys = [key(), key(max_seq_len=LIMIT + 1), key(prompt_format="chat_template"), key(on_bad_record="skip")]
+    keys = [
+        key(),
+        key(max_seq_len=LIMIT + 1),
+        key(prompt_format="chat_template"),
+        key(prompt_format="gdgpt"),
+        key(on_bad_record="skip"),
+    ]
     keys.append(key(prompt_format=str(template)))
     named = DataFile(str(data), columns={"answer": "a"})
     keys.append(replace(plain_recipe(data, tokenizer), files=(named,)).key([digest_of(data)]))

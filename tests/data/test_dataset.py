@@ -34,7 +34,7 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("prompt_format", ["plain", "chat_template"])
+@pytest.mark.parametrize("prompt_format", ["plain", "gdgpt", "chat_template"])
 def test_the_samples_are_those_of_encoding_one_by_one(
     tmp_path: Path, tokenizer_folder: Path, tokenizer: PreTrainedTokenizerBase, prompt_format: str
 ) -> None:
@@ -207,6 +207,16 @@ def test_a_placeholder_of_a_picture_is_noted_with_its_place(
     (told,) = summary.warnings(load_dataset(path, tokenizer_folder, 1000, "plain"), 1000)
     assert told.startswith("2 records: hold a placeholder such as <image>, which is trained as text")
     assert f"such as {word} in {path}: record " in told
+
+
+def test_comments_and_commas_that_were_passed_over_are_told(tmp_path: Path, tokenizer_folder: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a http://b // c"}, {"text": "d",}, // e\n {"text": "f"}]', encoding="utf-8")
+    dataset = load_dataset(path, tokenizer_folder, 1000, "plain")
+    assert len(dataset) == 3
+    (told,) = summary.warnings(dataset, 1000)
+    what = "have comments, or commas before a closing bracket, which are no JSON and were passed over"
+    assert told == f"2 records: {what}; such as {path}: record 2"
 
 
 def test_many_files_do_not_flood_the_table(tmp_path: Path, tokenizer_folder: Path) -> None:

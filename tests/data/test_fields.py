@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,20 @@ def test_a_column_that_no_record_has_is_refused(tmp_path: Path, load: Load) -> N
     (tmp_path / "c.txt").write_text("q a\n")
     with pytest.raises(DataError, match="columns: no record has 'q'"):
         load(Source(path=str(tmp_path / "c.txt"), columns={"question": "q"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"api_res": None}, "api_res: expected a string, an object or a list, found null"),
+        ({"api_res": 3}, "api_res: expected a string, an object or a list, found a number"),
+        ({"api_res": [math.inf]}, "api_res: an infinite number, or none at all; expected numbers that JSON has"),
+        ({"api_param": {"a": [-math.inf]}}, "api_param: an infinite number, or none at all; expected numbers that"),
+        ({"api_param": '{"a": 1e999}'}, "api_param: an infinite number, or none at all; expected numbers that JSON"),
+    ],
+)
+def test_what_is_no_json_in_a_call_is_refused_by_its_name(change: dict[str, Any], complaint: str) -> None:
+    action = {"inner_thought": "", "api_name": "f", "api_param": {}, "api_res": ""} | change
+    rounds = [["ask", "Q"], ["ans-api", {"actions": [action], "ans": "A"}]]
+    with pytest.raises(DataError, match=f"^{re.escape(f'field rounds[1][1].actions[0].{complaint}')}"):
+        convert({"type": "conver_has_api", "api_desc": "f()", "rounds": rounds})

@@ -297,9 +297,19 @@ def test_what_is_too_long_for_a_record_is_passed_over(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "text", ['// one\n{"text": "t"}', '[\n  {"text": "t"},\n  # two\n  {"text": "u"}]', '{\n/* x */ "text": "t"}']
+    ("text", "expected"),
+    [
+        ('// one\n{"text": "t"}', "column 1, a comment or a comma too many; expected none in a line"),
+        ('{"text": "t"}\n{"text": "u" /* two */}', "column 14, a comment or a comma too many; expected none in a line"),
+        ('{"text": "t"}\n{"text": "u",}', "column 14, a comment or a comma too many; expected none in a line"),
+        ('[\n  {"text": "t"},\n  # two\n  {"text": "u"}]', "a comment; expected none"),
+        ('[{"text": "t", "tags": [/* two', "a comment; expected none"),
+        ('[{"text": "t",, "tags": 1}]', "Expecting property name enclosed in double quotes"),
+        ('[{"text": "t", "tags": [,]}]', "Expecting value at character 24"),
+        ('[{"text": "t"}, /]', "Expecting value at character 1"),
+    ],
 )
-def test_a_comment_in_json_is_named(text: str, tmp_path: Path) -> None:
+def test_what_cannot_be_passed_over_is_named(text: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     told = []
     for raw in raw_records.read_file(tmp_path / "a.json"):
@@ -307,4 +317,27 @@ def test_a_comment_in_json_is_named(text: str, tmp_path: Path) -> None:
             parse(raw)
         except DataError as error:
             told.append(str(error))
-    assert any("a comment; expected none" in line for line in told)
+    assert any(expected in line for line in told)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1 << 20])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '// a list: [\n[ // one\n{"text": "http://a /* b */ ,]", // "two"\n "tags": [1, 2,], }, '
+        '/* t\nw\no */ {"text": "u",},] // end',
+        '{"text": "http://a /* b */ ,]",\n "tags": [1, /* 1 */ 2 /**/,\n], // two\n}\n// three\n{"text": "u"}\n',
+        '{"data": [ {"text": "http://a /* b */ ,]", "tags": [1, 2] /* x */}, {"text": "u"}, // y\n], /* z */ "n": 3,}',
+    ],
+)
+def test_comments_and_commas_before_a_closing_bracket_are_passed_over(
+    text: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_values, "CHUNK", chunk)
+    (tmp_path / "a.json").write_text(text)
+    raws = list(raw_records.read_file(tmp_path / "a.json"))
+    assert [json.loads(raw.value) for raw in raws] == [
+        {"text": "http://a /* b */ ,]", "tags": [1, 2]},
+        {"text": "u"},
+    ]
+    assert raws[0].kind == "mended"

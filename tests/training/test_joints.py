@@ -79,6 +79,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         "padded": {"packing": False},
         "rows": {"packing": "dataset"},
         "windows": {"stream_gb": 0.001},
+        "gdgpt": {"prompt_format": "gdgpt", "max_seq_len": 320},
     },
     "cache": {"own": {}, "of-another-model": {}},
 }

@@ -9,7 +9,7 @@ OTHERS = [  # our key, or none where there is no such thing; advice; names, each
     ("model_path", "", "model_name_or_path:TL base_model:A model:S"),
     ("data_path", "", "dataset:LS datasets:A dataset_name:T"),
     ("save_path", "", "output_dir:HTALS"),
-    ("prompt_format", "chat_template, plain or a Jinja file", "template:LS chat_template:A chat_template_path:T"),
+    ("prompt_format", "chat_template, plain, gdgpt, a Jinja file", "template:LS chat_template:A chat_template_path:T"),
     ("train_micro_batch_size_per_gpu", "", "per_device_train_batch_size:HTLS micro_batch_size:A"),
     ("n_epoches", "", "num_train_epochs:HTLS num_epochs:A epochs: epoch:"),
     ("max_seq_len", "", "cutoff_len:L sequence_len:A max_length:TS max_seq_length:T model_max_length:H"),

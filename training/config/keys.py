@@ -111,8 +111,8 @@ class TrainConfig(Section):
     """Drop the samples that do not fill an epoch's last batch; otherwise that batch is smaller."""
 
     prompt_format: PromptFormat | None = None
-    """`chat_template`, `plain`, or a Jinja file with a chat template of your own (docs/chat-templates.md). Without the
-    key the tokenizer's chat template where it has one, else `plain`."""
+    """`chat_template`, `plain`, `gdgpt` (gdGPT's prompts), or a Jinja file with a chat template of your own
+    (docs/chat-templates.md). Without the key the tokenizer's chat template where it has one, else `plain`."""
 
     template_args: TemplateArguments = {}
     """Extra variables for the chat template, such as `{enable_thinking: true}`."""

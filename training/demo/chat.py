@@ -54,7 +54,7 @@ class Chat:
         """Forget all turns."""
         self.said = self._opening
 
-    def ask(self, text: str, about: str = "") -> Iterator[str]:
+    def ask(self, text: str, about: str | None = None) -> Iterator[str]:
         """Yield the answer in pieces as it is written, and remember it.
 
         Args:

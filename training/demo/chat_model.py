@@ -16,7 +16,7 @@ from data.chat.answer_form import AnswerForm, CallForm
 from data.chat.chat_template import chat_template
 from data.chat.messages import JSON, Said
 from data.chat.native.kinds import end_tokens
-from data.chat.prompts import PLAIN, AnyPrompts, as_prompts, check_prompt_format, format_of
+from data.chat.prompts import PLAIN, AnyPrompts, as_prompts, check_prompt_format, templated
 from data.errors import DataError
 from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question, load_tokenizer
@@ -85,7 +85,7 @@ class ChatModel:
 
     def encode_beginning(self, text: str) -> list[int]:
         """Return the prompt that asks to continue a text."""
-        return encode_beginning(text, self.tokenizer)
+        return encode_beginning(text, self.tokenizer, self.prompts)
 
     def call_form(self) -> CallForm:
         """Learn how the model writes tool calls.
@@ -94,7 +94,7 @@ class ChatModel:
             DataError: its prompts support no tools, or its calls cannot be read back.
         """
         form = None
-        if format_of(self.prompts, self.tokenizer) != PLAIN:
+        if templated(self.prompts, self.tokenizer):
             form = chat_template(self.tokenizer, self.prompts, tools=True).call_form()
         if form is None:
             raise DataError("--tools: expected a model whose chat template takes tools")
@@ -103,7 +103,7 @@ class ChatModel:
     @cached_property
     def answer_form(self) -> AnswerForm | None:
         """How the model writes thoughts; None if it writes none."""
-        if format_of(self.prompts, self.tokenizer) == PLAIN:
+        if not templated(self.prompts, self.tokenizer):
             return None
         return chat_template(self.tokenizer, self.prompts).answer_form()
 

@@ -9,6 +9,7 @@ import argparse
 import io
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from common.terminal import safe_line, safe_text, typed_name
-from data.chat.prompts import PLAIN, Prompts, check_prompt_format
+from data.chat.prompts import GDGPT, PLAIN, Prompts, check_prompt_format
 from data.errors import DataError
 from data.records.fields import TemplateArguments
 from training.errors import ConfigError
@@ -73,7 +74,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "N processes share each layer of a stage; without N all of them do, in one stage",
     ),
     "--threads": ({"type": int, "metavar": "N"}, "threads of each process; torch's choice where absent"),
-    "--prompt-format": ({"metavar": "FORMAT"}, "chat_template, plain or a Jinja file, as in the training config"),
+    "--prompt-format": ({"metavar": "FORMAT"}, "chat_template, plain, gdgpt or a Jinja file, as in the config"),
     "--template-args": ({"metavar": "JSON"}, 'variables of a template, as in the config: {"enable_thinking": false}'),
     "--local_rank": ({"type": int}, argparse.SUPPRESS),  # the deepspeed launcher passes it
 }
@@ -131,9 +132,14 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     from training.demo.prompts_file import answer_file
 
     prompts = Prompts(arguments.prompt_format, template_args_of(arguments))
-    if not arguments.raw and arguments.prompt_format != PLAIN:
+    trained = arguments.adapter or arguments.model
+    if arguments.raw:  # of the format counts only what it puts before a text
+        with suppress(DataError):
+            found = find_trained_prompts(trained, ["prompt_format"], lambda line: None).get("prompt_format")
+            prompts = Prompts(GDGPT if found == GDGPT else None)
+    elif arguments.prompt_format != PLAIN:
         absent = [name for name in ("prompt_format", "template_args") if getattr(arguments, name) is None]
-        prompts = replace(prompts, **find_trained_prompts(arguments.adapter or arguments.model, absent, notify))
+        prompts = replace(prompts, **find_trained_prompts(trained, absent, notify))
     chat_model = ChatModel(arguments.model, prompts, dtype, model, arguments.adapter)
     opening = [Said("system", arguments.system)] if arguments.system else []
     if arguments.reference:
@@ -152,7 +158,9 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
         if arguments.prompt is None:
             converse(chat)
         else:
-            show(chat.ask(arguments.prompt, arguments.input or ""))
+            if prompts.prompt_format == GDGPT and arguments.input is None and not arguments.reference:
+                notify("question: as in records of conversation; for one of instruct give --input, which may be empty")
+            show(chat.ask(arguments.prompt, arguments.input))
 
 
 def check(arguments: argparse.Namespace) -> None:

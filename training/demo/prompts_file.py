@@ -111,7 +111,7 @@ def _messages(line: JSON, opening: Sequence[Said]) -> tuple[list[Said], list[JSO
     said = said_in(prompt)
     if {each.role for each in said} & {each.role for each in opening}:
         raise DataError("field messages: has a system message; expected none beside --system")
-    return [*opening, *said[:-1], said[-1]._replace(input=prompt.input or "")], prompt.tools
+    return [*opening, *said[:-1], said[-1]._replace(input=prompt.input)], prompt.tools
 
 
 def _answers(

@@ -99,8 +99,15 @@ MISTAKES = [
     ("compile: {deepcompile: true}", "compile: expected true, false or auto"),
     ("profile_steps: [4, 3]", "profile_steps: expected [first, last], two steps from 1, found [4, 3]"),
     ("model_topo: {parts: even}", "model_topo.parts: expected auto or a list of layers per stage, found 'even'"),
-    ("prompt_format: alpaca", "prompt_format: expected 'chat_template' or 'plain', or the path of a Jinja file, found"),
+    (
+        "prompt_format: alpaca",
+        "prompt_format: expected 'chat_template', 'plain', 'gdgpt', or the path of a Jinja file, found",
+    ),
     ("template_args: {tools: []}", "template_args: expected others than tools, which Pipetune gives"),
+    (
+        "prompt_format: gdgpt\ntemplate_fallback: rewrite",
+        "template_fallback: without effect, as prompt_format: gdgpt has no template; expected it left out",
+    ),
     # YAML.
     ("seed: 1\nseed: 2", "line 6, column 1: key 'seed' is repeated"),
     ("seed: [1", "line 6, column 1: "),

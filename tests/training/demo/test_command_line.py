@@ -146,6 +146,41 @@ def test_a_model_is_asked_as_it_was_trained(
     assert run_demo(run, *words)[::2] == (0, "")
 
 
+def test_gdgpt_prompts_are_asked_as_their_records(
+    folder: Path, run_demo: RunDemo, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, asked: list[list[int]]
+) -> None:
+    def prompt(record: dict[str, Any]) -> list[int]:
+        sample = encode(record, tokenizer, 1000, "gdgpt")
+        return sample["input_ids"][: next(place for place, label in enumerate(sample["labels"]) if label != -100)]
+
+    run = tmp_path / "run"
+    hg_to_pp(folder, run / "step-1")
+    (run / "step-1" / "checkpoint.json").touch()
+    (run / "latest").write_text("step-1")
+    (run / "run.json").write_text(json.dumps({"config": {"prompt_format": "gdgpt"}}), encoding="utf-8")
+    reference, tools = tmp_path / "reference.txt", tmp_path / "tools.json"
+    reference.write_text("x", encoding="utf-8")
+    tools.write_text('[{"name": "f"}]', encoding="utf-8")
+    words = ("--prompt", "Why?", "--greedy", *SHORT)
+    noted = f"prompts as in training: prompt_format: gdgpt ({run}/run.json)\n"
+    kind = "question: as in records of conversation; for one of instruct give --input, which may be empty\n"
+    assert run_demo(run, *words)[::2] == (0, noted + kind)
+    for more in (("--input", ""), ("--input", "x"), ("--reference", reference)):
+        assert run_demo(run, *words, *more)[::2] == (0, noted)
+    rounds = [["ask", "Why?"], ["ans", "."]]
+    instruct = {"type": "instruct", "instruct": "Why?", "output": "."}
+    assert asked == [
+        prompt({"type": "conversation", "rounds": rounds}),
+        prompt(instruct),
+        prompt(instruct | {"input": "x"}),
+        prompt({"type": "ref_qa", "reference": "x", "rounds": rounds}),
+    ]
+    refused = "error: prompt_format: gdgpt has no place for a system message; expected none, or another prompt_format"
+    assert run_demo(run, *words, "--system", "Be brief.")[::2] == (2, f"{noted}{kind}{refused} (see docs/data.md)\n")
+    assert "chat template takes tools" in run_demo(run, *words, "--tools", tools)[2]
+    assert run_demo(run, *words, "--raw")[::2] == (0, "")
+
+
 PROMPT = ("--prompt", "Why?")
 
 
