@@ -153,8 +153,8 @@ class TrainConfig(Section):
     """DeepSpeed's consent to optimizers that it did not test with ZeRO; given for all of Pipetune's."""
 
     zero_force_ds_cpu_optimizer: bool = True
-    """With `offload_optimizer`: DeepSpeed's own CPU AdamW or Lion, compiled at first use (about a minute); `false`
-    keeps the optimizer that `optimizer.type` names."""
+    """With `offload_optimizer`: DeepSpeed's own CPU AdamW, Adam or Lion, compiled at first use (about a minute);
+    `false` keeps the optimizer that `optimizer.type` names."""
 
     communication_data_type: Precision | None = None
     """DeepSpeed's own: the dtype in which gradients are sent, `fp32`, `bf16` or `fp16`."""

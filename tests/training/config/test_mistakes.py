@@ -140,7 +140,7 @@ MISTAKES = [
     ),
     (
         "optimizer: {type: SGD}\nzero_optimization: {offload_optimizer: {device: cpu}}",
-        "optimizer.type: SGD cannot be offloaded; expected one of AdamW, Lion, or zero_force_ds_cpu",
+        "optimizer.type: SGD cannot be offloaded; expected one of AdamW, Adam, Lion, or zero_force_ds_cpu",
     ),
     (
         "optimizer: {params: {fused: true}}\nzero_optimization: {offload_optimizer: {device: cpu}}",
