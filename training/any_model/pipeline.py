@@ -10,7 +10,7 @@ Stages, replicas, micro-batches, precision, ZeRO, checkpoints, metrics and the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from training.any_model.config import PipelineConfig
 from training.config.yaml_file import checked
 from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_from_script
-from training.errors import ConfigError
+from training.errors import ConfigError, exit_with_one_line
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from training.any_model.samples import Collate
     from training.any_model.stage import ForwardStep, Layer, Loss
     from training.distributed.rank_monitor import RankMonitor
+
+
+EXPECTED_LAYERS = "layers: expected an nn.Sequential or a list of layers"
+PLAIN_FORWARDS = (nn.Sequential.forward, nn.Module.forward)  # one layer after the other, or none
 
 
 class Pipeline:
@@ -44,6 +48,8 @@ class Pipeline:
             parameters. Processes beyond one per stage become further replicas.
         config: replaces `parts` and `keys`: the whole config, read from a file (`load_config_of`).
         keys: of a `PipelineConfig`; `save_path` and `train_batch_size` are required.
+
+    A whole model instead of its layers ends the script with one line.
     """
 
     def __init__(
@@ -56,7 +62,9 @@ class Pipeline:
         config: PipelineConfig | None = None,
         **keys: Any,
     ) -> None:
-        self.layers = list(layers)
+        process = ProcessInfo.from_environment()
+        with exit_with_one_line(process.rank if process else None, goes_on=True, page="docs/api.md"):
+            self.layers = as_layers(layers)
         self.loss = loss
         self.forward_step = forward_step
         self._parts = parts
@@ -104,10 +112,32 @@ def load_trained(layers: nn.Sequential | Sequence[nn.Module], path: str | Path) 
     """Load a run's weights into layers, all in one process, from a checkpoint or the newest one in a `save_path`.
 
     Raises:
-        ConfigError: the weights are those of other layers.
+        ConfigError: the weights are those of other layers, or `layers` is a whole model.
         CheckpointError: there are none, or they are damaged.
     """
     from models.checkpoint.layout import resolve
     from training.any_model.stage import load_layers
 
-    load_layers(dict(enumerate(layers)), resolve(path))
+    load_layers(dict(enumerate(as_layers(layers))), resolve(path))
+
+
+def as_layers(layers: nn.Sequential | Sequence[Layer]) -> list[Layer]:
+    """Return the layers of a `Pipeline` as a list.
+
+    Raises:
+        ConfigError: it is a whole model, whose `forward` alone knows the order, or something else than layers.
+    """
+    in_order = isinstance(layers, nn.Sequential | nn.ModuleList)
+    if isinstance(layers, nn.Module) and not (in_order and type(layers).forward in PLAIN_FORWARDS):
+        advice = "list its layers in the order in which its forward calls them; what they share passes between them"
+        if hasattr(layers, "save_pretrained"):  # a model of transformers
+            advice = f"a decoder: save_pretrained it to a folder, train_ds.py's model_path; another model: {advice}"
+        raise ConfigError(f"{EXPECTED_LAYERS}; found {type(layers).__name__}, whose forward is its own: {advice}")
+    if not isinstance(layers, Iterable):
+        raise ConfigError(f"{EXPECTED_LAYERS}; found {type(layers).__name__}")
+    found = list(layers)
+    for number, layer in enumerate(found):
+        if not callable(layer):
+            problem = f"found {type(layer).__name__} as layer {number}, neither a module nor a function that makes one"
+            raise ConfigError(f"{EXPECTED_LAYERS}; {problem}")
+    return found
