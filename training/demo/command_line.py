@@ -42,7 +42,7 @@ RANGES = {
     "batch_size": (1, None),
     "tensor_parallel": (0, None),
 }
-# Option: arguments of `add_argument`, help.
+# Option, with its other spelling: arguments of `add_argument`, help.
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--model": ({}, "folder, checkpoint, save_path or name on the HuggingFace hub; a run's newest result where absent"),
@@ -75,14 +75,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--threads": ({"type": int, "metavar": "N"}, "threads of each process; torch's choice where absent"),
     "--prompt-format": ({"metavar": "FORMAT"}, "chat_template, plain or a Jinja file, as in the training config"),
     "--template-args": ({"metavar": "JSON"}, 'variables of a template, as in the config: {"enable_thinking": false}'),
-    "--local_rank": ({"type": int}, argparse.SUPPRESS),  # the deepspeed launcher passes it
+    "--local_rank --local-rank": ({"type": int}, argparse.SUPPRESS),  # of DeepSpeed's and torch.distributed.launch
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=typed_name(), description="Talk to a model in either layout.")
-    for name, (keys, text) in OPTIONS.items():
-        parser.add_argument(name, help=text, **keys)
+    for names, (keys, text) in OPTIONS.items():
+        parser.add_argument(*names.split(), help=text, **keys)
     return parser
 
 
