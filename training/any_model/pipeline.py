@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
 
 
-EXPECTED_LAYERS = "layers: expected an nn.Sequential or a list of layers"
-PLAIN_FORWARDS = (nn.Sequential.forward, nn.Module.forward)  # one layer after the other, or none
-
-
 class Pipeline:
     """Layers that are trained in stages; `train` checks the arguments.
 
@@ -127,17 +123,16 @@ def as_layers(layers: nn.Sequential | Sequence[Layer]) -> list[Layer]:
     Raises:
         ConfigError: it is a whole model, whose `forward` alone knows the order, or something else than layers.
     """
-    in_order = isinstance(layers, nn.Sequential | nn.ModuleList)
-    if isinstance(layers, nn.Module) and not (in_order and type(layers).forward in PLAIN_FORWARDS):
+    # One layer after the other, or no forward at all.
+    in_order = not isinstance(layers, nn.Module) or type(layers).forward in (nn.Sequential.forward, nn.Module.forward)
+    found = list(layers) if in_order and isinstance(layers, Iterable) else [layers]
+    odd = next((each for each in found if each is layers or not callable(each)), None)
+    if odd is None:
+        return found
+    what = f"found {type(odd).__name__}"
+    if isinstance(odd, nn.Module):
         advice = "list its layers in the order in which its forward calls them; what they share passes between them"
-        if hasattr(layers, "save_pretrained"):  # a model of transformers
+        if hasattr(odd, "save_pretrained"):  # a model of transformers
             advice = f"a decoder: save_pretrained it to a folder, train_ds.py's model_path; another model: {advice}"
-        raise ConfigError(f"{EXPECTED_LAYERS}; found {type(layers).__name__}, whose forward is its own: {advice}")
-    if not isinstance(layers, Iterable):
-        raise ConfigError(f"{EXPECTED_LAYERS}; found {type(layers).__name__}")
-    found = list(layers)
-    for number, layer in enumerate(found):
-        if not callable(layer):
-            problem = f"found {type(layer).__name__} as layer {number}, neither a module nor a function that makes one"
-            raise ConfigError(f"{EXPECTED_LAYERS}; {problem}")
-    return found
+        what += f", whose forward is its own: {advice}"
+    raise ConfigError(f"layers: expected an nn.Sequential or a list of layers; {what}")
