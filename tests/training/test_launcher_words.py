@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from training import command_line
 from training.demo import command_line as demo
 from training.distributed.processes import free_port
 
-PARSERS = {
+PARSERS: dict[str, Callable[[], Namespace]] = {
     "train_ds.py": partial(command_line.parse_arguments, ""),
     "train_ds_zero.py": partial(command_line.parse_arguments, "", in_stages=False),
     "demo.py": demo.parse_arguments,

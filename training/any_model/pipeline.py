@@ -50,7 +50,7 @@ class Pipeline:
 
     def __init__(
         self,
-        layers: nn.Sequential | Sequence[Layer],
+        layers: nn.Sequential | nn.ModuleList | Sequence[Layer],
         *,
         loss: Loss,
         forward_step: ForwardStep = nn.Module.__call__,
@@ -60,7 +60,7 @@ class Pipeline:
     ) -> None:
         process = ProcessInfo.from_environment()
         with exit_with_one_line(process.rank if process else None, goes_on=True, page="docs/api.md"):
-            self.layers = as_layers(layers)
+            self.layers: list[Layer] = as_layers(layers)
         self.loss = loss
         self.forward_step = forward_step
         self._parts = parts
@@ -104,7 +104,7 @@ class Pipeline:
         run_from_script(lambda process: self.config(process.world_size if process else 0), run)
 
 
-def load_trained(layers: nn.Sequential | Sequence[nn.Module], path: str | Path) -> None:
+def load_trained(layers: nn.Sequential | nn.ModuleList | Sequence[nn.Module], path: str | Path) -> None:
     """Load a run's weights into layers, all in one process, from a checkpoint or the newest one in a `save_path`.
 
     Raises:
@@ -117,7 +117,7 @@ def load_trained(layers: nn.Sequential | Sequence[nn.Module], path: str | Path) 
     load_layers(dict(enumerate(as_layers(layers))), resolve(path))
 
 
-def as_layers(layers: nn.Sequential | Sequence[Layer]) -> list[Layer]:
+def as_layers(layers: Any) -> list[Any]:
     """Return the layers of a `Pipeline` as a list.
 
     Raises:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.conftest import FAQ
+from tests.launching import run, write_config
 from tests.training.config.test_config import REQUIRED, refusal
 from training import PipelineConfig
 from training.config.deepspeed_keys import describe_ignored_keys
@@ -175,6 +179,28 @@ def test_a_missing_file_is_one_line(write: Any) -> None:
     )
     with pytest.raises(ConfigError, match="deepspeed_config: Input should be a valid string"):
         load_config(write({}, deepspeed_config=[1]))
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_a_run_says_once_what_it_read(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """And its config.yml needs the file no more."""
+    file = FLAGAI | {"zero_optimization": {"stage": 1}, "fp16": {"enabled": False}, "train_micro_batch_size_per_gpu": 4}
+    (theirs := tmp_path / "ds.json").write_text(json.dumps(file), encoding="utf-8")
+    path = write_config(
+        tmp_path / "run.yml",
+        model_path=str(make_checkpoint("llama")),
+        data_path=str(FAQ),
+        optimizer=None,
+        deepspeed_config=str(theirs),
+        max_steps=1,
+    )
+    done = run(sys.executable, "train_ds.py", "--config", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(ADAM) == 1 and done.stdout.count(OFF) == 1
+    written = yaml.safe_load((tmp_path / "run" / "config.yml").read_text(encoding="utf-8"))
+    assert written["optimizer"]["type"] == "AdamW" and written["gradient_clipping"] == 0.5
+    assert not {"deepspeed_config", "wall_clock_breakdown", "activation_checkpointing"} & written.keys()
 
 
 def test_the_keys_of_a_page_of_flagai(shared: Path) -> None:
