@@ -81,7 +81,7 @@ def block() -> nn.Module:
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    words = [word for word in sys.argv[1:] if not word.startswith(("--local_rank", "--local-rank"))]
     save_path = words[0] if words else SAVE_PATH
     layers = [Patches, *[block] * BLOCKS, Head]  # not made yet: each process makes those of its stage
     pipeline = Pipeline(

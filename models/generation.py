@@ -172,10 +172,14 @@ class Passes:
 
     def take(self) -> Tensor:
         """Compute the oldest queued pass: logits of each row's last token, fp32 [rows, V]; CheckpointError for NaN."""
-        logits = self.logits(self.compute(self._queue.popleft()))
+        logits = self.logits_of(self._queue.popleft())
         if not torch.isfinite(logits.amax(dim=-1)).all():
             raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")
         return logits
+
+    def logits_of(self, work: Pass) -> Tensor:
+        """Compute a pass to the logits of each row's last token, fp32 [rows, V]."""
+        return self.logits(self.compute(work))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project each row's last hidden state to logits, fp32 [rows, V]."""

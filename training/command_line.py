@@ -67,7 +67,8 @@ def make_parser(description: str = "", in_stages: bool = True) -> argparse.Argum
     parser.add_argument("--prove", action="store_true", help=staged("compare a small run with one process, and exit"))
     parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and exit")
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where ranks of a proof record steps
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    # DeepSpeed's launcher passes the first spelling, torch.distributed.launch the second.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
     return parser
 

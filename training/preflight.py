@@ -25,8 +25,8 @@ from common.digests import Digests, stamp
 from common.whole_files import checksum
 from data.tokenized.recipe import digest_of
 from models.errors import reading
-from training.config.changes import leaves
 from training.config.keys import TrainConfig
+from training.config.section import leaves
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, gather
 from training.errors import ConfigError, RunRefused

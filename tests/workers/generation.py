@@ -1,7 +1,7 @@
 """Answers of a model in stages, each held by one process or shared by several (see `cases.py`).
 
-Its cases are {"name", "config", "shares", "rows", "requests": [[prompt, most new tokens, stop, temperature, seed],
-...]}; writes <folder>/<name>.json, a list of the texts.
+Its cases are {"name", "config", "shares", "parts", "rows", "requests": [[prompt, most new tokens, stop, temperature,
+seed], ...]}; writes <folder>/<name>.json, a list of the texts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from models.generation import Request, Sampling, generate_many
 from training.config.keys import TrainConfig
-from training.demo.stages import StagedPasses, load_stage
+from training.demo.stages import StagedPasses, in_replica, load_stage
 from training.distributed.processes import ProcessInfo
 
 
@@ -27,7 +27,9 @@ def requests_of(described: list[Any]) -> list[Request]:
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     process = ProcessInfo.from_environment()
     assert process is not None
-    pipeline = StagedPasses(load_stage(config.model_path, None, process, case["shares"]), process, case["shares"])
+    shares, parts = case["shares"], case["parts"]
+    own = in_replica(process, shares, parts)
+    pipeline = StagedPasses(load_stage(config.model_path, None, own, shares, parts=parts), process, shares, own)
     if process.rank:
         pipeline.follow()
         return

@@ -10,7 +10,7 @@ Stages, replicas, micro-batches, precision, ZeRO, checkpoints, metrics and the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from training.any_model.config import PipelineConfig
 from training.config.yaml_file import checked
 from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_from_script
-from training.errors import ConfigError
+from training.errors import ConfigError, exit_with_one_line
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -44,11 +44,13 @@ class Pipeline:
             parameters. Processes beyond one per stage become further replicas.
         config: replaces `parts` and `keys`: the whole config, read from a file (`load_config_of`).
         keys: of a `PipelineConfig`; `save_path` and `train_batch_size` are required.
+
+    A whole model instead of its layers ends the script with one line.
     """
 
     def __init__(
         self,
-        layers: nn.Sequential | Sequence[Layer],
+        layers: nn.Sequential | nn.ModuleList | Sequence[Layer],
         *,
         loss: Loss,
         forward_step: ForwardStep = nn.Module.__call__,
@@ -56,7 +58,9 @@ class Pipeline:
         config: PipelineConfig | None = None,
         **keys: Any,
     ) -> None:
-        self.layers = list(layers)
+        process = ProcessInfo.from_environment()
+        with exit_with_one_line(process.rank if process else None, goes_on=True, page="docs/api.md"):
+            self.layers: list[Layer] = as_layers(layers)
         self.loss = loss
         self.forward_step = forward_step
         self._parts = parts
@@ -100,14 +104,35 @@ class Pipeline:
         run_from_script(lambda process: self.config(process.world_size if process else 0), run)
 
 
-def load_trained(layers: nn.Sequential | Sequence[nn.Module], path: str | Path) -> None:
+def load_trained(layers: nn.Sequential | nn.ModuleList | Sequence[nn.Module], path: str | Path) -> None:
     """Load a run's weights into layers, all in one process, from a checkpoint or the newest one in a `save_path`.
 
     Raises:
-        ConfigError: the weights are those of other layers.
+        ConfigError: the weights are those of other layers, or `layers` is a whole model.
         CheckpointError: there are none, or they are damaged.
     """
     from models.checkpoint.layout import resolve
     from training.any_model.stage import load_layers
 
-    load_layers(dict(enumerate(layers)), resolve(path))
+    load_layers(dict(enumerate(as_layers(layers))), resolve(path))
+
+
+def as_layers(layers: Any) -> list[Any]:
+    """Return the layers of a `Pipeline` as a list.
+
+    Raises:
+        ConfigError: it is a whole model, whose `forward` alone knows the order, or something else than layers.
+    """
+    # One layer after the other, or no forward at all.
+    in_order = not isinstance(layers, nn.Module) or type(layers).forward in (nn.Sequential.forward, nn.Module.forward)
+    found = list(layers) if in_order and isinstance(layers, Iterable) else [layers]
+    odd = next((each for each in found if each is layers or not callable(each)), None)
+    if odd is None:
+        return found
+    what = f"found {type(odd).__name__}"
+    if isinstance(odd, nn.Module):
+        advice = "list its layers in the order in which its forward calls them; what they share passes between them"
+        if hasattr(odd, "save_pretrained"):  # a model of transformers
+            advice = f"a decoder: save_pretrained it to a folder, train_ds.py's model_path; another model: {advice}"
+        what += f", whose forward is its own: {advice}"
+    raise ConfigError(f"layers: expected an nn.Sequential or a list of layers; {what}")

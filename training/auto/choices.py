@@ -20,8 +20,8 @@ from data.tokenized.columns import SPLIT_KIND
 from data.tokenized.dataset import Dataset
 from models.family import EMBEDDING_WEIGHT
 from models.spec import ModelSpec
-from training.config.changes import leaves
 from training.config.keys import TrainConfig
+from training.config.section import leaves
 from training.config.yaml_file import checked, override
 from training.metrics.devices import Device, cpu_has_bf16
 

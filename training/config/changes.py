@@ -8,10 +8,11 @@ as the samples that come of `data_path`, `training.checkpoint.resume` compares t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from training.config.keys import TrainConfig
+from training.config.section import leaves
 from training.errors import ConfigError
 
 
@@ -61,7 +62,7 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(True, PRODUCTS), "fp8"),
     (Rule(True, "where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
     (Rule(True), "save_path storage from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error"),
-    (Rule(True), "save_async lora.start_from"),
+    (Rule(True), "save_async lora.start_from deepspeed_config"),
     (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start"),
     (Rule(True), "trackers tensorboard wandb swanlab mlflow profile_steps"),
     (Rule(True), "rebalance steps_per_print use_grad_ckpt offload_activations offload_gradients"),
@@ -120,12 +121,3 @@ def _below(section: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _shown(value: object) -> str:
     return "none" if value is None else str(value)
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested sections with their dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -20,8 +20,10 @@ PARAMETERS = {
     "Adafactor": "lr beta2_decay eps d weight_decay foreach maximize".split(),
     "SGD": "lr momentum dampening weight_decay nesterov maximize foreach differentiable fused".split(),
 }
+CPU_ADAM = "lr bias_correction betas eps weight_decay amsgrad fp32_optimizer_states".split()
 OFFLOADED = {  # DeepSpeed's own for the CPU
-    "AdamW": "lr bias_correction betas eps weight_decay amsgrad fp32_optimizer_states".split(),
+    "AdamW": CPU_ADAM,
+    "Adam": CPU_ADAM,
     "Lion": "lr betas weight_decay fp32_optimizer_states".split(),
 }
 

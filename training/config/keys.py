@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Predicate
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, model_validator
+from typing_extensions import Self
 
 from data.chat.prompts import Fallback, Mask, PromptFormat, Truncate
 from data.packing import Packing
@@ -18,6 +19,7 @@ from data.records.fields import TemplateArguments
 from data.records.pairs import PAIRED, Wanted
 from data.records.reading import OnBadRecord
 from training.config.contradictions import contradictions
+from training.config.deepspeed_keys import OVERRIDES, take_up
 from training.config.model_topo import ModelTopo
 from training.config.objective import DistillationSection, LoraSection, PreferenceSection, RouterLoss, ZLoss
 from training.config.optimization import Optimizer, Scheduler, Zero
@@ -149,12 +151,17 @@ class TrainConfig(Section):
     fp16: FP16 = FP16()
     fp8: FP8 = FP8()
     zero_optimization: Zero = Zero()
+    deepspeed_config: PathText | None = None
+    """A JSON file of DeepSpeed; its keys are read as if they stood here
+    (docs/coming-from.md#a-json-file-of-deepspeed). A key in both must have the same value; the command line overrides
+    both. config.yml gets the keys themselves."""
+
     zero_allow_untested_optimizer: bool = True
     """DeepSpeed's consent to optimizers that it did not test with ZeRO; given for all of Pipetune's."""
 
     zero_force_ds_cpu_optimizer: bool = True
-    """With `offload_optimizer`: DeepSpeed's own CPU AdamW or Lion, compiled at first use (about a minute); `false`
-    keeps the optimizer that `optimizer.type` names."""
+    """With `offload_optimizer`: DeepSpeed's own CPU AdamW, Adam or Lion, compiled at first use (about a minute);
+    `false` keeps the optimizer that `optimizer.type` names."""
 
     communication_data_type: Precision | None = None
     """DeepSpeed's own: the dtype in which gradients are sent, `fp32`, `bf16` or `fp16`."""
@@ -293,6 +300,19 @@ class TrainConfig(Section):
 
     steps_per_print: int = Field(default=1, ge=1)
     """Print a line of metrics every N steps, where the output is not a terminal and so has no progress bar."""
+
+    _left_out: list[str] = []  # keys of DeepSpeed's that are off
+    _read_otherwise: list[str] = []  # a line for each value of its file that means something else here
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_up(cls, raw: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        if not isinstance(raw, dict):
+            return handler(raw)
+        keys, left_out, lines = take_up(raw, (info.context or {}).get(OVERRIDES, ()))
+        config = handler(keys)
+        config._left_out, config._read_otherwise = left_out, lines
+        return config
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

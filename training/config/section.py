@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, get_args
 
@@ -27,6 +27,7 @@ from pydantic_core import CoreSchema
 from data.paths import with_home
 from data.records.sources import Source
 from training.config.foreign_names import FOREIGN
+from training.errors import ConfigError
 
 ALIKE = 0.8  # the share of letters that a misspelt name and the one that was meant have in common
 FEW = 12  # names that fit into a message
@@ -98,6 +99,29 @@ def suggest(name: object, known: Iterable[str], section: str = "") -> str:
     if near := get_close_matches(str(name), known, n=1, cutoff=ALIKE):
         return f"; did you mean {prefix}{near[0]}?"
     return f"; expected one of {', '.join(known)}" if len(known) <= FEW else ""
+
+
+def place_of(key: str, raw: dict[str, Any], source: str) -> tuple[dict[str, Any], str]:
+    """Find the section of a dotted key, made where it is missing, and the key's name in it."""
+    *parents, name = key.split(".")
+    section = raw
+    for parent in parents:
+        child = section.get(parent)
+        child = {"enabled": child} if isinstance(child, bool) else child  # `bf16: true`
+        if not isinstance(child, dict | None):
+            raise ConfigError(f"{source}: {key}: {parent} is a value, not a section")
+        section[parent] = dict(child or {})  # a copy, as an alias in the file makes other keys the same section
+        section = section[parent]
+    return section, name
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested sections with their dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 # `~` becomes the home folder, as no shell expands it in a file.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +16,10 @@ from pydantic import ValidationError
 
 from common.terminal import is_safe_line, reason_of
 from data.paths import read_small
-from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
+from training.config.deepspeed_keys import FILE, OVERRIDES, REFUSED, WHY_REFUSED
+from training.config.foreign_names import FOREIGN
 from training.config.keys import ALIASES, TrainConfig
-from training.config.section import sections_in, suggest
+from training.config.section import place_of, sections_in, suggest
 from training.errors import ConfigError
 
 MOST_VALUES = 100_000  # in a config, with aliases and merge keys expanded
@@ -38,22 +40,23 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | None = None) -> Config:
     """Do the same for a config with keys of its own."""
     raw = _read_yaml(Path(path))
-    for word in overrides or []:
-        override(raw, word)
-    return checked(kind, raw, f"{path}: ")
+    overridden = [override(raw, word) for word in overrides or []]
+    beside = f" with {raw[FILE]}" if raw.get(FILE) else ""
+    return checked(kind, raw, f"{path}{beside}: ", overridden)
 
 
-def checked(kind: type[Config], raw: dict[str, Any], place: str = "") -> Config:
+def checked(kind: type[Config], raw: dict[str, Any], place: str = "", overridden: Collection[str] = ()) -> Config:
     """Make a config of keys and values.
 
     Args:
         place: where they come from, for the message.
+        overridden: keys that the command line gave.
 
     Raises:
         ConfigError: a key is unknown or has a wrong value.
     """
     try:
-        return kind.model_validate(raw)
+        return kind.model_validate(raw, context={OVERRIDES: overridden})
     except ValidationError as error:
         raise ConfigError(f"{place}{_explain(error, kind)}") from None
 
@@ -119,7 +122,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected keys and values, found {type(raw).__name__}")
     for alias in ALIASES.keys() & raw.keys():
-        section, name = _place_of(ALIASES[alias], raw, str(path))
+        section, name = place_of(ALIASES[alias], raw, str(path))
         if name in section:
             raise ConfigError(f"{path}: {alias} and {ALIASES[alias]} are one key; expected only one of them")
         section[name] = raw.pop(alias)
@@ -130,8 +133,8 @@ def _parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
 
 
-def override(raw: dict[str, Any], word: str) -> None:
-    """Apply a `key.sub=value` word to the keys and values of a config.
+def override(raw: dict[str, Any], word: str) -> str:
+    """Apply a `key.sub=value` word to the keys and values of a config; return its key.
 
     Raises:
         ConfigError: it is not such a word.
@@ -140,25 +143,12 @@ def override(raw: dict[str, Any], word: str) -> None:
     if not equals or not key:
         raise ConfigError(f"command line: {word!r}: expected key.sub=value")
     key = ALIASES.get(key, key)
-    section, name = _place_of(key, raw, "command line")
+    section, name = place_of(key, raw, "command line")
     try:
         section[name] = _parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
-
-
-def _place_of(key: str, raw: dict[str, Any], source: str) -> tuple[dict[str, Any], str]:
-    """Find the section of a dotted key, made where it is missing, and the key's name in it."""
-    *parents, name = key.split(".")
-    section = raw
-    for parent in parents:
-        child = section.get(parent)
-        child = {"enabled": child} if isinstance(child, bool) else child  # `bf16: true`
-        if not isinstance(child, dict | None):
-            raise ConfigError(f"{source}: {key}: {parent} is a value, not a section")
-        section[parent] = dict(child or {})  # a copy, as an alias in the file makes other keys the same section
-        section = section[parent]
-    return section, name
+    return key
 
 
 def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
@@ -170,7 +160,7 @@ def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
         del steps[2:3]
     place = ".".join(steps)
     if first["type"] in unknown:
-        if place in REFUSED:
+        if place in REFUSED and place not in FOREIGN:
             return f"{place}: {WHY_REFUSED}"
         *sections, name = steps
         around: Any = kind

@@ -43,7 +43,7 @@ RANGES = {
     "batch_size": (1, None),
     "tensor_parallel": (0, None),
 }
-# Option: arguments of `add_argument`, help.
+# Option, with its other spelling: arguments of `add_argument`, help.
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--model": ({}, "folder, checkpoint, save_path or name on the HuggingFace hub; a run's newest result where absent"),
@@ -73,17 +73,21 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"type": int, "nargs": "?", "const": 0, "metavar": "N"},
         "N processes share each layer of a stage; without N all of them do, in one stage",
     ),
+    "--parts": (
+        {"type": int, "nargs": "+", "metavar": "N"},
+        "so many stages, or the layers of each; more processes are replicas, which share --prompts-file",
+    ),
     "--threads": ({"type": int, "metavar": "N"}, "threads of each process; torch's choice where absent"),
     "--prompt-format": ({"metavar": "FORMAT"}, "chat_template, plain, gdgpt or a Jinja file, as in the config"),
     "--template-args": ({"metavar": "JSON"}, 'variables of a template, as in the config: {"enable_thinking": false}'),
-    "--local_rank": ({"type": int}, argparse.SUPPRESS),  # the deepspeed launcher passes it
+    "--local_rank --local-rank": ({"type": int}, argparse.SUPPRESS),  # of DeepSpeed's and torch.distributed.launch
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=typed_name(), description="Talk to a model in either layout.")
-    for name, (keys, text) in OPTIONS.items():
-        parser.add_argument(name, help=text, **keys)
+    for names, (keys, text) in OPTIONS.items():
+        parser.add_argument(*names.split(), help=text, **keys)
     return parser
 
 
@@ -111,8 +115,11 @@ def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> Non
 
         run_rank(arguments, dtype, process, partial(talk, arguments, dtype))
         return
-    if arguments.tensor_parallel is not None:
-        raise ConfigError("--tensor-parallel: without effect in one process; expected deepspeed --num_gpus N demo.py")
+    for name in ("tensor_parallel", "parts"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"{_option(name)}: without effect in one process; expected deepspeed --num_gpus N demo.py"
+            )
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     talk(arguments, dtype)
@@ -178,6 +185,10 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.prompt_format:
         check_prompt_format(arguments.prompt_format)
     template_args_of(arguments)
+    if arguments.parts and min(arguments.parts) < 1:
+        raise ConfigError(
+            f"--parts: expected the number of stages, or the layers of each; found {min(arguments.parts)}"
+        )
     one, many = arguments.prompt is not None, bool(arguments.prompts_file)
     if many and (one or not arguments.output):
         raise ConfigError("--prompts-file: expected it with --output and without --prompt")

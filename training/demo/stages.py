@@ -6,6 +6,9 @@ GPUs. The ranks that share a stage follow each other, so that they are on one ho
 receives from the rank with the same share. There are as many groups of rows as stages: while one stage computes for one
 group, the others compute for the others.
 
+With `--parts` there may be more processes than stages: each further set of them is a replica, with groups of its own.
+Rank 0 chooses the tokens of all; the last stage of another replica sends it the logits.
+
 Cost: a pass reads a stage's weights once, whatever its number of rows. So several stages answer more prompts at once,
 but not one prompt sooner.
 """
@@ -18,6 +21,7 @@ import signal
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from common.quantities import counted
 from models import CausalLM, load_model
 from models.api import load_share, read_spec
 from models.checkpoint.hub import find_model
@@ -48,41 +53,60 @@ class StagedPasses(Passes):
 
     Args:
         shares: how many ranks hold each stage together (`models.api.load_share`).
+        own: this rank's place in its replica (`in_replica`); without it all ranks are one.
     """
 
-    def __init__(self, model: CausalLM, process: ProcessInfo, shares: int = 1) -> None:
+    def __init__(self, model: CausalLM, process: ProcessInfo, shares: int = 1, own: ProcessInfo | None = None) -> None:
         super().__init__(model, process.world_size // shares)
-        self._rank, self._world_size, self._shares = process.rank, process.world_size, shares
+        own = own or process
+        self._rank, self._size, self._shares = own.rank, own.world_size, shares
+        self._first, self._world_size = process.rank - own.rank, process.world_size
         self._requests = distributed.new_group(backend="gloo")
         self._sent: deque[list[Any]] = deque()
         self._handed_on: Any = None
 
     def give(self, work: Pass) -> None:
-        """Queue a pass here and on all other ranks.
+        """Queue a pass here and on all other ranks of its replica.
 
         Raises:
             CheckpointError: the model does not know a token.
         """
         super().give(work)
-        self._send_request(work)
+        first = self._first_rank_of(work)
+        self._send_request(work, range(max(1, first), first + self._size))
 
     @torch.inference_mode()
     def forget(self) -> None:
         while self._queue:
             work = self._queue.popleft()
-            if self._shares > 1:  # the others of this stage compute it, and sum with this rank
+            if self._first_rank_of(work):
+                self.logits_of(work)
+            elif self._shares > 1:  # the others of this stage compute it, and sum with this rank
                 self.hand_on(self.compute(work))
             else:
                 self.inputs(work)
 
+    def logits_of(self, work: Pass) -> Tensor:
+        """Compute a pass, or receive its logits from the replica that does."""
+        if not (first := self._first_rank_of(work)):
+            return super().logits_of(work)
+        self._wait_for_request()
+        logits = self._weight.new_empty(len(work.texts), self.spec.config.vocab_size, dtype=torch.float32)
+        distributed.recv(logits, first)
+        return logits
+
+    def _first_rank_of(self, work: Pass) -> int:
+        """Find the replica of a group; neighbours are on different ones, so that few prompts occupy all."""
+        return work.group % (self._world_size // self._size) * self._size
+
     def inputs(self, work: Pass) -> Tensor:
         """Return token ids, or receive the hidden states of the stage before."""
         self._wait_for_request()
-        if self._rank + self._shares >= self._world_size:
+        if self._rank + self._shares >= self._size:
             return super().inputs(work)
         shape = len(work.texts), len(work.texts[0]), self.spec.config.hidden_size
         hidden = self._weight.new_empty(shape)
-        distributed.recv(hidden, self._rank + self._shares)
+        distributed.recv(hidden, self._first + self._rank + self._shares)
         return hidden
 
     @torch.inference_mode()
@@ -92,23 +116,27 @@ class StagedPasses(Passes):
             self.hand_on(self.compute(work).contiguous())
 
     def hand_on(self, hidden: Tensor) -> None:
-        """Send the output to the next stage; in the last one, gather the logits, of which each rank has a share."""
+        """Send the output to the next stage; in the last one, gather the logits, of which each rank has a share.
+
+        The first rank of a further replica sends them to rank 0.
+        """
+        target = self._first + self._rank - self._shares
         if self._rank < self._shares:
-            self.logits(hidden)
-            return
+            hidden, target = self.logits(hidden), 0
+            if self._rank or not self._first:
+                return
         wait(self._handed_on)
-        self._handed_on = distributed.isend(hidden, self._rank - self._shares)
+        self._handed_on = distributed.isend(hidden, target)
 
     def end(self) -> None:
         """Let the other ranks leave."""
         self.forget()
-        self._send_request(None)
+        self._send_request(None, range(1, self._world_size))
         self._wait_for_request()
 
-    def _send_request(self, work: Pass | None) -> None:
+    def _send_request(self, work: Pass | None, ranks: range) -> None:
         content = torch.frombuffer(bytearray(json.dumps(work).encode()), dtype=torch.uint8)
         parts = torch.tensor([len(content)]), content
-        ranks = range(1, self._world_size)
         self._sent.append([distributed.isend(part, rank, self._requests) for rank in ranks for part in parts])
 
     def _wait_for_request(self) -> None:
@@ -135,14 +163,21 @@ def run_rank(
         answer: what rank 0 does with the model.
     """
     shares = shares_of(arguments.tensor_parallel, process)
+    own = in_replica(process, shares, arguments.parts)
+    if own.world_size < process.world_size and not arguments.prompts_file:
+        raise ConfigError(
+            f"--parts: {process.world_size // own.world_size} replicas answer a file of prompts together; expected "
+            f"--prompts-file, or {counted(own.world_size, 'process')}"
+        )
     processes.join(process, PATIENCE)
     arguments.model = gather(arguments.model)[0]  # where none is given, hosts may find different ones
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     failure = None
-    with RankMonitor(process, stage_of(process, shares), timeout_minutes=0):
+    with RankMonitor(process, stage_of(own, shares), timeout_minutes=0):
         handle_signals(process)
-        passes = StagedPasses(load_stage(arguments.model, dtype, process, shares, arguments.adapter), process, shares)
+        model = load_stage(arguments.model, dtype, own, shares, arguments.adapter, arguments.parts)
+        passes = StagedPasses(model, process, shares, own)
         if process.rank:
             passes.follow()
         else:
@@ -182,6 +217,25 @@ def shares_of(asked: int | None, process: ProcessInfo) -> int:
     return shares
 
 
+def in_replica(process: ProcessInfo, shares: int, parts: list[int] | None) -> ProcessInfo:
+    """Return a process's place in its replica, as if there were no other.
+
+    Args:
+        parts: layers per stage, or the number of stages alone.
+
+    Raises:
+        ConfigError: the replicas do not divide the processes.
+    """
+    if not parts:
+        return process
+    stages = len(parts) if len(parts) > 1 else parts[0]
+    size = stages * shares
+    if process.world_size % size:
+        held = f"{stages} stages of {shares}"
+        raise ConfigError(f"--parts: expected a multiple of {size} processes ({held}), found {process.world_size}")
+    return replace(process, rank=process.rank % size, world_size=size)
+
+
 def stage_of(process: ProcessInfo, shares: int = 1) -> int:
     """Return the stage that a process holds."""
     return (process.world_size - 1 - process.rank) // shares
@@ -193,16 +247,29 @@ def load_stage(
     process: ProcessInfo,
     shares: int = 1,
     adapter: str | None = None,
+    parts: list[int] | None = None,
 ) -> CausalLM:
     """Load the layers of this process's stage, or its share of them; all ranks call it together.
+
+    Args:
+        process, parts: as of `in_replica`, whose result this process is.
 
     Raises:
         RunRefused: on every rank, if some rank cannot.
     """
     group = distributed.new_subgroups(shares)[0]
     with agreed():
-        ranges = layer_ranges(divide(read_spec(find_model(folder, adapter=True)), process.world_size // shares))
-        layers = range(*ranges[stage_of(process, shares)])
+        spec = read_spec(find_model(folder, adapter=True))
+        chosen = parts if parts and len(parts) > 1 else divide(spec, process.world_size // shares)
+        if sum(chosen) != spec.n_layers:
+            raise ConfigError(
+                f"--parts: {chosen} sums to {sum(chosen)}, but the model has {spec.n_layers} layers ({spec.n_blocks} "
+                "blocks + embedding + head)"
+            )
+        if not distributed.get_rank():
+            replicas = distributed.get_world_size() // process.world_size
+            processes.print_to_stderr(f"stages: {len(chosen)}, of {chosen} layers; replicas: {replicas}")
+        layers = range(*layer_ranges(chosen)[stage_of(process, shares)])
         if shares > 1:
             return load_share(folder, group, dtype, DEVICE, layers, adapter)
         return load_model(folder, dtype, DEVICE, layers, adapter)

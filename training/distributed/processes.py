@@ -165,6 +165,8 @@ def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> 
     from training.distributed.rendezvous import meet
 
     deepspeed.utils.logger.setLevel("WARNING")
+    # It warns of an optimizer to which zero_allow_untested_optimizer consents; without consent it refuses it.
+    deepspeed.utils.logger.addFilter(lambda record: "untested optimizer" not in str(record.msg))
     # DeepSpeed makes its groups with the default timeout, which NCCL's processes would not outlive.
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(torch.distributed.distributed_c10d, default, patience)

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from common.terminal import reason_of
 from common.whole_files import replace_text
-from training.config.changes import leaves
 from training.config.keys import TrainConfig
+from training.config.section import leaves
 from training.errors import ConfigError
 
 TENSORBOARD_FOLDER = "tensorboard"

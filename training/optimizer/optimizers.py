@@ -94,8 +94,8 @@ def _in_pieces(update: Callable[..., None]) -> Callable[..., None]:
     return in_pieces
 
 
-def _cpu_adamw(groups: Any, **params: Any) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **params)
+def _cpu_adam(groups: Any, adamw_mode: bool, **params: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=adamw_mode, **params)
     optimizer.register_step_pre_hook(_forget_powers)
     return optimizer
 
@@ -120,6 +120,7 @@ _BUILDERS: dict[str, _Builder] = {
     "SGD": torch.optim.SGD,
 }
 _CPU_OFFLOAD_BUILDERS: dict[str, _Builder] = {
-    "AdamW": _cpu_adamw,
+    "AdamW": partial(_cpu_adam, adamw_mode=True),
+    "Adam": partial(_cpu_adam, adamw_mode=False),
     "Lion": DeepSpeedCPULion,
 }

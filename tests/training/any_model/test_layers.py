@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from transformers import T5Config, T5ForConditionalGeneration
 
 from common.log import Log
 from tests.launching import topology
-from training import Pipeline, PipelineConfig
+from training import Pipeline, PipelineConfig, load_trained
 from training.any_model.samples import SampleLoader
 from training.any_model.stage import Layer, divide, make, on_no_device, shared_weights
 from training.any_model.task import Layers
@@ -27,6 +28,12 @@ def linear(width: int) -> nn.Linear:
 def config(**keys: Any) -> PipelineConfig:
     sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
     return PipelineConfig.model_validate({"save_path": "run", **sizes, **keys})
+
+
+def tiny_t5() -> nn.Module:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    model: nn.Module = T5ForConditionalGeneration(T5Config(**sizes))
+    return model
 
 
 def points(count: int = 21) -> TensorDataset:
@@ -69,6 +76,49 @@ class TestDivision:
     def test_too_few_layers(self) -> None:
         with pytest.raises(ConfigError, match="3 stages for 2 layers"):
             divide([linear(4), linear(4)], None, 3)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(4), linear(4)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.last(self.first(inputs).relu())
+
+
+class Residual(nn.Sequential):
+    def forward(self, inputs: Any) -> Any:
+        return inputs + super().forward(inputs)
+
+
+class TestWholeModels:
+    @pytest.mark.parametrize(
+        ("given", "found"),
+        [
+            (Whole(), "found Whole, whose forward is its own: list its layers in the order"),
+            (Residual(linear(4)), "found Residual, whose forward is its own: list its layers"),
+            (nn.ModuleDict({"a": linear(4)}), "found str"),
+            (tiny_t5(), "found T5ForConditionalGeneration, whose forward is its own: a decoder: save_pretrained it to"),
+            (7, "found int"),
+            ([linear(4), "linear"], "found str"),
+        ],
+        ids=["module", "sequential", "dict", "transformers", "number", "text"],
+    )
+    def test_what_is_no_sequence_of_layers_ends_in_a_line(
+        self, given: Any, found: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as ended:
+            Pipeline(given, loss=F.mse_loss, save_path="run", train_batch_size=8)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2
+        assert line.startswith(f"error: layers: expected an nn.Sequential or a list of layers; {found}")
+        with pytest.raises(ConfigError):
+            load_trained(given, "run")
+
+    def test_a_list_of_modules_is_taken(self) -> None:
+        held = nn.ModuleList([linear(4), linear(4)])
+        assert Pipeline(held, loss=F.mse_loss, save_path="run", train_batch_size=8).layers == list(held)
 
 
 class TestConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -249,13 +250,25 @@ for keys in json.loads(sys.argv[1]):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="some keys are refused without a GPU only")
 def test_what_deepspeed_asserts_is_one_line() -> None:
     base = REQUIRED | {"optimizer": {"params": {"lr": 1e-3}}}
-    meeting = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    meeting |= {"MASTER_PORT": str(free_port())}
-    done = run(sys.executable, "-c", WRAP, json.dumps([base | keys for keys, _ in ASSERTED]), **meeting)
+    done = wrapped([base | keys for keys, _ in ASSERTED])
     lines = [line for line in done.stdout.splitlines() if line.startswith("refused: ")]
     assert len(lines) == len(ASSERTED), done.stderr
     for line, (_, part) in zip(lines, ASSERTED, strict=True):
         assert line.startswith("refused: DeepSpeed refuses its keys: ") and part in line
+
+
+@pytest.mark.slow
+def test_deepspeed_does_not_warn_of_an_optimizer_that_has_consent() -> None:
+    lion = REQUIRED | {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
+    done = wrapped([lion])
+    assert "refused: nothing" in done.stdout
+    assert "caution" not in done.stdout + done.stderr
+
+
+def wrapped(configs: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    meeting = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    meeting |= {"MASTER_PORT": str(free_port())}
+    return run(sys.executable, "-c", WRAP, json.dumps(configs), **meeting)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the kernels")

@@ -147,7 +147,7 @@ MISTAKES = [
     ),
     (
         "optimizer: {type: SGD}\nzero_optimization: {offload_optimizer: {device: cpu}}",
-        "optimizer.type: SGD cannot be offloaded; expected one of AdamW, Lion, or zero_force_ds_cpu",
+        "optimizer.type: SGD cannot be offloaded; expected one of AdamW, Adam, Lion, or zero_force_ds_cpu",
     ),
     (
         "optimizer: {params: {fused: true}}\nzero_optimization: {offload_optimizer: {device: cpu}}",
@@ -227,6 +227,31 @@ def test_each_key_of_another_tool_leads_to_ours(tmp_path: Path) -> None:
         line = refusal(write(tmp_path, f"{name}: 1"))
         assert f": unknown key {name}; " in line
         assert (f"did you mean {key}?" if key else "no such thing here: ") in line and line.count(advice) >= 1
+
+
+def test_the_keys_of_flagai_and_libai_have_answers(tmp_path: Path) -> None:
+    """Those that the pages of the two name, and that got none, or a wrong one."""
+    expected = {
+        "log_interval": "steps_per_print",
+        "batch_size": "train_micro_batch_size_per_gpu",
+        "save_dir": "save_path",
+        "load_dir": "resume",
+        "num_checkpoints": "keep_last",
+        "clip_grad_norm": "gradient_clipping",
+        "pipeline_parallel_size": "model_topo.process_topology.dims",
+        "data_parallel_size": "model_topo.process_topology.dims",
+        "model_parallel_size": "model_topo.process_topology.dims",
+        "custom_pipeline_stage_id": "model_topo.parts",
+        "checkpoint_activations": "use_grad_ckpt",
+        "amp": "fp16",
+        "master_port": "ports.meeting",
+        "experiment_name": "wandb.name",
+        "auto_parallel": "--auto chooses a config",
+        "num_nodes": "--hostfile FILE",
+        "hostfile": "--hostfile FILE",
+    }
+    for name, answer in expected.items():
+        assert answer in refusal(write(tmp_path, f"{name}: 1")).partition(";")[2], name
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "../Qwen3", "/models/Qwen3", "Qwen3", "a/b/c", "here/Qwen3"])

@@ -207,6 +207,8 @@ PROMPT = ("--prompt", "Why?")
             "--tensor-parallel",
             "--tensor-parallel: without effect in one process; expected deepspeed --num_gpus N demo.py",
         ),
+        ("--parts 2 3", "--parts: without effect in one process; expected deepspeed --num_gpus N demo.py"),
+        ("--parts 2 0", "--parts: expected the number of stages, or the layers of each; found 0"),
     ],
 )
 def test_options_without_sense_are_refused_in_one_line(words: str, line: str, folder: Path, run_demo: RunDemo) -> None:

@@ -40,7 +40,7 @@ from tests.ranks import Ranks
 from tests.training.demo.conftest import WIDE, Make, RunDemo
 from tests.training.test_chaos import ranks_of
 from tests.workers.generation import requests_of
-from training.demo.stages import divide, shares_of, stage_of
+from training.demo.stages import divide, in_replica, shares_of, stage_of
 from training.distributed.failure_detector import DIED
 from training.distributed.processes import ProcessInfo, free_port
 from training.errors import ConfigError
@@ -53,6 +53,13 @@ UNDER_TEST = [
     for stages in sizes
 ] + [
     pytest.param(name, 2, 2, id=f"{name}-2x2", marks=pytest.mark.slow) for name in ("bloom", "mixtral", "llama-dynamic")
+]
+# Family, layers per stage or stages, processes to a stage, replicas.
+REPLICAS = [
+    pytest.param("llama-dynamic", [1, 4], 1, 2, id="uneven-2"),
+    pytest.param("bloom", [1], 1, 3, id="whole-3", marks=pytest.mark.longest),
+    pytest.param("mixtral", [2], 2, 2, id="2x2-2", marks=pytest.mark.longest),
+    pytest.param("phi3-long", [2, 1, 2], 1, 1, id="uneven-1", marks=pytest.mark.longest),
 ]
 LAUNCHERS_OWN = r"\[20\d\d-.*\n"  # what DeepSpeed's launcher prints beside the chat
 PROMPTS = ["Why? " * times for times in (1, 7, 2, 12, 3, 1, 5)]
@@ -150,6 +157,20 @@ def test_ranks_that_share_a_stage_follow_each_other(asked: int | None, shares: i
         shares_of(3, places[0])
 
 
+def test_processes_beyond_the_stages_are_replicas() -> None:
+    places = [ProcessInfo(rank, 4, rank, 4) for rank in range(4)]
+
+    def found(shares: int, parts: list[int] | None) -> list[tuple[int, int]]:
+        inside = [in_replica(place, shares, parts) for place in places]
+        return [(own.rank, stage_of(own, shares)) for own in inside]
+
+    assert found(1, None) == [(0, 3), (1, 2), (2, 1), (3, 0)]
+    assert found(1, [2]) == found(1, [4, 1]) == [(0, 1), (1, 0), (0, 1), (1, 0)]
+    assert found(2, [1]) == [(0, 0), (1, 0), (0, 0), (1, 0)]
+    with pytest.raises(ConfigError, match=r"--parts: expected a multiple of 6 processes \(3 stages of 2\), found 4"):
+        found(2, [1, 2, 2])
+
+
 @pytest.mark.launched
 @pytest.mark.parametrize(("name", "stages", "shares"), UNDER_TEST)
 def test_stages_write_what_one_process_writes(
@@ -160,13 +181,35 @@ def test_stages_write_what_one_process_writes(
     if stages == 4:
         folder = tmp_path / "layers"
         hg_to_pp(make_checkpoint(model_type, **changes | WIDE), folder)
-    processes = stages * shares
+    compare(folder, stages * shares, shares, None, ranks, tmp_path)
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parts", "shares", "replicas"), REPLICAS)
+def test_replicas_of_given_parts_write_what_one_process_writes(
+    name: str,
+    parts: list[int],
+    shares: int,
+    replicas: int,
+    ranks: Ranks,
+    make_checkpoint: Make,
+    tmp_path: Path,
+) -> None:
+    model_type, changes = CASES[name]
+    stages = len(parts) if len(parts) > 1 else parts[0]
+    compare(make_checkpoint(model_type, **changes | WIDE), stages * shares * replicas, shares, parts, ranks, tmp_path)
+
+
+def compare(folder: Path, processes: int, shares: int, parts: list[int] | None, ranks: Ranks, tmp_path: Path) -> None:
+    """Several processes write what one does, with few rows and many."""
     keys = {"data_path": "none", "save_path": "none", "train_batch_size": 1, "model_topo": topology((processes, 1))}
     cases: list[dict[str, Any]] = [
         {
             "name": f"{rows}-{len(stop)}",
             "config": keys | {"model_path": str(folder)},
             "shares": shares,
+            "parts": parts,
             "rows": rows,
             "requests": described(stop),
         }
@@ -205,8 +248,13 @@ def typing(path: Path, text: str, *words: str | Path) -> subprocess.CompletedPro
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "processes", "how"),
-    [(deepspeed, 2, ()), (torchrun, 2, ("--tensor-parallel",)), (deepspeed, 4, ("--tensor-parallel", "2"))],
-    ids=["stages", "shares", "both"],
+    [
+        (deepspeed, 2, ()),
+        (torchrun, 2, ("--tensor-parallel",)),
+        (deepspeed, 4, ("--tensor-parallel", "2")),
+        pytest.param(torchrun, 4, ("--parts", "4", "1"), marks=pytest.mark.longest),
+    ],
+    ids=["stages", "shares", "both", "replicas"],
 )
 def test_the_demo_answers_a_file_from_a_runs_checkpoint(
     launcher: Launcher, processes: int, how: tuple[str, ...], trained: Path, tmp_path: Path, run_demo: RunDemo
@@ -219,6 +267,8 @@ def test_the_demo_answers_a_file_from_a_runs_checkpoint(
     done = launcher(processes, "demo.py", "--model", trained, *how, *words, "--output", target)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("together.jsonl: 7 answers") == 1
+    division = {"--parts": "stages: 2, of [4, 1] layers; replicas: 2", "--tensor-parallel": "replicas: 1"}
+    assert division.get(how[0] if how else "", "stages: 2, of [") in done.stderr
     assert run_demo(trained, *words, "--output", tmp_path / "alone.jsonl")[0] == 0
     assert target.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
 
@@ -256,6 +306,12 @@ def test_bad_input_is_one_line(folder: Path, trained: Path, tmp_path: Path) -> N
     (checkpoint,) = half.glob("step-*")
     (checkpoint / "layer_01-model_states.pt").write_bytes(b"PK")
     assert "layer_01-model_states.pt" in refusal(deepspeed(2, "demo.py", "--model", half, *question))
+    parts = ("--prompts-file", prompts_in(tmp_path / "few.jsonl", PROMPTS), "--output", tmp_path / "few.out")
+    message = refusal(deepspeed(2, "demo.py", "--model", folder, "--parts", "2", "2", *parts))
+    assert "--parts: [2, 2] sums to 4, but the model has 5 layers (3 blocks + embedding + head)" in message
+    assert "--parts: 2 replicas answer a file of prompts together; expected --prompts-file, or 1 process" in refusal(
+        deepspeed(2, "demo.py", "--model", folder, "--parts", "1", *question)
+    )
     assert "num_key_value_heads" in refusal(deepspeed(3, "demo.py", "--tensor-parallel", "--model", folder, *question))
     source = prompts_in(tmp_path / "prompts.jsonl", [*PROMPTS, "Why? " * 500])
     words = ("--model", folder, "--prompts-file", source, "--output", tmp_path / "out.jsonl")

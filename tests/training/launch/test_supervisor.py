@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import ROOT
 from tests.launching import Launch, eventually, start
 from training.errors import ConfigError
 from training.launch.agent import inspect_host
@@ -201,6 +202,17 @@ def test_a_host_without_slots_takes_no_part(tmp_path: Path) -> None:
     for include, exclude in (("node1", ""), ("", "node2"), ("", "node1@node2")):
         with pytest.raises(ConfigError, match="hosts: no slot is left; expected hosts that --include and --exclude"):
             read_hostfile(str(tmp_path / "hosts"), include, exclude)
+
+
+def test_the_shipped_hostfile_is_an_example_of_the_format(tmp_path: Path) -> None:
+    """As it is shipped it names no host, and what it recommends says so in one line."""
+    shipped = ROOT / "hostfile"
+    with pytest.raises(ConfigError, match="expected lines such as: node1 slots=8"):
+        read_hostfile(str(shipped), "", "")
+    text = shipped.read_text(encoding="utf-8")
+    (tmp_path / "hosts").write_text(text.replace("# node", "node"), encoding="utf-8")
+    assert read_hostfile(str(tmp_path / "hosts"), "", "") == {"node1": [*range(8)], "node2": [*range(8)]}
+    assert text.index("python train_ds.py --hostfile") < text.index("deepspeed --hostfile")
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from tests.conftest import FAQ, ROOT
 from tests.disks import small_disk
 from tests.environments import environment
 from tests.launching import DEEPSPEED, error_lines, run, write_config
-from training.config.changes import leaves
 from training.config.keys import TrainConfig
+from training.config.section import leaves
 from training.errors import ConfigError
 from training.metrics import tracking
 from training.metrics.reporter import Reporter, read_metrics

@@ -125,7 +125,7 @@ def test_values_that_an_optimizer_does_not_take_are_refused(kind: str, params: d
 
 
 def test_the_parameters_that_a_config_may_have_are_those_of_the_optimizers() -> None:
-    offloaded = {"AdamW": DeepSpeedCPUAdam, "Lion": DeepSpeedCPULion}
+    offloaded = {"AdamW": DeepSpeedCPUAdam, "Adam": DeepSpeedCPUAdam, "Lion": DeepSpeedCPULion}
     for known, kinds in (
         (PARAMETERS, {kind: getattr(torch.optim, kind, Lion) for kind in PARAMS}),
         (OFFLOADED, offloaded),
@@ -162,10 +162,34 @@ def test_the_scheduler_gives_each_step_its_learning_rate(scheduler: Scheduler | 
 
 
 @pytest.mark.longest
-def test_a_compiled_optimizer_resumes_to_the_last_bit() -> None:
-    """From any step: the kernel, which takes minutes to compile, remembers the steps before."""
-    config = config_with("AdamW", PARAMS["AdamW"] | {"lr": 1e-3})
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_a_compiled_optimizer_takes_the_steps_of_torch(kind: str) -> None:
+    """Weight decay included: Adam adds it to the gradient (L2), AdamW takes it off the weight."""
+    params = PARAMS["AdamW"] | {"lr": 1e-3, "weight_decay": 0.5}
+    torch.manual_seed(0)
+    start, gradients = torch.randn(1000), torch.randn(10, 1000)
+    ends = []
+    for config in (config_with(kind, params), offloaded(config_with(kind, params))):
+        parameter = nn.Parameter(start.clone())
+        optimizer = build_optimizer(config, [("w", parameter)])
+        assert isinstance(optimizer, DeepSpeedCPUAdam) == config.zero_optimization.offloads
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        ends.append(parameter.detach())
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-6)
+
+
+def offloaded(config: TrainConfig) -> TrainConfig:
     config.zero_optimization = Zero(stage=1, offload_optimizer=OptimizerOffload(device="cpu"))
+    return config
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_a_compiled_optimizer_resumes_to_the_last_bit(kind: str) -> None:
+    """From any step: the kernel, which takes minutes to compile, remembers the steps before."""
+    config = offloaded(config_with(kind, PARAMS["AdamW"] | {"lr": 1e-3}))
     torch.manual_seed(0)
     gradients = torch.randn(60, 1000)
 
