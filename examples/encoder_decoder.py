@@ -173,7 +173,7 @@ class Sorting(Dataset[tuple[Inputs, Tensor]]):
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    words = [word for word in sys.argv[1:] if not word.startswith(("--local_rank", "--local-rank"))]
     save_path = words[0] if words else SAVE_PATH
     model = new_model()
     layers = cut(model)
