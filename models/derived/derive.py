@@ -123,7 +123,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         head_bias=model.get_submodule(outline.head).bias is not None,
         projection=partial(_head, ends),
         attention=(*ALL, EAGER),
-        initialise=lambda config: bare_model(config)._init_weights,
+        initialise=_initialise,
         frozen=_unreached(model, outline),
         router=_router(model, outline),
     )
@@ -227,6 +227,13 @@ def _block(made: dict[str, Made], config: PreTrainedConfig, index: int) -> nn.Mo
     if kind == LINEAR:
         by_document(block.get_submodule(made[kind].mixer))
     return block
+
+
+def _initialise(config: PreTrainedConfig) -> Callable[[nn.Module], None]:
+    model = bare_model(config)
+    model.config = config  # GPT-2 divides by the number of blocks
+    initialise: Callable[[nn.Module], None] = model._init_weights
+    return initialise
 
 
 def _compute_buffers(block: nn.Module, make: Callable[[], nn.Module]) -> None:

@@ -171,7 +171,7 @@ def test_models_that_cannot_compute_in_fp8_are_refused() -> None:
     experts = spec_of("mixtral", num_local_experts=4)
     assert fp8_obstacle(experts) == "the experts of mixtral are no linear layers"
     odd = spec_of(intermediate_size=100)
-    assert fp8_obstacle(spec_of("gpt2")) == "gpt2 has no linear layers in its blocks, but weights [in, out]"
+    assert fp8_obstacle(spec_of("gpt2")) == "the weights of gpt2 are [in, out], and its layers not torch's linear ones"
     assert fp8_obstacle(odd) == f"a linear layer of the blocks has 100 features, no multiple of {FP8_MULTIPLE}"
 
 

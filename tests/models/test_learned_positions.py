@@ -151,5 +151,7 @@ def test_weights_in_out_are_not_held_in_4_bits(make_case: Make) -> None:
     config = TrainConfig.model_validate(
         {"model_path": "model", "data_path": "data", "save_path": "run", "train_batch_size": 1, "lora": {"base": NF4}}
     )
-    with pytest.raises(ConfigError, match=r"lora\.base: gpt2 has no linear layers to hold in few bits; expected none"):
+    with pytest.raises(
+        ConfigError, match=r"lora\.base: gpt2 has none of torch's linear layers, which it packs; expected none"
+    ):
         with_trained(read_spec(make_case("gpt2")), config)
