@@ -26,7 +26,7 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.launched
 
 STEPS, LR, LONGEST = 6, 1e-4, 48
-ADAMW = {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-6}
+ADAMW: dict[str, Any] = {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-6}
 MODELS = {"gpt2": GPT2, "opt": OPT}
 DIMS = [(1, 1), (2, 1), (2, 2)]
 # Four processes take longest.
@@ -97,7 +97,7 @@ def trained(model_folder: Path, cache: Path) -> tuple[list[float], dict[str, tor
     (file,) = (cache / "datasets").iterdir()
     samples = [
         {name: torch.tensor(sample[name]).long() for name in ("input_ids", "labels")} for sample in SampleFile(file)
-    ]  # type: ignore[attr-defined]
+    ]
     assert len(samples) == 8 and sum(len(each["input_ids"]) for each in samples) > 2 * LONGEST
     tokens = sum(int((each["labels"][1:] >= 0).sum()) for each in samples)
     losses = []
