@@ -317,13 +317,9 @@ def tables_of(model: Any, outline: Outline, whole: str | None = None) -> Tables:
     if sum(map(len, groups)) != len(numbered):
         raise Underivable(f"{type(model).__name__}: a weight goes to several groups of tensors on disk")
     embedding, blocks, head = dict[Rule, None](), dict[Rule, None](), dict[Rule, None]()
-    prefixes = {
-        f"{outline.base}.{outline.embedding}.": ("embed_tokens.", embedding),
-        f"{outline.base}.{outline.norm}.": ("norm.", head),
-        f"{outline.head}.": ("lm_head.", head),
-        f"{outline.base}.{outline.projection or None}.": ("norm.", embedding),
-        f"{outline.base}.{outline.table or None}.": ("embed_positions.", embedding),
-    }
+    begin = {outline.embedding: "embed_tokens.", outline.projection: "norm.", outline.table: "embed_positions."}
+    prefixes = {f"{outline.base}.{place}.": (ours, embedding) for place, ours in begin.items() if place}
+    prefixes |= {f"{outline.base}.{outline.norm}.": ("norm.", head), f"{outline.head}.": ("lm_head.", head)}
     for sources, names in groups.items():
         disk, module = _in_order(written, names), _in_order(numbered, sources, written[names[0]])
         if len(disk) > 1 and len(module) > 1:
