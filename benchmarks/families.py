@@ -32,6 +32,8 @@ from models.tensor_parallel import obstacle
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- proven: begin -->\n", "<!-- proven: end -->\n"
 TOO_LARGE = ("phi4_multimodal",)  # its parts for images and sound would be built in full: a minute
+# Without a pipeline plan: with learned positions, or with masks or angles that blocks compute for themselves.
+UNPLANNED = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "opt")
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # Additions to the defaults of config classes that are no sound model.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -89,9 +91,9 @@ def config_of(model_type: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def candidates() -> list[str]:
-    """List the causal models that declare a pipeline plan, and those that a file declares."""
-    named = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    return [name for name in named if name in FAMILIES or getattr(CONFIG_MAPPING[name], "base_model_pp_plan", None)]
+    """List the causal models that declare a pipeline plan, those that a file declares, and `UNPLANNED`."""
+    named, known = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), {*FAMILIES, *UNPLANNED}
+    return [name for name in named if name in known or getattr(CONFIG_MAPPING[name], "base_model_pp_plan", None)]
 
 
 def verdict(model_type: str) -> Verdict:

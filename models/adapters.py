@@ -22,6 +22,7 @@ import regex
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from models.errors import CheckpointError
 
@@ -236,8 +237,8 @@ def _whole(value: Any) -> Any:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module's weights are stored as [in, out], as those of some experts are."""
-    return bool(getattr(module, "is_transposed", False))
+    """Return whether a module's weights are stored as [in, out], as those of some experts and GPT-2's are."""
+    return isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
 
 
 def expert_weights(module: nn.Module) -> list[str]:
@@ -271,9 +272,10 @@ def _adapt(module: nn.Module, lora: Lora, path: str) -> None:
     everything = lora.targets == ALL_LINEAR
     if ends_with(path, lora.modules_to_save):
         return
-    if isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
+    if isinstance(module, (nn.Linear, Conv1D)) and isinstance(module.weight, nn.Parameter):
         if everything or lora.takes(path):
-            _add_factors(module, "", list(module.weight.shape), lora, path)
+            rows, columns = module.weight.shape
+            _add_factors(module, "", [columns, rows] if is_transposed(module) else [rows, columns], lora, path)
             module.__class__ = mixed(Adapted, module.__class__)
         return
     for name in expert_weights(module):

@@ -35,6 +35,8 @@ def fp8_obstacle(spec: ModelSpec) -> str | None:
         return f"the experts of {spec.family.name} are no linear layers"
     with torch.device("meta"):
         sizes = {size for layer in linear_layers(spec.build(1)) for size in layer.weight.shape}
+    if not sizes:
+        return f"the weights of {spec.family.name} are [in, out], and its layers not torch's linear ones"
     odd = [size for size in sizes if size % FP8_MULTIPLE]
     return f"a linear layer of the blocks has {min(odd)} features, no multiple of {FP8_MULTIPLE}" if odd else None
 

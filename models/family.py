@@ -81,6 +81,10 @@ class Family:
         prefix: how names on disk begin; some checkpoints leave it out, or have another one in its place.
         positions: the class that makes masks, angles and biases for the blocks; `Positions` where absent.
         rounds_scale: whether the embedding's scale is rounded to the dtype of the weights first.
+        pads_words: whether the embedding of the padding token gets no gradient.
+        first_row: the row of the table of learned positions that a document begins with; None without a table.
+        word_width: the field of config.json with the width of words, which `embedding_norm` and `norm` may change.
+        embedding_dropout: the field of config.json with the rate at which embeddings are dropped; empty if none.
         projection: the class of the last layer, for heads that do more than multiply; `Head` where absent.
         attention: the kernels that compute this family's attention exactly, by transformers' names, the default first.
         initialise: makes the function that gives a module fresh weights; the usual ones where absent.
@@ -112,6 +116,10 @@ class Family:
     embedding_norm: Callable[[PreTrainedConfig], nn.Module] | None = None
     embedding_scale: Callable[[PreTrainedConfig], float] | None = None
     rounds_scale: bool = True
+    pads_words: bool = True
+    first_row: int | None = None
+    word_width: str = "hidden_size"
+    embedding_dropout: str = ""
     head_bias: bool = False
     projection: Callable[[Family, PreTrainedConfig], Any] | None = None
     attention: tuple[str, ...] = ALL

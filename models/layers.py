@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from models.attention.cache import KeyValueCache
+from models.attention.packed import unmarked
 from models.attention.positions import Arguments, Positions, attention_kind
 from models.family import Family
 from models.offload import Offloading, Returns, Trip
@@ -30,15 +31,21 @@ Activations = tuple[Tensor, ...]
 
 
 class Embedding(nn.Module):
-    """Layer 0: token ids [B, S] -> hidden states [B, S, H]."""
+    """Layer 0: token ids [B, S] -> hidden states [B, S, H], with learned positions where the family has them."""
 
-    def __init__(self, family: Family, config: PreTrainedConfig) -> None:
+    def __init__(self, family: Family, config: PreTrainedConfig, positions: Positions | None = None) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        padding = config.pad_token_id if family.pads_words else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, getattr(config, family.word_width), padding)
         self.norm = family.embedding_norm(config) if family.embedding_norm else nn.Identity()
         self.scale = family.embedding_scale(config) if family.embedding_scale else None
         self.rounds_scale = family.rounds_scale
         self.n_experts = n_experts(config) if family.router else 0
+        self.dropout = getattr(config, family.embedding_dropout) if family.embedding_dropout else 0.0
+        self.first_row, self._positions = family.first_row, positions
+        if family.first_row is not None:
+            self.context = config.max_position_embeddings
+            self.embed_positions = nn.Embedding(self.context + family.first_row, config.hidden_size)
 
     def forward(self, inputs: Activations) -> Activations:
         input_ids, position_ids = inputs
@@ -47,6 +54,11 @@ class Embedding(nn.Module):
             rounded = torch.tensor(self.scale, dtype=hidden.dtype).item() if self.rounds_scale else self.scale
             hidden = hidden * rounded
         hidden = self.norm(hidden)
+        if self.first_row is not None:
+            own = self._positions.own(position_ids, -1) if self._positions else position_ids
+            own = unmarked(own.clamp(min=-self.context))  # padding may lie behind the last row, and takes that
+            hidden = hidden + self.embed_positions(own + self.first_row)
+        hidden = F.dropout(hidden, self.dropout, self.training)
         if torch.is_grad_enabled() and not hidden.requires_grad:  # frozen; a pipeline sends a gradient to each stage
             hidden.requires_grad_()
         if not self.n_experts:
@@ -114,7 +126,7 @@ class Head(nn.Module):
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
         self.norm = family.norm(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=family.head_bias)
+        self.lm_head = nn.Linear(getattr(config, family.word_width), config.vocab_size, bias=family.head_bias)
         self.config = config
         self.project_in_loss = False
 

@@ -122,6 +122,7 @@ def build_layer(
     like = as_trained(spec, module, dtype)
     state = shared.take(layer, read, like, device) if shared else read(layer)
     module.load_state_dict(state, strict=True, assign=True)
+    module.to(device)  # what was computed
     if spec.trained.lora and spec.trained.lora.base and isinstance(module, Block):
         assert isinstance(states, AdaptedStates)
         quantize(module, states.read_fp8(layer) if spec.trained.lora.base == FP8 else None)

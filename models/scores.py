@@ -29,7 +29,7 @@ class ScoringHead(Head):
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__(family, config)
         self.cap, self.scale = None, 1.0
-        self.lm_head = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.lm_head = nn.Linear(getattr(config, family.word_width), config.num_labels, bias=False)
 
 
 def labels_of(raw: dict[str, Any]) -> list[str]:

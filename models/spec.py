@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from models.adapters import ALL, Trained
-from models.attention.kernels import WITHOUT_DROPOUT
+from models.attention.kernels import DROPOUT, WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
 from models.errors import CheckpointError
@@ -63,7 +63,7 @@ class ModelSpec:
     @property
     def context(self) -> int | None:
         """The model's longest text in tokens; None if it knows distances only (ALiBi)."""
-        if self.family.rotary is None:
+        if self.family.rotary is None and self.family.first_row is None:
             return None
         rope = getattr(self.config, "rope_parameters", None) or {}
         longest = self.config.max_position_embeddings  # that of pretraining where somebody has added YaRN by hand
@@ -100,7 +100,7 @@ class ModelSpec:
     @property
     def attention(self) -> tuple[str, ...]:
         """The kernels with exact attention in training, the usual one first."""
-        if not getattr(self.config, "attention_dropout", 0.0):
+        if not any(getattr(self.config, name, 0.0) for name in DROPOUT):
             return self.family.attention
         return tuple(kernel for kernel in self.family.attention if kernel not in WITHOUT_DROPOUT)
 
@@ -125,11 +125,11 @@ class ModelSpec:
 
         Args:
             layer: 0 for the embedding, 1..N for the blocks, N+1 for the head.
-            positions: None for a block that is built only for its shapes.
+            positions: None for a layer that is built only for its shapes.
         """
         module: Embedding | Block | Head
         if layer == 0:
-            module = Embedding(self.family, self.config)
+            module = Embedding(self.family, self.config, positions)
         elif layer == self.n_blocks + 1:
             module = (self.family.projection or Head)(self.family, self.config)
         else:

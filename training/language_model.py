@@ -19,7 +19,7 @@ from models.spec import ModelSpec
 from training.checkpoint.folder import DataOrder, check_weights
 from training.checkpoint.resume import check_same_model
 from training.checkpoint.side_files import read_side_files
-from training.config.deepspeed_config import check_device, check_fp8, check_sharing
+from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader, training_loader
 from training.distributed.disk import Disk
@@ -75,6 +75,7 @@ class LanguageModel(Task):
         check_device(config)
         config.parts_for(spec.n_layers)  # checked before the data are read, which takes longer
         check_fp8(config, spec)
+        check_length(config, spec)
         check_sharing(config, spec)
         reader = RecordReader(config, folder, log)
         self.teacher = read_teacher(config, spec, reader, self._read_spec) if config.distillation else None

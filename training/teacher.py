@@ -13,7 +13,7 @@ from models.adapters import Trained
 from models.checkpoint.hub import find_model
 from models.errors import CheckpointError
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_sharing
+from training.config.deepspeed_config import check_length, check_sharing
 from training.config.keys import TrainConfig
 from training.config.objective import RouterLoss
 from training.config.precision import FP8
@@ -35,6 +35,7 @@ def read_teacher(
         teacher = read_spec(folder)
         teacher.check_writes(folder)
         config.with_parts([]).parts_for(teacher.n_layers)
+        check_length(config, teacher)
         check_sharing(config, teacher)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"distillation.teacher: {error}") from None

@@ -192,6 +192,10 @@ def _check_base(spec: ModelSpec, config: TrainConfig) -> None:
         )
     if base == NF4 and importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(f"lora.base: {PACKAGE} is not installed; expected pip install {PACKAGE}")
+    if not any(spec.packed_names(layer) for layer in range(spec.n_layers)):
+        raise ConfigError(
+            f"lora.base: {spec.family.name} has none of torch's linear layers, which it packs; expected none"
+        )
     if spec.has_experts and config.use_grad_ckpt is not True:
         raise ConfigError(
             "lora.base: experts in 4 or 8 bits are widened for each pass, and kept so until the backward pass where "

@@ -24,6 +24,7 @@ AMPERE = (8, 0)  # the first GPUs that compute in bf16, and give 16-bit products
 TORCH, CUDNN, FLASH, FLASH_3, EAGER = BY_DOCUMENT, BY_CUDNN, "flash_attention_2", "flash_attention_3", "eager"
 ALL = (TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX)  # what computes plain attention and sliding windows
 WITHOUT_DROPOUT = (FLASH_3, VARLEN, FLEX)  # kernels that cannot drop attention weights
+DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # the families' names of its rate
 NAMES = {
     TORCH: "torch's scaled_dot_product_attention",
     CUDNN: "torch's cuDNN attention",

@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from transformers.pytorch_utils import Conv1D
 
 from models.adapters import ALL_LINEAR, Lora, Trained, ends_with, is_factor
 from models.checkpoint.digest import DIGEST
@@ -24,6 +26,7 @@ SCORES, WORDS = "SEQ_CLS", "CAUSAL_LM"  # peft's task_type
 ANY = set("auto_mapping peft_version task_type inference_mode megatron_config megatron_core qalora_group_size".split())
 ANY |= {"eva_config", "loftq_config", "corda_config", "lora_ga_config"}
 ANY |= {"ensure_weight_tying", "base_checksum", DIGEST}  # compared with the weights themselves
+ANY |= {"fan_in_fan_out"}  # peft looks at the layer itself
 
 
 class AdapterSettings(BaseModel):
@@ -103,6 +106,7 @@ def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
         "target_parameters": _targets(lora, weights, 2) or None,
         "modules_to_save": trained_in_full(spec) or None,
         "ensure_weight_tying": spec.tied and EMBEDDING_WEIGHT in spec.trained_names(0),
+        "fan_in_fan_out": _transposes(spec),
         "bias": "none",
         "inference_mode": True,
     }
@@ -120,6 +124,12 @@ def adapted_paths(spec: ModelSpec) -> tuple[list[str], list[str]]:
             else:
                 weights.append(f"{path}.{leaf.removesuffix('_lora_A')}")
     return modules, weights
+
+
+def _transposes(spec: ModelSpec) -> bool:
+    """Return whether the linear layers of blocks have weights [in, out], which peft warns of where it is not told."""
+    with torch.device("meta"):
+        return any(isinstance(module, Conv1D) for module in spec.build(1).modules())
 
 
 def trained_in_full(spec: ModelSpec) -> list[str]:

@@ -5,7 +5,8 @@ compute the model's own logits and tokens before the folder appears.
 
 In the traced model the key-value cache is an input and an output, keys and values are concatenated to it instead of
 written into a buffer, attention is plain arithmetic under a mask, and padding is given by a mask. A token's position is
-its place in the row, padding counted: rotary angles and ALiBi biases only depend on distances.
+its place in the row, padding counted: rotary angles and ALiBi biases only depend on distances. Learned positions begin
+behind the padding.
 
 Everything is in fp32, which holds each bf16 and fp16 number exactly. Cost: 4 bytes a parameter on the disk, up to five
 times that of memory, and a few seconds a block.
@@ -125,7 +126,8 @@ class TracedModel(nn.Module):
         """
         cache = GivenCache(past)
         places = cache.longest + torch.arange(input_ids.shape[1]).expand_as(input_ids)
-        hidden: Tensor = self.model.embedding((input_ids, places))[0]
+        learned = (attention_mask.cumsum(dim=1) - 1)[:, cache.longest :].clamp(min=0)
+        hidden: Tensor = self.model.embedding((input_ids, learned))[0]
         arguments = self.positions.arguments(hidden, places, cache)
         padding = attention_mask[:, None, None] == 0
         for each in arguments.values():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
 
 from models.attention.kernels import ALL, EAGER
 from models.attention.positions import LINEAR, attention_kind
@@ -29,7 +31,7 @@ from models.attention.rope import several_depend_on_length
 from models.config_json import AHEAD
 from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of, tables_of
 from models.derived.positions import DerivedPositions, by_document
-from models.derived.shrink import is_dropout, shrunk_fields
+from models.derived.shrink import WORD_WIDTH, is_dropout, shrunk_fields
 from models.family import Family, Rule
 from models.layers import Head, make_buffer
 
@@ -75,7 +77,8 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
     """
     if several_depend_on_length(config):
         raise Underivable("some angles depend on a document's length and are of several kinds; expected one kind")
-    _check_dropout(config)
+    if rate := getattr(config, "layerdrop", 0.0):
+        raise Underivable(f"layerdrop: {rate}, but blocks are not left out at random; expected 0.0 in config.json")
     model = small_model(config, fields)
     outline = outline_of(model)
     embedding, block, head = tables_of(model, outline)
@@ -91,44 +94,64 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
     ends = Ends.measured(config, outline)
     ignored = getattr(outline.model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
+    def part(path: str, config: PreTrainedConfig) -> nn.Module:
+        found: nn.Module = getattr(bare_model(config), outline.base).get_submodule(path)
+        return found
+
     def modules(config: PreTrainedConfig) -> dict[str, nn.Module]:
-        base = getattr(bare_model(config), outline.base)
-        return {call.module: base.get_submodule(call.module) for call in outline.calls}
+        return {call.module: part(call.module, config) for call in outline.calls}
 
     return Family(
         name=config.model_type,
         decoder_layer=partial(_block, made),
-        norm=lambda config: getattr(bare_model(config), outline.base).get_submodule(outline.norm),
+        norm=partial(part, outline.norm),
         rotary=(lambda config: next(iter(modules(config).values()))) if outline.calls else None,
         embedding=embedding,
         block=block,
         block_in_whole=tuple(rule for rule in in_whole if rule not in block),
         head=head,
+        prefix=f"{outline.base}.",
         carried=(*ignored, *_layers_ahead(config, outline), NEVER_LEARNED),
         positions=lambda config, rotary: DerivedPositions(config, rotary, outline.calls, given, modules),
+        embedding_norm=partial(part, outline.projection) if outline.projection else None,
+        word_width=WORD_WIDTH if outline.projection else "hidden_size",
         embedding_scale=None if ends.scale == 1 else lambda config: ends.scale,
         rounds_scale=ends.rounds_scale,
+        pads_words=model.get_input_embeddings().padding_idx is not None,
+        first_row=outline.first_row,
+        embedding_dropout=_embedding_dropout(config, outline),
         head_bias=model.get_submodule(outline.head).bias is not None,
         projection=partial(_head, ends),
         attention=(*ALL, EAGER),
-        initialise=lambda config: bare_model(config)._init_weights,
+        initialise=_initialise,
         frozen=_unreached(model, outline),
         router=_router(model, outline),
     )
 
 
 @torch.no_grad()
-def _check_dropout(config: PreTrainedConfig) -> None:
-    """Refuse dropout outside of the blocks, which would be left out."""
-    fields = [name for name, value in config.to_dict().items() if is_dropout(name) and value]
+def _embedding_dropout(config: PreTrainedConfig, outline: Outline) -> str:
+    """Find the field by which hidden states are dropped before the first block; refuse dropout behind the last."""
+    fields, found = [name for name, value in config.to_dict().items() if is_dropout(name) and value], list[str]()
     for name in fields:
         alone = copy.deepcopy(config)
         for other in set(fields) - {name}:
             setattr(alone, other, 0.0)
-        model = bare_model(alone).train()
-        if not torch.equal(*(model(input_ids=torch.tensor([SAMPLE]), use_cache=False).logits for _ in range(2))):
-            reason = f"{config.model_type} drops hidden states outside of its blocks"
+        model, seen, drawn = bare_model(alone), list[Tensor](), list[Tensor]()
+        norm = getattr(model, outline.base).get_submodule(outline.norm)
+        norm.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        for training in (False, True):
+            torch.manual_seed(0)
+            model.train(training)(input_ids=torch.tensor([SAMPLE]), use_cache=False)
+            drawn.append(torch.get_rng_state())
+        if torch.equal(*drawn):  # it is of the blocks
+            continue
+        torch.manual_seed(0)
+        dropped, found = F.dropout(seen[0], getattr(config, name)), [*found, name]
+        if len(found) > 1 or not (torch.equal(dropped, seen[1]) and torch.equal(torch.get_rng_state(), drawn[1])):
+            reason = f"{config.model_type} drops more than embeddings outside of its blocks"
             raise Underivable(f"{reason}; expected {name}: 0.0 in config.json, which trains without")
+    return "".join(found)
 
 
 class Made(NamedTuple):
@@ -174,12 +197,16 @@ def _ends(config: PreTrainedConfig, outline: Outline, dtype: torch.dtype) -> tup
     """Get embeddings, hidden states before the norm, plain logits and the model's logits."""
     model = bare_model(config).to(dtype).eval()
     base = getattr(model, outline.base)
+    if outline.table:
+        nn.init.zeros_(base.get_submodule(outline.table).weight)
     seen: list[Tensor] = []
     norm = base.get_submodule(outline.norm)
     norm.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
     head = model.get_submodule(outline.head)
     nn.init.normal_(head.weight, std=head.weight.shape[1] ** -0.5)
     words = base.get_submodule(outline.embedding).weight[SAMPLE]
+    if outline.projection:
+        words = base.get_submodule(outline.projection)(words)
     logits = model(input_ids=torch.tensor([SAMPLE]), use_cache=False).logits
     return words, seen[0][0], F.linear(seen[1], head.weight, head.bias), logits
 
@@ -196,9 +223,29 @@ def _block(made: dict[str, Made], config: PreTrainedConfig, index: int) -> nn.Mo
     for name, parameter in list(block.named_parameters()):
         if not parameter.requires_grad:  # not for the optimizer, and not rounded to the dtype to train in
             make_buffer(block, name)
+    _compute_buffers(block, partial(made[kind].block, config, index))
     if kind == LINEAR:
         by_document(block.get_submodule(made[kind].mixer))
     return block
+
+
+def _initialise(config: PreTrainedConfig) -> Callable[[nn.Module], None]:
+    model = bare_model(config)
+    model.config = config  # GPT-2 divides by the number of blocks
+    initialise: Callable[[nn.Module], None] = model._init_weights
+    return initialise
+
+
+def _compute_buffers(block: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """Compute what a block on the meta device has no numbers of and no checkpoint has, as masks and angles are."""
+    names = [name for name, buffer in block.named_buffers() if buffer.is_meta and name not in block.state_dict()]
+    if not names:
+        return
+    with torch.device("cpu"), no_init_weights():  # weights are allocated and never touched
+        whole = make()
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        block.get_submodule(owner).register_buffer(leaf, whole.get_buffer(name), persistent=False)
 
 
 def _layers_ahead(config: PreTrainedConfig, outline: Outline) -> list[str]:

@@ -79,6 +79,9 @@ class Outline:
         model: transformers' class of the whole model.
         base: the attribute of it that holds everything but the head.
         embedding, blocks, norm: paths below the base model.
+        table, projection: paths of a table of learned positions and, as in OPT-350m, of a linear layer behind the
+            embedding; empty if none.
+        first_row: that of position 0 in the table.
         head: path below the whole model.
         classes: of the blocks by number.
         calls: of the modules that make angles, each once a forward pass.
@@ -96,6 +99,9 @@ class Outline:
     calls: tuple[Call, ...]
     arguments: tuple[dict[str, Source], ...]
     mixers: tuple[str, ...]
+    table: str = ""
+    first_row: int | None = None
+    projection: str = ""
 
 
 class Mark(NamedTuple):
@@ -111,6 +117,8 @@ class Watched:
         self.calls: list[Call] = []
         self.arguments: list[dict[str, Source]] = []
         self.after: list[str] = []
+        self.table, self.projection = "", ""
+        self.first_row: int | None = None
         self.mixers = [""] * len(blocks)
         self._made: list[Any] = []
         self._positions = torch.arange(FIRST, FIRST + LENGTH).repeat(ROWS, 1) + torch.arange(ROWS)[:, None]
@@ -171,7 +179,13 @@ class Watched:
             self.after.append(self._names[module])
 
     def after_other(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
-        if self.arguments:
+        if self.arguments or isinstance(module, nn.Dropout):
+            return
+        if isinstance(module, nn.Embedding):
+            self._note_table(module, output)
+            return
+        if isinstance(module, nn.Linear):
+            self.projection = self._names[module]
             return
         expanded: tuple[int, ...] = ()
 
@@ -189,6 +203,15 @@ class Watched:
         given = tuple(map(placeholder, arguments)), {name: placeholder(value) for name, value in keywords.items()}
         self.calls.append(Call(self._names[module], *given, expanded))
         self._made.append(output)
+
+    def _note_table(self, module: nn.Embedding, output: Tensor) -> None:
+        """Find which row position 0 takes of a table of positions: in some the first two are of nothing."""
+        name, rows = self._names[module], (module.weight == output[0, 0]).all(dim=1).nonzero()
+        first = int(rows[0]) - FIRST if len(rows) else 0
+        taken = (self._positions + first).clamp(0, len(module.weight) - 1)
+        if self.table or not torch.equal(output, module.weight[taken]):
+            raise Underivable(f"{name} is an embedding of something else than words and positions")
+        self.table, self.first_row = name, first
 
     def _source(self, name: str, value: Any, required: bool = False) -> Source:
         if isinstance(value, Mark):
@@ -219,8 +242,10 @@ def outline_of(model: Any) -> Outline:
         raise Underivable(f"{type(model).__name__} has no base model")
     embedding = model.get_input_embeddings()
     depth = model.config.num_hidden_layers
-    lists = {name: each for name, each in base.named_children() if isinstance(each, nn.ModuleList)}
+    lists = {name: each for name, each in base.named_modules() if isinstance(each, nn.ModuleList)}
     lists = {name: each for name, each in lists.items() if len(each) == depth}
+    # Not those inside of blocks; the blocks of some lie one level deeper, as OPT's.
+    lists = {name: each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
     if len(lists) != 1:
         raise Underivable(f"{type(base).__name__} has {len(lists)} lists of {depth} blocks; expected one")
     name, blocks = next(iter(lists.items()))
@@ -239,6 +264,9 @@ def outline_of(model: Any) -> Outline:
         tuple(watched.calls),
         tuple(watched.arguments),
         tuple(watched.mixers),
+        watched.table,
+        watched.first_row,
+        watched.projection,
     )
 
 
@@ -289,11 +317,9 @@ def tables_of(model: Any, outline: Outline, whole: str | None = None) -> Tables:
     if sum(map(len, groups)) != len(numbered):
         raise Underivable(f"{type(model).__name__}: a weight goes to several groups of tensors on disk")
     embedding, blocks, head = dict[Rule, None](), dict[Rule, None](), dict[Rule, None]()
-    prefixes = {
-        f"{outline.base}.{outline.embedding}.": ("embed_tokens.", embedding),
-        f"{outline.base}.{outline.norm}.": ("norm.", head),
-        f"{outline.head}.": ("lm_head.", head),
-    }
+    begin = {outline.embedding: "embed_tokens.", outline.projection: "norm.", outline.table: "embed_positions."}
+    prefixes = {f"{outline.base}.{place}.": (ours, embedding) for place, ours in begin.items() if place}
+    prefixes |= {f"{outline.base}.{outline.norm}.": ("norm.", head), f"{outline.head}.": ("lm_head.", head)}
     for sources, names in groups.items():
         disk, module = _in_order(written, names), _in_order(numbered, sources, written[names[0]])
         if len(disk) > 1 and len(module) > 1:

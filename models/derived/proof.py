@@ -51,6 +51,7 @@ RECURRENT = 2e-4  # where there are recurrent states, which make rounding larger
 ROUGHLY = 1e-3  # of tokens one by one, for the same reason; mistakes are larger
 CPU = torch.device("cpu")
 
+GRADIENTS = "gradients"
 GENERATION, ROUTING, PARTS = "tokens one by one", "losses of the router", "shared rows"
 OPTIONAL = {GENERATION, ROUTING, PARTS}  # which training can do without
 
@@ -119,6 +120,9 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
         for kernel in kernels:
             try:
                 figures = compare(small_spec(family, small, raw, kernel), model, folder)
+                if {name for name in figures if not figures[name] <= bound(name, linear)} == {GRADIENTS}:
+                    # Rounding may cross the kink of a ReLU, as OPT's; with other tokens hardly once more.
+                    figures = compare(small_spec(family, small, raw, kernel), model, folder)
             except Exception as error:  # whatever a block makes of arguments that it does not know
                 failed = " ".join(f"{type(error).__name__}: {error}".split())
                 continue
@@ -211,7 +215,7 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
         loss.backward()
     figures = {"logits": apart(found, wanted), "losses": apart(losses[1], losses[0])}
     gradients = revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    figures["gradients"] = max(apart(gradient, gradients[name]) for name, gradient in gradients_of(ours))
+    figures[GRADIENTS] = max(apart(gradient, gradients[name]) for name, gradient in gradients_of(ours))
     if spec.family.router:
         its = model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
         figures[ROUTING] = apart(router_loss(ours.activations(ids)[2], top_k(spec.config)), its)

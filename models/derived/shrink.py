@@ -25,11 +25,13 @@ QUERIES = ("num_attention_heads", "n_head")
 KEYS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads")
 HEAD_WIDTH = ("head_dim", "kv_channels")
 WORDS = ("vocab_size", "padded_vocab_size")
-INNER = ("intermediate_size", "ffn_hidden_size", "mlp_dim")  # how the names of feed-forward widths end
+INNER = ("intermediate_size", "ffn_hidden_size", "mlp_dim", "ffn_dim", "n_inner")  # how widths of feed-forward end
+WORD_WIDTH = "word_embed_proj_dim"  # of OPT's words, which are projected to hidden states where it is another
 # Sizes that nothing else depends on, by name, and the most that a small model has of them.
 MOST = {
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW,
+    "window_size": WINDOW,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": HEAD,
@@ -86,7 +88,7 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
     # Defaults too: token ids of which the small vocabulary has no row, dropout that would make the proof random.
     raw = {name: value for name, value in known.items() if name.endswith("_token_id") or is_dropout(name)} | raw
     for name, value in known.items():
-        if name.endswith(INNER) and isinstance(value, int):
+        if (name.endswith(INNER) or name == WORD_WIDTH) and isinstance(value, int):
             sizes[(name,)] = _multiple(narrow * min(2, value / width))
         elif name in MOST and isinstance(value, int):
             sizes[(name,)] = min(value, MOST[name])
@@ -96,14 +98,17 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
         sizes[("linear_num_key_heads",)] = few = min(2, config.linear_num_key_heads)
         sizes[("linear_num_value_heads",)] = few * (values // config.linear_num_key_heads)
     for names, size in sizes.items():
-        stated = [name for name in names if name in raw]
-        has_default = config.attribute_map.get(names[0], names[0]) in vars(config)
+        own = config.attribute_map.get(names[0], names[0])
+        stated = [name for name in dict.fromkeys([*names, own]) if name in raw]
+        has_default = own in vars(config)
         raw |= dict.fromkeys(stated or names[:has_default], size)
     if getattr(config, "query_pre_attn_scalar", None) == head:
         raw["query_pre_attn_scalar"] = few_head
     lists = {name: value for name, value in known.items() if isinstance(value, list) and len(value) == depth}
     kept = _of_every_kind(list(zip(*lists.values(), strict=True)), n_blocks)
     raw |= {name: [value[block] for block in kept] for name, value in lists.items()}
+    if kinds := raw.get("attention_layers"):  # GPT-Neo's, which it makes of the other
+        raw["attention_types"] = [[kinds, 1]]
     if overrides := {int(block): its for block, its in (known.get(PER_BLOCK) or {}).items()}:
         shares = {
             "head_dim": few_head / head,

@@ -38,6 +38,8 @@ GEMMA3_ROPE = {
 }
 CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GPT2 = {"num_key_value_heads": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "pad_token_id": PADDING}
+OPT = {"num_key_value_heads": 4, "dropout": 0.0, "ffn_dim": 96, "word_embed_proj_dim": 64, "pad_token_id": PADDING}
 CASES = {
     "bloom": Case("bloom", {"tie_word_embeddings": True}),
     "bloom-untied": Case("bloom", {"tie_word_embeddings": False}),
@@ -82,4 +84,7 @@ CASES = {
     "qwen": Case("qwen", {}),
     "chatglm3": Case("chatglm", {"pad_token_id": PADDING}),
     "chatglm3-32k": Case("chatglm", {"rope_ratio": 50}),
+    "gpt2": Case("gpt2", GPT2),
+    "opt": Case("opt", OPT),
+    "opt-projected": Case("opt", OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
 }

@@ -35,6 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16},
     "phi3": {},
+    "gpt2": {"num_key_value_heads": 4},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
 }

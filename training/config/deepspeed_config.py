@@ -84,6 +84,17 @@ def check_fp8(config: TrainConfig, spec: ModelSpec) -> None:
         raise ConfigError(f"fp8.enabled: {obstacle}; expected false")
 
 
+def check_length(config: TrainConfig, spec: ModelSpec) -> None:
+    """Refuse texts that are longer than the model's table of positions.
+
+    Raises:
+        ConfigError: they may be.
+    """
+    if spec.family.first_row is not None and config.max_seq_len > (rows := spec.context or 0):
+        reason = f"{spec.family.name} has learned {rows} positions (max_position_embeddings, n_positions)"
+        raise ConfigError(f"max_seq_len: {config.max_seq_len}, but {reason}; expected at most {rows}")
+
+
 def check_sharing(config: TrainConfig, spec: ModelSpec) -> None:
     """Check that this model's layers can be shared by a `model` axis, and its rows by `sequence`.
 

@@ -27,7 +27,7 @@ from models.checkpoint.publish import writing
 from models.errors import CheckpointError
 from models.shapes import shape_of
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_device, check_fp8, check_sharing
+from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing
 from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.gpu import check_gpu, check_numbers
 from training.config.keys import TrainConfig
@@ -73,6 +73,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     else:
         check_gpu(config)
     check_fp8(config, spec)
+    check_length(config, spec)
     fabric = None
     if count and not arguments.search:
         config = _spread(config, count)

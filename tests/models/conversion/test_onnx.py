@@ -32,7 +32,7 @@ Make = Callable[..., Path]
 PROMPT, COUNT = 20, 12
 WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
 EACH_FAMILY = (
-    "bloom llama-rope-scaling mistral-window qwen2-some-windows qwen3-tied phi3 olmo2 glm-tied glm4 gemma2 gemma3"
+    "bloom llama-rope-scaling mistral-window qwen2-some-windows qwen3-tied phi3 olmo2 glm-tied glm4 gemma2 gemma3 gpt2"
 )
 
 

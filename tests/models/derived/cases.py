@@ -15,12 +15,17 @@ from models.derived.derive import small_model
 from models.derived.proof import roughen
 
 TRAITS = {
+    "biogpt": "scaled embeddings, two unused rows in the table of positions",
     "cohere2": "a scale on logits, one norm for attention and feed-forward, positions in some blocks only",
     "deepseek_v3": "latent attention, experts in groups, a bias of the router that is not trained",
     "gemma4_text": "scaled embeddings, a cap on logits, heads of two widths, angles by kind",
+    "gpt2": "a table of positions, weights [in, out]",
+    "gpt_bigcode": "a table of positions, one key for all heads",
+    "gpt_neo": "a table of positions, masks that blocks compute, windows in some blocks",
     "gpt_neox": "other names, feed-forward beside attention",
     "gpt_oss": "sinks, windows, experts with biases",
     "granite": "scales everywhere",
+    "opt": "a table of positions, blocks one level deeper",
     "phi": "a bias of the head, angles for a part of each head",
     "qwen3_5_moe_text": "linear attention, experts, a shared expert",
     "smollm3": "tied, positions in some blocks only",

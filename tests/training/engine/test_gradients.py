@@ -77,6 +77,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 COMPILED |= {f"dualpipev_{name}": keys | DUALPIPEV for name, keys in COMPILED.items()}
 VARIANTS |= COMPILED
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+NO_BIAS = {"enable_bias": False}  # the gradient of a key's is rounding alone where nothing rotates
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
     "untied": ("llama", {"tie_word_embeddings": False}),
@@ -98,6 +99,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "baichuan2-13b": ("baichuan", {"hidden_size": 80, "num_attention_heads": 5}),
     "baichuan2-13b-even": ("baichuan", {"hidden_size": 96, "num_attention_heads": 6}),
     "chatglm3": ("chatglm", {}),
+    "gpt2": ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "opt": ("opt", {"dropout": 0.0, "ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False} | NO_BIAS),
     "deep": ("llama", {"num_hidden_layers": 8, "tie_word_embeddings": True}),
 }
 
@@ -131,6 +134,7 @@ class Case(NamedTuple):
 
 
 CASES = [Case(model, "fp32", dims) for model in ("tied", "untied", "bloom", "mixtral") for dims in DIMS]
+CASES += [Case(model, "fp32", (2, 2)) for model in ("gpt2", "opt")]
 CASES += [Case(model, "fp32", dims) for model in MODELS if model != "deep" for dims in ((1, 1), (2, 1), (4, 1))]
 CASES += [
     Case(model, variant, (2, 1))
