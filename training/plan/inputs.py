@@ -197,6 +197,7 @@ class Basis:
     measured: Measured | None = None  # first steps of this run, which correct the plan
     links: Links | None = None  # measured by `--check`
     named: Fabric | None = None  # from `--links`, which overrides `links`
+    in_stages: bool = True  # else plain ZeRO
     recompute: frozenset[int] | None = None  # layers that recompute; without, by the config (with `auto`: all blocks)
     known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False, compare=False)  # cache of `once`
 
