@@ -136,8 +136,8 @@ def ratio_rows(rows: list[list[str]]) -> Iterator[list[str]]:
     speeds = {(name, tokens): cells for name, tokens, _, *cells in rows if cells[0] != "OOM"}
     for (name, tokens), zero in speeds.items():
         if name == "llama-7b, ZeRO-3":
-            found = [speeds["llama-7b, compiled", tokens], speeds["llama-7b, not compiled", tokens]]
-            yield [tokens, *(f"{float(each[n]) / float(zero[n]):.2f}" for each in found for n in (0, 1))]
+            found = [*speeds["llama-7b, compiled", tokens][:2], *speeds["llama-7b, not compiled", tokens][:2]]
+            yield [tokens, *(f"{float(speed) / float(zero[n % 2]):.2f}" for n, speed in enumerate(found))]
 
 
 def show(headings: str, rows: Iterable[list[str]]) -> list[list[str]]:
@@ -151,9 +151,14 @@ def show(headings: str, rows: Iterable[list[str]]) -> list[list[str]]:
     return shown
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print all tables."""
     headings = "run | tokens | on | published | planned | | peak, GB | cause"
     rows = show(headings, (each.row() for each in published()))
     show("tokens | published | planned | not compiled: published | planned", ratio_rows(rows))
     show("model | optimizer | tokens | GPUs, published | fewest planned | peak, GB", needed_rows())
     print("\n".join(f"- {letter}: {cause}." for letter, cause in LINES["causes"].items()))
+
+
+if __name__ == "__main__":
+    main()

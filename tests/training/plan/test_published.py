@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import runpy
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from benchmarks.roofline import LINES, SHAPES, Published, Run, published
+from benchmarks.roofline import LINES, SHAPES, Published, Run, main, published
 from models.attention.kernels import EAGER
 
 WITHIN = 0.25  # what differs more is an outlier
@@ -53,7 +52,7 @@ def test_the_page_has_a_row_for_each_figure(page: Path) -> None:
 def printed() -> list[str]:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        runpy.run_module("benchmarks.roofline", run_name="__main__")
+        main()
     return [line for line in output.getvalue().splitlines() if line.startswith(("| llama", "| bloom", "| MPT", "| 2"))]
 
 
