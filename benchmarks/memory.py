@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ZERO_CASES: dict[str, dict[str, Any]] = {
     f"{name}, ZeRO-{stage}": keys | {"zero_optimization": {"stage": stage}}
-    for stage, (name, keys) in product((1, 2, 3), {"fp32": {}, "bf16": BF16}.items())
+    for stage, (name, keys) in product((2, 3), {"fp32": {}, "bf16": BF16}.items())
 }
 LORA: dict[str, Any] = {"lora": {"r": 16, "alpha": 32}, "from_scratch": False}
 NF4: dict[str, Any] = LORA | {"lora": LORA["lora"] | {"base": "nf4"}}
@@ -130,10 +130,7 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
         _forget_peak()  # pages of the weights' file count while they are read
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))
-        write_figures(
-            folder,
-            processes.gather((plan.stages[trainer.stage if in_stages else 0].memory.peak, peak_memory() - before)),
-        )
+        write_figures(folder, processes.gather((plan.stages[trainer.stage].memory.peak, peak_memory() - before)))
 
 
 def _load_libraries(dtype: torch.dtype) -> None:
