@@ -39,7 +39,7 @@ Found = TypeVar("Found")
 
 FILE = "calibration.json"
 MEASURED_FILE = "measured.json"
-ESTIMATES = 3  # version of the estimates: raise it when they change, as older factors do not fit then
+ESTIMATES = 4  # version of the estimates: raise it when they change, as older factors do not fit then
 SAMPLED_STEPS = 16  # of the first epoch, which stand for the others
 # Keys that the times and the memory of stages depend on, besides device, model, data and torch.
 DEPENDS = (
