@@ -5,6 +5,7 @@ deepspeed --hostfile ./hostfile train_ds_zero.py --config FILE
 python train_ds_zero.py --config FILE     starts its own launcher, with a process for each GPU
 python train_ds_zero.py --config FILE --hostfile ./hostfile
 python train_ds_zero.py --config FILE --inspect 3
+python train_ds_zero.py --config FILE --plan [--devices 8xA100-40G] [--calibrate]
 deepspeed --hostfile ./hostfile train_ds_zero.py --config FILE --check
 """
 
@@ -20,8 +21,11 @@ from typing import TYPE_CHECKING  # noqa: E402
 
 from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
-from training.config.yaml_file import load_config  # noqa: E402
+from training.config.yaml_file import load_config, load_config_of  # noqa: E402
 from training.distributed.processes import ProcessInfo  # noqa: E402
+from training.errors import ConfigError  # noqa: E402
+from training.launch.start import name_accelerator  # noqa: E402
+from training.metrics.devices import parse_devices  # noqa: E402
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -31,9 +35,20 @@ def main() -> None:
     arguments = parse_arguments("Fine-tune a model with ZeRO.", in_stages=False)
     run_entry_point(
         arguments,
-        lambda process: load_spread_config(arguments.config, arguments.overrides, process),
+        lambda process: load_spread_config(arguments.config, arguments.overrides, process, arguments.devices),
         partial(run, arguments),
+        plan,
     )
+
+
+def plan(config: TrainConfig, arguments: Namespace) -> None:
+    """Predict the time and memory of the run."""
+    if arguments.search:
+        raise ConfigError("--search: proposes pipelines; expected train_ds.py")
+    name_accelerator()
+    from training.plan.command import plan_run
+
+    plan_run(config, arguments, in_stages=False)
 
 
 def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
@@ -48,12 +63,22 @@ def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor
     return train_language_model(config, process, monitor, ZeroTrainer)
 
 
-def load_spread_config(path: str, overrides: list[str], process: ProcessInfo | None) -> TrainConfig:
-    """Load the config; without model_topo every process that was started, or every GPU, is a replica."""
-    config = load_config(path, overrides)
-    if "model_topo" not in config.model_fields_set:
+def load_spread_config(
+    path: str, overrides: list[str], process: ProcessInfo | None, devices: str | None = None
+) -> TrainConfig:
+    """Load the config; without model_topo each process that was started, device to plan for, or GPU is a replica.
+
+    What a step divides into is judged when their number is known. To count GPUs takes torch, which takes seconds; what
+    is wrong with any number is found before.
+    """
+    if process is None:
+        load_config(path, [*overrides, "gradient_accumulation_steps=null"])
+    if devices:
+        processes, _ = parse_devices(devices)
+    else:
         processes = process.world_size if process else gpus()
-        config = load_config(path, [*overrides, f"model_topo.process_topology.dims=[1, {processes}]"])
+    spread = {"process_topology": {"dims": [1, processes]}}
+    config = load_config_of(TrainConfig, path, overrides, {"model_topo": spread})
     config.check_entry_point(in_stages=False)
     return config
 

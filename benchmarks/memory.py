@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -54,6 +55,10 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, AdamW, dualpipev": BF16 | DUAL,
     "bf16, AdamW, recomputed": BF16 | RECOMPUTED,
     "bf16, Lion, recomputed": BF16 | RECOMPUTED | LION,
+}
+ZERO_CASES: dict[str, dict[str, Any]] = {
+    f"{name}, ZeRO-{stage}": keys | {"zero_optimization": {"stage": stage}}
+    for stage, (name, keys) in product((2, 3), {"fp32": {}, "bf16": BF16}.items())
 }
 LORA: dict[str, Any] = {"lora": {"r": 16, "alpha": 32}, "from_scratch": False}
 NF4: dict[str, Any] = LORA | {"lora": LORA["lora"] | {"base": "nf4"}}
@@ -103,6 +108,7 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     from training.data_setup import build_loader
     from training.distributed import freed_memory, processes
     from training.engine.pipeline import PipelineTrainer
+    from training.engine.zero import ZeroTrainer
     from training.metrics.devices import this_device
     from training.metrics.peak_memory import peak_memory
     from training.plan.auto import divide
@@ -110,15 +116,17 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     from training.plan.plan import Plan
     from training.trained import with_trained
 
-    config = run_config(folder, MICRO_BATCHES, LENGTH, **keys, **topology(int(os.environ["WORLD_SIZE"]), 1))
+    ranks, in_stages = int(os.environ["WORLD_SIZE"]), keys not in ZERO_CASES.values()
+    dims = (ranks, 1) if in_stages else (1, ranks)
+    config = run_config(folder, MICRO_BATCHES if in_stages else 2 * ranks, LENGTH, **keys, **topology(*dims))
     with patch.object(freed_memory, "keep", _give_back_memory), joined(config):
         spec = with_trained(read_spec(folder), config)
-        plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device()))
+        plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device(), in_stages=in_stages))
         loader = build_loader(random_rows(MODEL["vocab_size"], config.train_batch_size, LENGTH), config)
         _load_libraries(training_dtype(config))
         _forget_peak()
         before = peak_memory()
-        trainer = PipelineTrainer.build(config, spec, folder, divide(config, spec))
+        trainer = (PipelineTrainer if in_stages else ZeroTrainer).build(config, spec, folder, divide(config, spec))
         _forget_peak()  # pages of the weights' file count while they are read
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))
@@ -169,6 +177,7 @@ if __name__ == "__main__":
     parts: dict[str, Callable[[Path], Report]] = {
         "planner": partial(measure, "planner", CASES),
         "lora": partial(measure, "lora", LORA_CASES),
+        "zero": partial(measure, "zero", ZERO_CASES),
         "quickstart": quickstart,
     }
     run_parts("Memory: peaks, predicted and measured.", parts, {"plan": plan_and_train})

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu_models import COMMON
-from benchmarks.roofline import LLAMA3, Run
+from benchmarks.roofline import SHAPES, Run
 from training.plan.plan import Plan
 from training.plan.weight_streaming import Streaming
 
-LLAMA_8B = LLAMA3 | {"max_position_embeddings": 8192}
+LLAMA_8B = SHAPES["llama-3-8b"]
 QWEN_32B: dict[str, Any] = COMMON | {
     "model_type": "qwen3",
     "hidden_size": 5120,

@@ -56,14 +56,14 @@ def make_parser(description: str = "", in_stages: bool = True) -> argparse.Argum
         "--inspect", type=_count, metavar="N", help="print N samples and one of each other type, and exit"
     )
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
-    parser.add_argument("--plan", action="store_true", help=staged("predict the run's time and memory, and exit"))
+    parser.add_argument("--plan", action="store_true", help="predict the run's time and memory, and exit")
     known = f"with --plan or --dry-run: plan for these devices instead of this machine's; known: {', '.join(KNOWN)}"
-    parser.add_argument("--devices", metavar="8xA100-40G", help=staged(known))
+    parser.add_argument("--devices", metavar="8xA100-40G", help=known)
     links = "with --plan: the link inside a host and the link between hosts"
-    parser.add_argument("--links", metavar="nvlink4,ib400", help=staged(links))
-    parser.add_argument("--per-host", type=int, metavar="N", help=staged("with --links: GPUs of a host; 8 otherwise"))
+    parser.add_argument("--links", metavar="nvlink4,ib400", help=links)
+    parser.add_argument("--per-host", type=int, metavar="N", help="with --links: GPUs of a host; 8 otherwise")
     parser.add_argument("--search", action="store_true", help=staged("with --plan: propose dims, micro-batch, ..."))
-    parser.add_argument("--calibrate", action="store_true", help=staged("with --plan: measure the layers here first"))
+    parser.add_argument("--calibrate", action="store_true", help="with --plan: measure the layers here first")
     parser.add_argument("--prove", action="store_true", help=staged("compare a small run with one process, and exit"))
     parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and exit")
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where ranks of a proof record steps
@@ -112,7 +112,7 @@ def run_entry_point(
     arguments: argparse.Namespace,
     load: Callable[[ProcessInfo | None], TrainConfig],
     run: Callable[[TrainConfig, ProcessInfo, RankMonitor], bool],
-    plan: Callable[[TrainConfig, argparse.Namespace], None] | None = None,
+    plan: Callable[[TrainConfig, argparse.Namespace], None],
     prove: Callable[[TrainConfig], None] | None = None,
     auto: Callable[[argparse.Namespace, Hosts | None], Path] | None = None,
 ) -> None:
@@ -122,7 +122,8 @@ def run_entry_point(
         arguments: see `parse_arguments`.
         load: returns the checked config.
         run: does one rank's whole job; returns whether to start over.
-        plan, prove: do `--plan` and `--prove`, if the entry point has them.
+        plan: does `--plan`.
+        prove: does `--prove`, if the entry point has it.
         auto: returns the config file of `--auto`, chosen now or at an earlier start.
     """
 
@@ -142,8 +143,6 @@ def run_entry_point(
             _configure(arguments, auto, process, hosts)
         config = load(ProcessInfo(0, sum(map(len, hosts.values())), 0, 1) if hosts else process)
         keep_tracebacks_in(config.save_path)
-        if arguments.plan and plan is None:
-            raise ConfigError("--plan: plans pipelines; expected train_ds.py")
         if arguments.prove and prove is None:
             raise ConfigError("--prove: proves pipelines; expected train_ds.py")
         if arguments.prove and process is not None:
@@ -151,7 +150,7 @@ def run_entry_point(
         if process is None and not hosts and not (arguments.plan and shape_of(config.model_path)):
             alone = arguments.plan or arguments.prove or arguments.inspect or config.from_scratch
             find_model(config.model_path, weights=not alone)
-        if arguments.plan and plan:
+        if arguments.plan:
             if process is None or process.rank == 0:
                 plan(config, arguments)
         elif arguments.prove and prove:

@@ -33,6 +33,7 @@ ONLY_BELOW_3 = frozenset(  # of zero_optimization
 BELOW_3 = ONLY_BELOW_3 | {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "overlap_comm"}
 BF16_ALONE = {"bf16_master_weights_and_grads", "bf16_optimizer_states"}
 UNPLANNED = BELOW_3 - {"reduce_bucket_size"} | BF16_ALONE | {"fp16_master_weights_and_grads", "pin_memory"}
+UNPLANNED |= {"offload_param", "zero_quantized_weights", "zero_quantized_gradients"}
 
 
 FILE, OVERRIDES = "deepspeed_config", "overrides"

@@ -37,12 +37,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     return load_config_of(TrainConfig, path, overrides)
 
 
-def load_config_of(kind: type[Config], path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Do the same for a config with keys of its own."""
+def load_config_of(
+    kind: type[Config], path: str | Path, overrides: list[str] | None = None, otherwise: dict[str, Any] | None = None
+) -> Config:
+    """Do the same for a config with keys of its own, or with other values `otherwise` of keys that are not given."""
     raw = _read_yaml(Path(path))
     overridden = [override(raw, word) for word in overrides or []]
     beside = f" with {raw[FILE]}" if raw.get(FILE) else ""
-    return checked(kind, raw, f"{path}{beside}: ", overridden)
+    return checked(kind, (otherwise or {}) | raw, f"{path}{beside}: ", overridden)
 
 
 def checked(kind: type[Config], raw: dict[str, Any], place: str = "", overridden: Collection[str] = ()) -> Config:

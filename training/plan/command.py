@@ -1,4 +1,4 @@
-"""Entry point of `train_ds.py --config F --plan`, and a plan as tables, lines and a picture.
+"""Entry point of `--plan`, of both scripts, and a plan as tables, lines and a picture.
 
 It needs no GPU, and of the model only config.json. The exit code is 0 when the run fits and 1 when it does not.
 """
@@ -35,6 +35,7 @@ from training.data_setup import RecordReader
 from training.distributed.links import FILE as LINKS_FILE
 from training.errors import ConfigError
 from training.metrics.devices import TERA, parse_devices, this_device
+from training.plan import zero
 from training.plan.communication import PER_HOST, Fabric, stage_messages
 from training.plan.inputs import MEASURED_FILE, Basis, Workload
 from training.plan.plan import ERROR, Plan
@@ -56,8 +57,11 @@ DRAWN = {name: name for name in MEMORY[:4]} | {
 }  # of plan.png, from below
 
 
-def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
+def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool = True) -> None:
     """Print the plan, draw it into the run's folder, and exit with 1 where it does not fit.
+
+    Args:
+        in_stages: whether of a pipeline; else of plain ZeRO.
 
     Raises:
         ConfigError, CheckpointError: config, model or devices are unusable.
@@ -90,12 +94,12 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace) -> None:
     # Measurements on this machine do not hold for other devices, unless the user says that they are the same.
     here = arguments.calibrate or not arguments.devices
     basis, ignored = Basis.of_run(config, spec, workload, device, calibrated=here)
-    basis = replace(basis, named=fabric)
+    basis = replace(basis, named=fabric, in_stages=in_stages)
     processes = count or config.model_topo.processes
     where = f"{processes} x {device.name}" if device.memory else f"{counted(processes, 'process')} on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
     known = [f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, full rows"] if shape else []
-    for line in [*known, *ignored, *describe_ignored_keys(config, plan=True)]:
+    for line in [*known, *ignored, *describe_ignored_keys(config, in_stages, plan=True)]:
         log.print(line)
     _show(basis, processes, feed if arguments.search else None, log)
 
@@ -203,8 +207,8 @@ def plan_summary(plan: Plan) -> list[str]:
     lines = [
         f"data: {work.source}",
         f"step: {a_step} x {work.length:.0f} tokens a replica, {work.supervised:.0%} of them supervised; "
-        f"{config.schedule}",
-        f"bubble: {plan.bubble:.1%} of the devices' time",
+        f"{config.schedule if basis.in_stages else 'no pipeline'}",
+        f"bubble: {plan.bubble:.1%} of the devices' time" if basis.in_stages else zero.describe(basis),
     ]
     if basis.in_fp8:
         lines.append(f"products of the blocks: fp8, at best {device.fp8 / TERA:,.0f} TFLOP/s; MFU is of bf16's peak")

@@ -27,6 +27,7 @@ from models.lean_loss import chunk_tokens
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import HOST_LINK, Device, this_device
+from training.plan import zero
 from training.plan.communication import layer_messages
 from training.plan.inputs import Basis, layer_kinds
 from training.plan.memory import StateBytes, kept_bytes, sent_bytes
@@ -151,12 +152,16 @@ def layer_times(basis: Basis) -> list[LayerTime]:
             forward, backward = forward.times(factor), backward.times(factor)
         if number in basis.recomputed:
             backward += forward
-        hidden = backward.total if config.sums_while_computing and device.reserves else 0.0
-        once = Spent(optimizer=weights * update, replicas=_sum_time(config, basis.sums_bandwidth, weights, hidden))
+        early = config.sums_while_computing and basis.in_stages  # without stages DeepSpeed sums, afterwards
+        hidden = backward.total if early and device.reserves else 0.0
+        summed = _sum_time(config, basis.sums_bandwidth, weights, hidden, early)
+        once = Spent(optimizer=weights * update, replicas=summed)
         moved = offloaded[number] * work.length / work.longest / HOST_LINK
         crosses = SUM_CROSSES if config.offload_gradients and device.reserves else 0.0
         forward += Spent(offload=max(0.0, moved - forward.total))
         backward += Spent(offload=max(0.0, moved + weights * StateBytes.of(config).sum * crosses - backward.total))
+        gathered, reduced = zero.seconds(basis, number, sent_bytes(config))
+        forward, backward = forward + Spent(replicas=gathered), backward + Spent(replicas=reduced)
         times.append(LayerTime(forward, backward, once))
     return times
 
@@ -171,19 +176,20 @@ def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
     return PRODUCT_SUM if by_product else FP32_SUM
 
 
-def _sum_time(config: TrainConfig, bandwidth: float, weights: int, hidden: float) -> float:
-    """Return seconds in which replicas sum gradients and gather weights, with nothing to compute.
+def _sum_time(config: TrainConfig, bandwidth: float, weights: int, hidden: float, early: bool) -> float:
+    """Return seconds at the end of a step in which replicas sum gradients and gather weights, with nothing to compute.
 
     In a ring, an all-reduce takes each byte twice over a link, a reduce once, and an all-gather of the weights once.
 
     Args:
         bandwidth: bytes/s that a process sends.
         hidden: seconds of computation meanwhile; none where the cores that compute also send.
+        early: whether gradients are reduced during the backward pass.
     """
-    others, early = 1 - 1 / config.model_topo.replicas, config.sums_while_computing
+    others, stage = 1 - 1 / config.model_topo.replicas, config.zero_optimization.stage
     summed = sent_bytes(config) * (1 if early else 2 * others) / bandwidth
-    gathered = others * training_dtype(config).itemsize / bandwidth
-    return weights * gathered + max(0.0, weights * summed - hidden)
+    gathered = others * training_dtype(config).itemsize / bandwidth if stage < 3 else 0.0
+    return weights * gathered + (max(0.0, weights * summed - hidden) if stage < 2 else 0.0)
 
 
 def update_time(config: TrainConfig, device: Device) -> float:

@@ -39,7 +39,7 @@ Found = TypeVar("Found")
 
 FILE = "calibration.json"
 MEASURED_FILE = "measured.json"
-ESTIMATES = 3  # version of the estimates: raise it when they change, as older factors do not fit then
+ESTIMATES = 4  # version of the estimates: raise it when they change, as older factors do not fit then
 SAMPLED_STEPS = 16  # of the first epoch, which stand for the others
 # Keys that the times and the memory of stages depend on, besides device, model, data and torch.
 DEPENDS = (
@@ -197,6 +197,7 @@ class Basis:
     measured: Measured | None = None  # first steps of this run, which correct the plan
     links: Links | None = None  # measured by `--check`
     named: Fabric | None = None  # from `--links`, which overrides `links`
+    in_stages: bool = True  # else plain ZeRO
     recompute: frozenset[int] | None = None  # layers that recompute; without, by the config (with `auto`: all blocks)
     known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False, compare=False)  # cache of `once`
 

@@ -32,6 +32,7 @@ from training.config.keys import TrainConfig
 from training.engine import host_sums
 from training.metrics.devices import cpu_has_bf16
 from training.optimizer.optimizers import PIECE
+from training.plan import zero
 from training.plan.inputs import Basis, layer_kinds
 from training.plan.partition import LayerRange, layers_of
 from training.schedule.simulation import moments_in_flight
@@ -82,13 +83,15 @@ class StateBytes:
             if config.offload_gradients:  # where the copy is going to be, if this replica has it
                 return replace(lean, gradient=0.0, host=host + gradient * (1 - 1 / replicas), bucket=gradient)
             return replace(lean, host=host, bucket=gradient)
-        if gradient > weight:  # bf16, whose sums are fp32 already; replicas send each other rounded ones
+        if (
+            gradient > weight and zero.stage < 2
+        ):  # bf16, whose sums are fp32 already; replicas send each other rounded ones
             sent = sent_bytes(config)
             return replace(sharded, step=max(decayed, sent if replicas > 1 and sent < gradient else 0.0))
         if dtype == torch.bfloat16 and zero.stage == 0:  # the sharded gradient in fp32
             return replace(sharded, step=decayed + 4.0 / replicas)
         # The sharded gradient joined, in 16 bits and in fp32, or in fp32 alone; before the step, the bucket.
-        copies = 4.0 if dtype == torch.float32 else weight + 4.0
+        copies = 4.0 if gradient > 2 else weight + 4.0
         bucket = 0.0 if config.sums_while_computing and config.model_topo.stages > 1 else weight
         return replace(sharded, step=decayed + copies / replicas, bucket=bucket)
 
@@ -200,11 +203,15 @@ class MemoryModel:
             states.bucket * (states.bucket_size if self._device.reserves else min(trained, states.bucket_size))
         )
         host = int(trained * states.host)
+        kept_weights, kept_gradients, gathered = zero.kept(self._config, held)
+        if self._config.zero_optimization.stage > 1:  # the bucket is there while gradients come; offloaded ones leave
+            activations += bucket + gathered
+            kept_gradients *= not self._config.zero_optimization.offloads
         if self._device.memory is None and not self._device.reserves:  # on a CPU all of it is main memory
             optimizer, host = optimizer + host, 0
         return StageMemory(
-            weights=int((held - packed) * states.weight + packed * self._packed_bytes),
-            gradients=int(trained * states.gradient),
+            weights=int(((held - packed) * states.weight + packed * self._packed_bytes) * kept_weights),
+            gradients=int(trained * states.gradient * kept_gradients),
             optimizer=optimizer,
             activations=activations + update,
             step=max(int(trained * states.step) + working, bucket + moved) + update,

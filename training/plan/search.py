@@ -196,7 +196,7 @@ def advise(basis: Basis) -> list[Advice]:
             advice.append(Advice(change, Plan.make(changed), Plan.make(together)))
             if advice[-1].together.fits:
                 return advice
-    return [*advice, *advise_stages(basis)]
+    return [*advice, *(advise_stages(basis) if basis.in_stages else [])]
 
 
 def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
@@ -231,13 +231,15 @@ def give_up(config: TrainConfig, fixed: Container[str]) -> Iterator[TrainConfig]
 def _cheaper(basis: Basis) -> dict[str, Basis]:
     """Apply each of the `savings` alone, of those that suit the device and the optimizer."""
     suited = (
-        (change, keys) for change, keys in savings(basis.config) if basis.device.reserves or change != OFFLOADS[1]
+        (change, keys)
+        for change, keys in savings(basis.config, basis.in_stages)
+        if basis.device.reserves or change != OFFLOADS[1]
     )
     changed = {change: basis.changed(**keys) for change, keys in suited}
     return {change: each for change, each in changed.items() if not any(of_optimizer(each.config))}
 
 
-def savings(config: TrainConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def savings(config: TrainConfig, in_stages: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     """List single changes that may save memory, the cheapest first: what to write, and the keys to change."""
     zero, topo = config.zero_optimization, config.model_topo
 
@@ -249,6 +251,8 @@ def savings(config: TrainConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "model_topo.parts: auto", {"model_topo": topo.spread(topo.stages, topo.replicas)}
     if zero.stage == 0 and topo.replicas > 1:
         yield "zero_optimization.stage: 1", with_zero(stage=1)
+    for stage in () if in_stages or topo.replicas == 1 else range(max(2, zero.stage + 1), 4):
+        yield f"zero_optimization.stage: {stage}", with_zero(stage=stage)
     if zero.stage == 1 and topo.replicas == 1 and not half and not zero.offloads:
         yield "zero_optimization.stage: 0", with_zero(stage=0)
     if config.train_micro_batch_size_per_gpu > 1:
@@ -259,7 +263,7 @@ def savings(config: TrainConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         yield OFFLOADS[0], with_zero(offload_optimizer=OptimizerOffload(device="cpu"))
     if not config.offload_activations:
         yield OFFLOADS[1], {"offload_activations": True}
-    if zero.offloads and not config.offload_gradients:
+    if zero.offloads and not config.offload_gradients and in_stages:
         yield OFFLOADS[2], {"offload_gradients": True}
     if config.optimizer.type in ("AdamW", "Adam"):
         params = {name: value for name, value in config.optimizer.params.items() if name in PARAMETERS["Lion"]}

@@ -249,6 +249,36 @@ def test_the_processes_are_the_replicas_unless_the_config_says_otherwise(tmp_pat
     assert train_ds_zero.load_spread_config(path, [], process).model_topo.replicas == 2
 
 
+@pytest.mark.parametrize(("steps", "processes", "expected"), [(2, 2, 1), (1, 4, None), (4, None, None), (1, 1, 4)])
+def test_accumulation_is_judged_by_the_processes_that_there_are(
+    steps: int, processes: int | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_ds_zero, "gpus", lambda: 1)
+    keys = {"model_path": "m", "data_path": "d", "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    path = str(write_config(tmp_path / "run.yml", **keys | {"train_batch_size": 4 if processes == 2 else 8}))
+    process = processes and ProcessInfo(rank=0, world_size=processes, local_rank=0, local_size=processes)
+    words = [f"gradient_accumulation_steps={steps}"]
+    if expected is None:
+        assert train_ds_zero.load_spread_config(path, words, process or None).gradient_accumulation_steps == steps
+        return
+    with pytest.raises(ConfigError, match=rf"gradient_accumulation_steps: {steps} .*; expected {expected}, or leave"):
+        train_ds_zero.load_spread_config(path, words, process or None)
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_one_right_accumulation(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "max_steps": 1, "max_seq_len": 64}
+    keys |= {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    path = write_config(tmp_path / "run.yml", **keys)
+    wrong = supervised(PROCESSES, "train_ds_zero.py", "--config", path, "gradient_accumulation_steps=2")
+    assert wrong.returncode and "gradient_accumulation_steps: 2 contradicts train_batch_size 4; expected 1" in (
+        wrong.stdout + wrong.stderr
+    )
+    right = supervised(PROCESSES, "train_ds_zero.py", "--config", path, "gradient_accumulation_steps=1")
+    assert right.returncode == 0, right.stdout[-3000:] + right.stderr[-3000:]
+    assert len(metrics(tmp_path / "run")) == 1
+
+
 def test_a_config_with_stages_is_refused() -> None:
     keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
     optimizer = {"params": {"lr": 1e-5}}

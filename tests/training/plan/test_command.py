@@ -180,13 +180,41 @@ def test_plan_measures_the_records(tmp_path: Path, make_checkpoint: Any, capsys:
     assert "batches of data_path" in printed and "measured on CPU" in printed and "the whole run: 7 steps" in printed
 
 
-def test_zero_has_no_pipeline_to_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "code", "texts"),
+    [
+        (
+            "--devices 8xA100-40G zero_optimization.stage=3",
+            None,
+            ["stage 3, 8 processes share", "gathers 13.5 GB twice"],
+        ),
+        ("--devices 2xA100-40G", 1, ["no pipeline", "zero_optimization.stage: 2", "zero_optimization.stage: 3"]),
+        ("--devices 3xA100-40G", 2, ["train_batch_size: 8 is not a multiple of 3"]),
+        ("--devices 2xA100-40G --search", 2, ["--search: proposes pipelines; expected train_ds.py"]),
+        (
+            "--devices 8xH100 zero_optimization.stage=3 zero_optimization.offload_param.device=cpu",
+            None,
+            ["not in the plan: zero_optimization.offload_param"],
+        ),
+    ],
+)
+def test_zero_is_planned_for_the_devices_asked_for(
+    words: str,
+    code: int | None,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     llama(tmp_path)
-    path = write_config(tmp_path / "config.yml", model_path=str(tmp_path), data_path="x")
-    monkeypatch.setattr(sys, "argv", ["train_ds_zero.py", "--config", str(path), "--plan"])
-    with pytest.raises(SystemExit) as left:
+    keys = {"fp16": {"enabled": True}, "optimizer": {"params": {"lr": 1e-5}}}
+    path = write_config(tmp_path / "config.yml", model_path=str(tmp_path), data_path="x", **keys)
+    monkeypatch.setattr(sys, "argv", ["train_ds_zero.py", "--config", str(path), "--plan", *words.split()])
+    try:
         train_ds_zero.main()
-    assert left.value.code == 2
-    assert capsys.readouterr().err.startswith("error: --plan: plans pipelines; expected train_ds.py")
+        left = None
+    except SystemExit as end:
+        left = end.code
+    assert left == code
+    printed = " ".join("".join(capsys.readouterr()).split())
+    assert all(text in printed for text in texts), printed
