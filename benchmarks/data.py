@@ -93,7 +93,8 @@ def bare(folder: Path, data: str) -> None:
     """Give the texts of the same samples to the tokenizer alone."""
     from data.chat.prompts import Prompts
     from data.records.formats import convert
-    from data.tokenized.tokenize import Writer, load_tokenizer
+    from data.tokenized.tokenize import Writer
+    from data.tokenized.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     writer = Writer(tokenizer, Prompts("chat_template"))

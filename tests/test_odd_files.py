@@ -21,7 +21,7 @@ from rich.console import Console
 from data.chat.prompts import Prompts
 from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.store import is_whole, open_cache
-from data.tokenized.tokenize import load_tokenizer
+from data.tokenized.tokenizer import load_tokenizer
 from models.api import read_spec
 from models.checkpoint import publish
 from models.checkpoint.layout import MANIFEST, RECORD, Manifest, not_found, resolve, weight_index

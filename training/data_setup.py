@@ -20,7 +20,7 @@ from data.records.sources import Source
 from data.sample_set import SampleSet
 from data.tokenized.answer_end import answer_end
 from data.tokenized.dataset import Dataset, load_dataset
-from data.tokenized.tokenize import load_tokenizer
+from data.tokenized.tokenizer import load_tokenizer
 from models.block_options import FP8_MULTIPLE
 from models.config_json import stop_ids
 from models.spec import ModelSpec

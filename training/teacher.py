@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.quantities import counted
-from data.tokenized.tokenize import load_tokenizer
+from data.tokenized.tokenizer import load_tokenizer
 from models.adapters import Trained
 from models.checkpoint.hub import find_model
 from models.errors import CheckpointError

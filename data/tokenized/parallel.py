@@ -38,7 +38,8 @@ from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized,
 from data.tokenized.columns import Encoded, Tallies, Tally, fit, pack_samples
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleFile, SampleWriter
-from data.tokenized.tokenize import Tokens, encode_many, encode_tokens, load_tokenizer
+from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
+from data.tokenized.tokenizer import load_tokenizer
 
 META = "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18

@@ -11,27 +11,22 @@ the encoding only for the tokens at the ends of each range.
 from __future__ import annotations
 
 import json
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import pairwise, takewhile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from tokenizers import Encoding
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from common.quantities import counted
-from common.terminal import reason_of
 from data.chat.chat_template import ChatTemplate, chat_template
 from data.chat.gdgpt import write_gdgpt
 from data.chat.messages import JSON, Said, each_said_in, said_in, with_mask, without_end
-from data.chat.native.kinds import native_tokenizer, older_template
-from data.chat.native.pieces import expected_ids, read_json
 from data.chat.plain import write_plain
 from data.chat.prompts import GDGPT, AnyPrompts, Prompts, as_prompts, end_of_sequence, format_of, templated
 from data.chat.rendered import RenderedText, Span, join

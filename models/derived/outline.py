@@ -11,9 +11,8 @@ Cost: a model of a few small layers, some 0.1 s.
 from __future__ import annotations
 
 import inspect
-import re
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from common.log import Log
 from data.inspection.inspect import show_samples
-from data.tokenized.tokenize import encode, load_tokenizer
+from data.tokenized.tokenize import encode
+from data.tokenized.tokenizer import load_tokenizer
 
 
 def printed(*renderables: Any) -> str:

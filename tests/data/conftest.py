@@ -16,7 +16,7 @@ from data.tokenized import store
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.recipe import Recipe
 from data.tokenized.store import Cache
-from data.tokenized.tokenize import load_tokenizer
+from data.tokenized.tokenizer import load_tokenizer
 from tests.data.caches import JUDGED_LIMIT, LIMIT, Load
 
 PAIRS, TEMPLATE = Wanted("pairs"), Prompts("chat_template")

@@ -26,7 +26,7 @@ from data.chat.native.families import PATTERN
 from data.chat.native.kinds import native_tokenizer
 from data.errors import DataError
 from data.sample_set import IGNORED
-from data.tokenized.tokenize import load_tokenizer
+from data.tokenized.tokenizer import load_tokenizer
 from tests.conftest import FAQ, SHARED
 
 CONTROL = 3  # type of a piece

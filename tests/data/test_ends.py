@@ -10,7 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts
-from data.tokenized.tokenize import RENDERED, TWICE, Tokens, encode_tokens, load_tokenizer
+from data.tokenized.tokenize import RENDERED, TWICE, Tokens, encode_tokens
+from data.tokenized.tokenizer import load_tokenizer
 from tests.data.helpers import RECORDS, chat
 
 JSON = dict[str, Any]

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat.native.families import MARK
 from data.chat.native.kinds import end_tokens, export_tokenizer, native_tokenizer
-from data.tokenized.tokenize import encode, load_tokenizer
+from data.tokenized.tokenize import encode
+from data.tokenized.tokenizer import load_tokenizer
 from tests.conftest import FAQ
 from tests.data.helpers import chat
 from tests.data.published_tokenizers import (

@@ -18,7 +18,7 @@ from data.chat.native.kinds import export_tokenizer
 from data.chat.native.pieces import CONTROLS
 from data.chat.prompts import Prompts
 from data.errors import DataError
-from data.tokenized.tokenize import load_tokenizer
+from data.tokenized.tokenizer import load_tokenizer
 from tests.conftest import SHARED
 from tests.data.published_tokenizers import golden, refusal, sentencepiece_model, write
 from training.checkpoint.side_files import read_side_files

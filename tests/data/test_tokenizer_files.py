@@ -11,7 +11,7 @@ from transformers.utils import hub
 
 from data.errors import DataError
 from data.tokenized.recipe import tokenizer_digest
-from data.tokenized.tokenize import VOCABULARIES, load_tokenizer
+from data.tokenized.tokenizer import VOCABULARIES, load_tokenizer
 from tests.data.published_tokenizers import write
 
 

@@ -19,7 +19,8 @@ from data.chat.native.kinds import end_tokens
 from data.chat.prompts import PLAIN, AnyPrompts, as_prompts, check_prompt_format, templated
 from data.errors import DataError
 from data.tokenized.answer_end import answer_end
-from data.tokenized.tokenize import encode_beginning, encode_question, load_tokenizer
+from data.tokenized.tokenize import encode_beginning, encode_question
+from data.tokenized.tokenizer import load_tokenizer
 from models import load_model
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import RECORD, resolve

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AddedToken, AutoModelForCausalLM
 
 import demo
-from data.tokenized.tokenize import encode, load_tokenizer
+from data.tokenized.tokenize import encode
+from data.tokenized.tokenizer import load_tokenizer
 from tests.data.template_styles import Style
 
 Make = Callable[..., Path]

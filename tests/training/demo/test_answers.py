@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from common.log import Log
 from data.chat.messages import Said
 from data.chat.native.kinds import export_tokenizer
-from data.tokenized.tokenize import load_tokenizer
+from data.tokenized.tokenizer import load_tokenizer
 from models.api import read_spec
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp

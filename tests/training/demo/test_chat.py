@@ -23,7 +23,8 @@ from data.errors import DataError
 from data.records.formats import convert
 from data.records.raw_records import read_file
 from data.records.reading import parse
-from data.tokenized.tokenize import encode, load_tokenizer
+from data.tokenized.tokenize import encode
+from data.tokenized.tokenizer import load_tokenizer
 from models.generation import GREEDY, generate_many
 from tests.conftest import save_original
 from tests.data.helpers import parse_record

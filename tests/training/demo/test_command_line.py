@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.terminal import safe_text
-from data.tokenized.tokenize import encode, load_tokenizer
+from data.tokenized.tokenize import encode
+from data.tokenized.tokenizer import load_tokenizer
 from models import CausalLM
 from models.conversion.to_pipeline import hg_to_pp
 from models.generation import Request
