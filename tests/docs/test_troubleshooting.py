@@ -29,7 +29,7 @@ SOURCES = {
     "cannot be combined with a pipeline": "training/config/keys.py",
     "proves pipelines; expected train_ds.py": "training/command_line.py",
     "no token is trained within max_seq_len": "data/tokenized/parallel.py",
-    "no usable tokenizer: expected one of the files": "data/tokenized/tokenize.py",
+    "no usable tokenizer: expected one of the files": "data/tokenized/tokenizer.py",
     "not found; expected a model folder": "models/checkpoint/layout.py",
     "out of memory: stage": "training/plan/resources.py",
     "the gradient's norm": "training/bad_steps.py",
