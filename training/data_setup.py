@@ -132,7 +132,7 @@ def build_loader(
     return kind(
         data,
         config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
+        config.micro_batch_size,
         config.model_topo.row_replicas,
         config.seed,
         drop_last,
@@ -170,7 +170,7 @@ def row_length(lengths: NDArray[Any] | None, config: TrainConfig, router_loss: b
         longest=longest,
         limit=config.sample_limit,
         batch_size=config.train_batch_size,
-        micro_batch_size=config.train_micro_batch_size_per_gpu,
+        micro_batch_size=config.micro_batch_size,
         replicas=config.model_topo.row_replicas,
         stages=config.model_topo.stages,
     )

@@ -79,17 +79,10 @@ class LanguageModel(Task):
         check_sharing(config, spec)
         reader = RecordReader(config, folder, log)
         self.teacher = read_teacher(config, spec, reader, self._read_spec) if config.distillation else None
-        self.dataset, held_out = self._sets(config, reader)
-        self.held_out = held_out
-        self.loader = training_loader(self.dataset, config, spec, self.loader_kind)
-        self.evaluation = None
-        if held_out is not None:
-            numbers = {kind: numpy.flatnonzero(held_out.of_type(kind)) for kind in held_out.types}
-            loaders = {kind: build_loader(held_out, config, numbers=its) for kind, its in numbers.items()}
-            self.evaluation = Evaluation(
-                loaders, config, self.loader.steps_per_epoch, not log.quiet, held_out.fingerprint()
-            )
-        sets = [self.dataset] if held_out is None else [self.dataset, held_out]
+        self.dataset, self.held_out = self._sets(config, reader)
+        self.spec, self._shows = spec, not log.quiet
+        self.make_batches(config)
+        sets = [self.dataset] if self.held_out is None else [self.dataset, self.held_out]
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         self.side_files = {}
         if disk.owns_folder:
@@ -100,7 +93,7 @@ class LanguageModel(Task):
                 self.side_files["config.json"] = (json.dumps(spec.raw, indent=2) + "\n").encode()
                 if spec.language:
                     self.side_files.pop(MANIFEST, None)  # it lists the weights of the language model
-        self.model_folder, self.spec, self.n_layers = folder, spec, spec.n_layers
+        self.model_folder, self.n_layers = folder, spec.n_layers
         self._notes = digests_folder(config.cache_dir)
         self.order = DataOrder(
             samples=len(self.dataset),
@@ -111,6 +104,18 @@ class LanguageModel(Task):
             packed_epoch=self.loader.row_length if config.packing == "dataset" else 0,
             stream_gb=config.stream_gb,
         )
+
+    def make_batches(self, config: TrainConfig) -> None:
+        """Divide the records into batches and micro-batches, those to evaluate on too."""
+        self.loader = training_loader(self.dataset, config, self.spec, self.loader_kind)
+        self.evaluation = None
+        if self.held_out is not None:
+            held_out = self.held_out
+            numbers = {kind: numpy.flatnonzero(held_out.of_type(kind)) for kind in held_out.types}
+            loaders = {kind: build_loader(held_out, config, numbers=its) for kind, its in numbers.items()}
+            self.evaluation = Evaluation(
+                loaders, config, self.loader.steps_per_epoch, self._shows, held_out.fingerprint()
+            )
 
     def check_checkpoint(self, folder: Path) -> None:
         check_same_model(self.spec, folder)

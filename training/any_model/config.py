@@ -37,6 +37,8 @@ class PipelineConfig(TrainConfig):
     def _check_keys(cls, raw: Any) -> Any:
         for key in LANGUAGE_MODEL_KEYS.intersection(raw):
             raise ValueError(f"{key}: a key of language models, without effect on a Pipeline's layers; leave it out")
+        if raw.get("train_micro_batch_size_per_gpu") == "auto":
+            raise ValueError("train_micro_batch_size_per_gpu: auto knows language models; expected a number of rows")
         if raw.get("use_grad_ckpt") == "auto":
             raise ValueError("use_grad_ckpt: auto knows the blocks of language models; expected true or {every: n}")
         return raw

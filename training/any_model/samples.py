@@ -48,7 +48,7 @@ class SampleLoader(Loader):
         self, dataset: Dataset[Any], config: PipelineConfig, collate: Collate | None = None, evaluates: bool = False
     ) -> None:
         samples: Any = dataset
-        rows, replicas = config.train_micro_batch_size_per_gpu, config.model_topo.replicas
+        rows, replicas = config.micro_batch_size, config.model_topo.replicas
         what, least, why = "dataset", config.train_batch_size, "train_batch_size"
         if evaluates:
             what, least, why = "eval_dataset", rows * replicas, "a micro-batch for each replica"

@@ -58,7 +58,7 @@ class Layers(Task):
         if self._eval_dataset is not None:
             held_out = SampleLoader(self._eval_dataset, config, self._collate, evaluates=True)
             self.evaluation = Evaluation({"": held_out}, config, self.loader.steps_per_epoch, active=not log.quiet)
-            a_micro_batch = config.train_micro_batch_size_per_gpu * config.model_topo.replicas
+            a_micro_batch = config.micro_batch_size * config.model_topo.replicas
             if left := len(held_out.data.samples) % a_micro_batch:
                 log.print(f"evaluation: without the last {left} samples, too few for a micro-batch for each replica")
         elif config.eval_interval or config.eval_at_start:

@@ -141,13 +141,13 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     kind, why = (None, APART) if apart else precision(machine.kind)
     if not choices.is_own("bf16") and not choices.is_own("fp16"):
         choices.add(f"{kind or 'bf16'}.enabled", kind is not None, why)
-    fixed = {key for key in SEARCHED if choices.is_own(key)}
+    fixed = {key for key in SEARCHED if choices.is_own(key) and getattr(config, key) != "auto"}
     if choices.is_own(OFFLOAD):
         fixed.add("zero_optimization")
     if choices.is_own(DIMS) or isinstance(parts, list):
         fixed.add("model_topo")
         machine = replace(machine, counts=(config.model_topo.processes,))
-    fill(choices, data, spec, config.train_micro_batch_size_per_gpu * math.lcm(*machine.counts))
+    fill(choices, data, spec, config.micro_batch_size * math.lcm(*machine.counts))
     plan = _choose_topology(choices, Search(machine, spec, _reader(folder), frozenset(fixed), log))
     what = [f"machine: {machine.name}", f"model: {spec.family.name}, {spec.n_layers} layers"]
     return [*what, *summary.facts(data, config.max_seq_len)], plan
@@ -187,7 +187,7 @@ def _choose_topology(choices: Choices, search: Search) -> Plan:
     if topo.sequence > 1:
         choices.add("model_topo.sequence", topo.sequence, "replicas that share their rows, which are long")
     choices.add("model_topo.parts", plan.parts, "layers of each stage: the slowest one is as fast as can be")
-    rows, steps = config.train_micro_batch_size_per_gpu, basis.micro_batches
+    rows, steps = config.micro_batch_size, basis.micro_batches
     why = f"rows at a time, the fastest of {SIZES} that fit; gradients accumulate over {counted(steps, 'micro-batch')}"
     choices.add("train_micro_batch_size_per_gpu", rows, why)
     waits = f"{plan.bubble:.0%} of the time is waiting" if plan.bubble > 0 else "nothing waits"

@@ -40,6 +40,7 @@ NEXT = "counts from the next step on"
 NEW_SCHEDULE = "the learning rate is that of the new schedule from the next step on"
 ROUNDING = "sums are rounded in another order"
 PRODUCTS = "the products of the blocks are rounded to other numbers"
+AUTO_ROWS = "train_micro_batch_size_per_gpu", "auto"  # which keeps what the checkpoint has
 MICRO_BATCHES = f"{ROUNDING}; a router loss is that of other micro-batches"
 
 _RULES: list[tuple[Rule, str]] = [
@@ -93,7 +94,8 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> l
         ConfigError: a setting differs that must agree.
     """
     by_effect: dict[str, list[str]] = defaultdict(list)
-    changed = [key for key in {**now, **then} if rule_of(key).counts and then.get(key) != now.get(key)]
+    keys = [key for key in {**now, **then} if rule_of(key).counts and then.get(key) != now.get(key)]
+    changed = [key for key in keys if (key, now.get(key)) != AUTO_ROWS]
     fixed = [key for key in changed if not rule_of(key).free]
     # In the config's order, which has the kind before its numbers; what an earlier version did not know is empty.
     for key in (key for key in fixed if then.get(key) or now.get(key)):

@@ -217,7 +217,7 @@ def _of_evaluation(config: Any) -> Iterator[str]:
 
 
 def _of_batches_and_parts(config: Any) -> Iterator[str]:
-    rows, replicas = config.train_micro_batch_size_per_gpu, config.model_topo.row_replicas
+    rows, replicas = config.micro_batch_size, config.model_topo.row_replicas
     unit = rows * replicas
     each = " with rows of their own" if config.model_topo.sequence > 1 else ""
     if config.train_batch_size % unit:
@@ -230,7 +230,12 @@ def _of_batches_and_parts(config: Any) -> Iterator[str]:
         what = f"{chunks} chunks, two a stage with dualpipev" if config.v_schedule else f"{chunks} stages"
         yield f"model_topo.parts: expected one entry for each of {what}, found {parts}"
     steps = config.gradient_accumulation_steps
-    if steps not in (None, config.train_batch_size // unit):
+    if config.train_micro_batch_size_per_gpu == "auto":
+        if steps is not None:
+            yield f"gradient_accumulation_steps: {steps} contradicts train_micro_batch_size_per_gpu: auto; leave it out"
+        if config.schedule == WEIGHT_STREAMING:
+            yield "train_micro_batch_size_per_gpu: auto is for pipelines and ZeRO; expected a number of rows"
+    elif steps not in (None, config.train_batch_size // unit):
         yield (
             f"gradient_accumulation_steps: {steps} contradicts train_batch_size {config.train_batch_size}; "
             f"expected {config.train_batch_size // unit}, or leave it out"

@@ -143,12 +143,10 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     """
     # Each step sets its number of micro-batches; at the start DeepSpeed only checks that there are enough.
     topo = config.model_topo
-    rows = max(
-        config.train_batch_size, config.least_micro_batches * config.train_micro_batch_size_per_gpu * topo.row_replicas
-    )
+    rows = max(config.train_batch_size, config.least_micro_batches * config.micro_batch_size * topo.row_replicas)
     resolved: dict[str, Any] = {
         "train_batch_size": rows * topo.sequence,  # DeepSpeed counts rows that replicas share once for each
-        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
         # Only where it may have to clip does DeepSpeed compute the norm, and skip a step whose norm is not finite.
         "gradient_clipping": config.gradient_clipping or torch.finfo(torch.float32).max,
         "zero_optimization": config.zero_optimization.model_dump(exclude_none=True),

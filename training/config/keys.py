@@ -74,8 +74,9 @@ class TrainConfig(Section):
     """Regular expressions; weights whose names in transformers' model match one are not trained, such as
     `[embed_tokens, 'layers\\.[0-7]\\.']`."""
 
-    train_micro_batch_size_per_gpu: int = Field(default=1, ge=1)
-    """Rows in one forward pass of one replica. A row is a sample, or several where they are packed."""
+    train_micro_batch_size_per_gpu: Annotated[PositiveInt | Literal["auto"], expected("a number of rows, or auto")] = 1
+    """Rows in one forward pass of one replica. A row is a sample, or several where they are packed. `auto` takes the
+    number with which the planner finds a step fastest, within the memory; a resumed run keeps it."""
 
     train_batch_size: int = Field(ge=1)
     """Samples in one optimizer step, over all replicas; a multiple of micro-batch x replicas, of which those that share
@@ -329,6 +330,11 @@ class TrainConfig(Section):
         if self.schedule == WEIGHT_STREAMING:  # in place of ZeRO, each process updates layers of its own
             self.zero_optimization = self.zero_optimization.model_copy(update={"stage": 0})
         return self
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows in one forward pass of one replica; 1 where `auto` has not chosen yet."""
+        return 1 if self.train_micro_batch_size_per_gpu == "auto" else self.train_micro_batch_size_per_gpu
 
     @property
     def v_schedule(self) -> bool:

@@ -1,4 +1,4 @@
-"""Resolve `parts: auto` and `use_grad_ckpt: auto` on rank 0 and broadcast them; the planner's callback of a run.
+"""Resolve `auto` (micro-batch, parts, recomputation) on rank 0 and broadcast it; the planner's callback of a run.
 
 `training.plan.partition` splits the layers. Of each stage as few blocks recompute as make it fit into the memory of the
 smallest device. On a CPU none recomputes.
@@ -17,13 +17,15 @@ from models.spec import ModelSpec
 from training.callbacks import Callback
 from training.checkpoint.folder import CheckpointRecord
 from training.config.keys import TrainConfig
-from training.distributed.processes import gather
+from training.distributed.processes import agreed, gather
 from training.job import Job
 from training.language_model import LanguageModel, split_as_configured
 from training.metrics.devices import Device, this_device
 from training.plan.inputs import MEASURED_FILE, Basis, Workload
+from training.plan.micro_batch import ROWS, choose_rows
 from training.plan.plan import Plan
 from training.plan.resources import check_resources, explain_out_of_memory
+from training.plan.search import feed_of
 from training.plan.timing import choose_kernels
 from training.plan.weight_streaming import cut, cut_into_slots, describe
 from training.schedule.instructions import WEIGHT_STREAMING
@@ -38,8 +40,31 @@ class Planning(Callback):
 
     def on_divide(self, job: Job) -> None:
         task = self._task
+        if job.config.train_micro_batch_size_per_gpu == "auto":
+            self._choose_rows(job)
         if leaves_open(job.config, task.spec, task.in_stages):
             job.division = divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known)
+
+    def _choose_rows(self, job: Job) -> None:
+        """Choose the rows of a micro-batch, and make the batches anew; a run that resumes keeps what it has."""
+        config, known = job.config, job.progress.known
+        rows = known.settings.get(ROWS) if known else None
+        if rows is None or config.train_batch_size % (rows * config.model_topo.row_replicas):
+            rows, line = self._fastest_rows(config)
+            job.report.append(line)
+        job.config = config.model_copy(update={ROWS: rows})
+        job.progress = replace(job.progress, config=job.config)  # so that a checkpoint says how many
+        self._task.make_batches(job.config)
+
+    def _fastest_rows(self, config: TrainConfig) -> tuple[int, str]:
+        """Ask the planner on rank 0."""
+        task, chosen = self._task, None
+        feed = feed_of(task.dataset, task.spec) if task.known_loader else Workload.assumed
+        device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
+        with agreed():
+            if torch.distributed.get_rank() == 0:
+                chosen = choose_rows(config, task.spec, device, feed, task.in_stages)
+        return next(each for each in gather(chosen) if each)
 
     def on_build(self, job: Job) -> None:
         check_resources(job.config, self._task.spec, job.layers, job.disk)

@@ -38,6 +38,7 @@ from training.metrics.devices import TERA, parse_devices, this_device
 from training.plan import zero
 from training.plan.communication import PER_HOST, Fabric, stage_messages
 from training.plan.inputs import MEASURED_FILE, Basis, Workload
+from training.plan.micro_batch import ROWS, choose_rows
 from training.plan.plan import ERROR, Plan
 from training.plan.search import Advice, Feed, advise, feed_of, search
 from training.plan.timing import calibrate
@@ -87,6 +88,11 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     if not arguments.search:
         check_sharing(config, spec)
     workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
+    if config.train_micro_batch_size_per_gpu == "auto" and not arguments.search:
+        rows, line = choose_rows(config, spec, device, feed, in_stages)
+        log.print(line)
+        config = config.model_copy(update={ROWS: rows})
+        workload = feed(config)
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
             raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
@@ -296,7 +302,7 @@ def search_table(plans: Sequence[Plan]) -> Table:
                 "axes": ", ".join(topo.process_topology.axes),
                 "sequence": str(topo.sequence),
                 "parts": str(plan.parts),
-                "micro-batch": str(config.train_micro_batch_size_per_gpu),
+                "micro-batch": str(config.micro_batch_size),
                 "schedule": config.schedule,
                 "use_grad_ckpt": str(config.use_grad_ckpt).lower(),
                 "bubble": f"{plan.bubble:.1%}",

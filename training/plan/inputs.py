@@ -116,7 +116,7 @@ class Workload:
 
 def divide_rows(rows: int, config: TrainConfig) -> tuple[int, int]:
     """Return rows in a micro-batch, fewer where the schedule needs more of them, and their number."""
-    size, least = config.train_micro_batch_size_per_gpu, config.least_micro_batches
+    size, least = config.micro_batch_size, config.least_micro_batches
     replicas = config.model_topo.row_replicas
     micro_batches = max(1, ceil(rows / (size * replicas)))
     if micro_batches < least <= rows // replicas:

@@ -60,7 +60,7 @@ def search(basis: Basis, devices: int, feed: Feed | None = None, fixed: Containe
 
     def fed(candidate: Basis) -> Basis:
         config, topo = candidate.config, candidate.config.model_topo
-        rows, least = config.train_micro_batch_size_per_gpu, config.least_micro_batches
+        rows, least = config.micro_batch_size, config.least_micro_batches
         case = rows, least, topo.stages, topo.row_replicas, topo.sequence  # all that a loader depends on here
         if feed and case not in workloads:
             workloads[case] = feed(config)
@@ -102,7 +102,7 @@ def candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Ba
         if candidate.schedule != changed.schedule and "schedule" not in fixed:  # one stage has nothing to wait for
             continue
         # Several rows had better be several replicas'.
-        if topo.sequence > 1 and changed.train_micro_batch_size_per_gpu > 1 and "model_topo" not in fixed:
+        if topo.sequence > 1 and changed.micro_batch_size > 1 and "model_topo" not in fixed:
             continue
         yield candidate
 
@@ -255,7 +255,7 @@ def savings(config: TrainConfig, in_stages: bool = True) -> Iterator[tuple[str, 
         yield f"zero_optimization.stage: {stage}", with_zero(stage=stage)
     if zero.stage == 1 and topo.replicas == 1 and not half and not zero.offloads:
         yield "zero_optimization.stage: 0", with_zero(stage=0)
-    if config.train_micro_batch_size_per_gpu > 1:
+    if config.micro_batch_size > 1:
         yield "train_micro_batch_size_per_gpu: 1", {"train_micro_batch_size_per_gpu": 1}
     if not config.use_grad_ckpt:
         yield "use_grad_ckpt: true", {"use_grad_ckpt": True}

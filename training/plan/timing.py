@@ -63,23 +63,25 @@ WARM_UP, REPEATS = 2, 5
 ROWS = 512  # of the products on the other cores
 
 
-def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload) -> Calibration:
-    """Measure one layer of each kind, and the optimizer."""
+def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload, rounds: int = REPEATS) -> Calibration:
+    """Measure one layer of each kind, and the optimizer; the least of several rounds counts."""
     set_numerics(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        return _calibrate(config, spec, workload, device)
+        return _calibrate(config, spec, workload, device, rounds)
     threads, others = torch.get_num_threads(), config.model_topo.processes - 1
     set_threads(others + 1, spec.config.hidden_size)
     try:
         busy = min(others, len(os.sched_getaffinity(0)) - 1)
         with _busy_cores(busy, spec.config.hidden_size, training_dtype(config)):
-            return _calibrate(config, spec, workload, device)
+            return _calibrate(config, spec, workload, device, rounds)
     finally:
         torch.set_num_threads(threads)
 
 
-def _calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload, device: torch.device) -> Calibration:
+def _calibrate(
+    config: TrainConfig, spec: ModelSpec, workload: Workload, device: torch.device, rounds: int
+) -> Calibration:
     torch.manual_seed(config.seed)
     as_timed = {"compile": False, "use_flash_attn": False, "fp8": FP8(), "schedule": "1f1b"}
     # Whole layers, on the tokens of a rank: with fewer heads or columns estimates are as wrong as with all.
@@ -87,7 +89,7 @@ def _calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload, device:
     estimates = layer_times(Basis(plain, spec, workload, this_device(), recompute=frozenset()))
     layers: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(layer_kinds(spec)):
-        forward, backward = time_layer(kind, config, spec, workload, device)
+        forward, backward = time_layer(kind, config, spec, workload, device, rounds=rounds)
         layers[str(kind)] = (forward / estimates[kind].forward.total, backward / estimates[kind].backward.total)
     update = _time_update(config, spec, device) / update_time(config, this_device())
     return Calibration.of(config, spec, layers, update)
@@ -126,6 +128,7 @@ def time_layer(
     workload: Workload,
     device: torch.device,
     options: BlockOptions = PLAIN,
+    rounds: int = REPEATS,
 ) -> list[float]:
     """Return seconds of the forward and the backward pass of a micro-batch through a layer of random weights."""
     dtype = training_dtype(config)
@@ -155,7 +158,7 @@ def time_layer(
     def backward(output: Tensor) -> None:
         output.backward(torch.ones_like(output))
 
-    return _least_seconds(device, forward, backward)
+    return _least_seconds(device, forward, backward, rounds=rounds)
 
 
 def _time_update(config: TrainConfig, spec: ModelSpec, device: torch.device) -> float:
@@ -182,10 +185,10 @@ def _sum_in_fp32(module: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(partial(take, total))
 
 
-def _least_seconds(device: torch.device, *works: Callable[[Any], Any]) -> list[float]:
+def _least_seconds(device: torch.device, *works: Callable[[Any], Any], rounds: int = REPEATS) -> list[float]:
     """Time each of several works, done in turn, each with the result of the one before; the least of several rounds."""
     times = []
-    for _ in range(WARM_UP + REPEATS):
+    for _ in range(WARM_UP + rounds):
         result, moments = None, [_now(device)]
         for work in works:
             result = work(result)

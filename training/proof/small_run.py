@@ -203,8 +203,8 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         values["scheduler"]["params"]["warmup_num_steps"] = min(warm_up, WARM_UP)
     if isinstance(config.use_grad_ckpt, dict):
         values["use_grad_ckpt"] = {"every": min(config.use_grad_ckpt["every"], 2)}
-    micro_batch = min(config.train_micro_batch_size_per_gpu, MICRO_BATCH)
-    steps = config.train_batch_size // (config.train_micro_batch_size_per_gpu * before.replicas)
+    micro_batch = min(config.micro_batch_size, MICRO_BATCH)
+    steps = config.train_batch_size // (config.micro_batch_size * before.replicas)
     chunks = config.model_copy(update={"model_topo": topo}).chunks
     for key in DROPPED_KEYS:
         values.pop(key, None)

@@ -1,0 +1,90 @@
+"""Choose the rows of a micro-batch (`train_micro_batch_size_per_gpu: auto`) with which a step is fastest, and fits.
+
+Few rows keep all stages of a pipeline busy; many let kernels work on larger products, and add up a model's gradients
+less often. The planner weighs both (`training.plan.costs`). On a device whose speed it does not know, such as a CPU,
+layers are timed with one row and with `TIMED_ROWS`; a time grows evenly between them and beyond.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from models.spec import ModelSpec
+from training.config.keys import TrainConfig
+from training.metrics.devices import Device
+from training.plan.inputs import Basis, Calibration
+from training.plan.plan import Plan, fitting_parts
+from training.plan.search import SIZES, Feed
+from training.plan.timing import calibrate
+
+ROWS = "train_micro_batch_size_per_gpu"
+TIMED_ROWS, TIMED_LENGTH, ROUNDS = 4, 512, 2
+ALIKE = 0.98  # of the time of a step, from which on fewer rows are taken: they take less memory
+
+
+def choose_rows(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed, in_stages: bool) -> tuple[int, str]:
+    """Return the rows of a micro-batch, and a line for the log.
+
+    Args:
+        device: of each process.
+        feed: the workload of a config.
+    """
+    candidates = [config.model_copy(update={ROWS: rows}) for rows in SIZES]
+    replicas = config.model_topo.row_replicas
+    enough = max(1, config.train_batch_size // (replicas * max(1, config.least_micro_batches)))
+    possible = [each for each in candidates if each.micro_batch_size <= enough and _divides(each)]
+    bases = [replace(Basis(each, spec, feed(each), device), in_stages=in_stages) for each in possible]
+    if not device.known and len(bases) > 1:
+        bases = _timed(bases)
+
+    plans = [Plan(basis, parts) for basis in bases if (parts := _parts(basis))]
+    fitting = [plan for plan in plans if plan.fits]
+    if not fitting:
+        return 1, "micro-batch: auto, 1 row, as more do not fit"
+    fastest = min(plan.seconds for plan in fitting)
+    plan = next(plan for plan in fitting if plan.seconds * ALIKE <= fastest)
+    rows, slower = plan.basis.config.micro_batch_size, fitting[0].seconds / plan.seconds - 1
+    reason = f", {slower:.0%} faster than {fitting[0].basis.config.micro_batch_size} by plan" if slower > 0 else ""
+    return rows, f"micro-batch: auto, {rows} rows{reason}" if rows > 1 else "micro-batch: auto, 1 row"
+
+
+def _divides(config: TrainConfig) -> bool:
+    return not config.train_batch_size % (config.micro_batch_size * config.model_topo.row_replicas)
+
+
+def _parts(basis: Basis) -> list[int] | None:
+    if not basis.in_stages:
+        return [basis.spec.n_layers]
+    return basis.config.parts_for(basis.spec.n_layers) or fitting_parts(basis)
+
+
+def _timed(bases: list[Basis]) -> list[Basis]:
+    """Time layers with one row and with several, and correct the plan's times of any number of rows by both."""
+    few, many = (next(each for each in order if _rows(each) <= TIMED_ROWS) for order in (bases, bases[::-1]))
+    first, last = (_calibrated(each) for each in (few, many))
+    span = max(1, _rows(many) - _rows(few))
+    return [
+        replace(each, calibration=_between(first, last, min(1.0, (_rows(each) - _rows(few)) / span))) for each in bases
+    ]
+
+
+def _rows(basis: Basis) -> int:
+    return basis.config.micro_batch_size
+
+
+def _calibrated(basis: Basis) -> Calibration:
+    length = min(math.ceil(basis.workload.length), TIMED_LENGTH)
+    short = replace(basis.workload, length=length, attended=min(basis.workload.attended, length))
+    return calibrate(basis.config, basis.spec, short, ROUNDS)
+
+
+def _between(first: Calibration, last: Calibration, share: float) -> Calibration:
+    def mixed(one: float, other: float) -> float:
+        return one + share * (other - one)
+
+    layers = {
+        kind: (mixed(times[0], last.layers[kind][0]), mixed(times[1], last.layers[kind][1]))
+        for kind, times in first.layers.items()
+    }
+    return first.model_copy(update={"layers": layers})
