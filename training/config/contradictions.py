@@ -233,8 +233,6 @@ def _of_batches_and_parts(config: Any) -> Iterator[str]:
     if config.train_micro_batch_size_per_gpu == "auto":
         if steps is not None:
             yield f"gradient_accumulation_steps: {steps} contradicts train_micro_batch_size_per_gpu: auto; leave it out"
-        if config.schedule == WEIGHT_STREAMING:
-            yield "train_micro_batch_size_per_gpu: auto is for pipelines and ZeRO; expected a number of rows"
     elif steps not in (None, config.train_batch_size // unit):
         yield (
             f"gradient_accumulation_steps: {steps} contradicts train_batch_size {config.train_batch_size}; "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from common.quantities import counted
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device
@@ -17,6 +18,8 @@ from training.plan.inputs import Basis, Calibration
 from training.plan.plan import Plan, fitting_parts
 from training.plan.search import SIZES, Feed
 from training.plan.timing import calibrate
+from training.plan.weight_streaming import Streaming
+from training.schedule.instructions import WEIGHT_STREAMING
 
 ROWS = "train_micro_batch_size_per_gpu"
 TIMED_ROWS, TIMED_LENGTH, ROUNDS = 4, 512, 2
@@ -38,25 +41,30 @@ def choose_rows(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed
     if not device.known and len(bases) > 1:
         bases = _timed(bases)
 
-    plans = [Plan(basis, parts) for basis in bases if (parts := _parts(basis))]
-    fitting = [plan for plan in plans if plan.fits]
-    if not fitting:
-        return 1, "micro-batch: auto, 1 row, as more do not fit"
-    fastest = min(plan.seconds for plan in fitting)
-    plan = next(plan for plan in fitting if plan.seconds * ALIKE <= fastest)
-    rows, slower = plan.basis.config.micro_batch_size, fitting[0].seconds / plan.seconds - 1
-    reason = f", {slower:.0%} faster than {fitting[0].basis.config.micro_batch_size} by plan" if slower > 0 else ""
-    return rows, f"micro-batch: auto, {rows} rows{reason}" if rows > 1 else "micro-batch: auto, 1 row"
+    found = {each.config.micro_batch_size: _seconds(each) for each in bases}
+    seconds = {rows: time for rows, time in found.items() if time is not None}
+    if not seconds:
+        return 1, "micro-batch: auto, 1 row, as no number fits"
+    fastest, (least, slowest) = min(seconds.values()), next(iter(seconds.items()))
+    rows = next(rows for rows, time in seconds.items() if time * ALIKE <= fastest)
+    if rows == least:
+        return rows, f"micro-batch: auto, {counted(rows, 'row')}"
+    return rows, f"micro-batch: auto, {rows} rows, {slowest / seconds[rows] - 1:.0%} faster than {least} by plan"
 
 
 def _divides(config: TrainConfig) -> bool:
     return not config.train_batch_size % (config.micro_batch_size * config.model_topo.row_replicas)
 
 
-def _parts(basis: Basis) -> list[int] | None:
-    if not basis.in_stages:
-        return [basis.spec.n_layers]
-    return basis.config.parts_for(basis.spec.n_layers) or fitting_parts(basis)
+def _seconds(basis: Basis) -> float | None:
+    """Return the time of a step; None where it does not fit."""
+    config, layers = basis.config, basis.spec.n_layers
+    if config.schedule == WEIGHT_STREAMING:
+        streamed = Streaming(basis, config.model_topo.stages).best()
+        return streamed.seconds if streamed else None
+    parts = (config.parts_for(layers) or fitting_parts(basis)) if basis.in_stages else [layers]
+    plan = Plan(basis, parts) if parts else None
+    return plan.seconds if plan and plan.fits else None
 
 
 def _timed(bases: list[Basis]) -> list[Basis]:

@@ -48,6 +48,16 @@ def test_the_fastest_rows_that_fit_are_taken(
     assert line.startswith(f"micro-batch: auto, {rows} row")
 
 
+@pytest.mark.parametrize("keys", [{"zero_optimization": {"stage": 3}}, {"schedule": "weight_streaming"}])
+def test_zero_and_weight_streaming_choose_too(keys: dict[str, Any], tmp_path: Path) -> None:
+    keys = {"max_seq_len": 256, "train_batch_size": 64, "fp16": {"enabled": False}, "bf16": {"enabled": True}, **keys}
+    stages = 2 if "schedule" in keys else 1
+    config = config_of(tmp_path, stages, 2 // stages, **keys, **{ROWS: "auto"})
+    in_stages = "schedule" in keys
+    rows, line = choose_rows(config, llama(tmp_path), parse_devices("A100-80G")[1], Workload.assumed, in_stages)
+    assert rows > 1 and f"{rows} rows, " in line  # each micro-batch moves all weights
+
+
 def test_only_what_divides_the_batch_is_taken(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"max_seq_len": 256, "train_batch_size": 24, ROWS: "auto"}
     config = config_of(tmp_path, 2, 4, **keys)
@@ -74,7 +84,6 @@ def test_where_speeds_are_not_known_layers_are_timed(tmp_path: Path, monkeypatch
     ("keys", "message"),
     [
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: 4 contradicts .*auto; leave it out"),
-        ({"schedule": "weight_streaming"}, "auto is for pipelines and ZeRO"),
         ({ROWS: "some"}, "expected a number of rows, or auto"),
     ],
 )
