@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from data.chat.prompts import GDGPT
+from data.chat.prompts import GDGPT, PLAIN
 from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
 from training.config.section import suggest
 from training.schedule.instructions import WEIGHT_STREAMING
@@ -49,9 +49,9 @@ def contradictions(config: Any) -> Iterator[str]:
     yield from _of_distillation(config)
     yield from of_optimizer(config)
     yield from (
-        f"{name}: without effect, as prompt_format: gdgpt has no template; expected it left out"
+        f"{name}: without effect, as prompt_format: {config.prompt_format} has no template; expected it left out"
         for name in ("template_args", "template_fallback")
-        if config.prompt_format == GDGPT and getattr(config, name)
+        if config.prompt_format in (PLAIN, GDGPT) and getattr(config, name)
     )
     if config.stream_gb and not config.max_steps:
         yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"

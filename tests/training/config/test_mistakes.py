@@ -108,6 +108,10 @@ MISTAKES = [
         "prompt_format: gdgpt\ntemplate_fallback: rewrite",
         "template_fallback: without effect, as prompt_format: gdgpt has no template; expected it left out",
     ),
+    (
+        "prompt_format: plain\ntemplate_args: {a: 1}",
+        "template_args: without effect, as prompt_format: plain has no template; expected it left out",
+    ),
     # YAML.
     ("seed: 1\nseed: 2", "line 6, column 1: key 'seed' is repeated"),
     ("seed: [1", "line 6, column 1: "),
