@@ -6,6 +6,7 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `ideal`, `large_head`: two stages of one thread against one process of one thread. With m micro-batches and p stages,
   1f1b without any cost of its own is p m / (m + p - 1) times as fast. Two copies of the model that train at the same
   time show what two cores, which share the memory, give at all.
+- `rows`: micro-batches of several sizes in two stages against transformers' Trainer in one process with both cores.
 - `division`: `parts: auto` against divisions by hand, for a model whose head is 40 % of the work.
 - `schedules`: dualpipev against 1f1b with four micro-batches.
 - `replicas`: gradients summed during the last backward pass against DeepSpeed's sums after it; the least bytes
@@ -133,6 +134,9 @@ def against_peer(
 
 
 TRAINER = Way({}, engine="trainer", threads=os.cpu_count() or 1)
+MICRO_BATCHES = {"Trainer": TRAINER} | {
+    f"{rows} rows": Way(PLAIN | {"train_micro_batch_size_per_gpu": rows}, (2, 1)) for rows in (1, 2, 4, 8)
+}
 SCHEDULES = {
     "1f1b": Way({}, (2, 1), {"parts": [7, 7]}),
     "dualpipev": Way(DUALPIPEV, (2, 1), {"parts": [4, 3, 3, 4]}),
@@ -172,6 +176,7 @@ SHARED = {
 CASES = {
     "ideal": against_one(16, 512, SMALL),
     "large_head": against_one(16, 256, LARGE_HEAD),
+    "rows": Case(LARGE_HEAD, 16, 256, 5, MICRO_BATCHES),
     "division": Case(LARGE_HEAD, 8, 256, 5, {}),  # see `with_divisions`
     "schedules": Case(WIDER, 4, 256, 9, SCHEDULES),
     "replicas": Case(SMALL, 4, 128, 7, SUMS),
