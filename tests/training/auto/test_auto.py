@@ -100,7 +100,7 @@ def test_the_users_grid_is_planned_with(
 ) -> None:
     config = load_config(auto(model, tmp_path / "run", *words, devices="4xA100-40G"))
     assert (config.model_topo.process_topology.dims, config.model_topo.parts) == (dims, parts)
-    rows = config.train_micro_batch_size_per_gpu * config.model_topo.replicas
+    rows = config.micro_batch_size * config.model_topo.replicas
     assert config.train_batch_size % rows == 0
 
 

@@ -39,7 +39,8 @@ def plan_of(folder: Path, config: TrainConfig, device: Device, rows: int) -> Pla
 def test_the_fastest_rows_that_fit_are_taken(
     devices: str, stages: int, keys: dict[str, Any], several: bool, tmp_path: Path
 ) -> None:
-    config, device = config_of(tmp_path, stages, **keys, **{ROWS: "auto"}), parse_devices(devices)[1]
+    keys = {ROWS: "auto", **keys}
+    config, device = config_of(tmp_path, stages, **keys), parse_devices(devices)[1]
     rows, line = choose_rows(config, llama(tmp_path), device, Workload.assumed, in_stages=True)
     plans = {each: plan_of(tmp_path, config, device, each) for each in SIZES if not config.train_batch_size % each}
     fastest = min(plan.seconds for plan in plans.values() if plan.fits)
@@ -75,7 +76,8 @@ def test_where_speeds_are_not_known_layers_are_timed(tmp_path: Path, monkeypatch
         return Calibration.of(config, spec, {str(kind): (factor, factor) for kind in (0, 1, 33)}, 1.0)
 
     monkeypatch.setattr(micro_batch, "calibrate", measured)
-    config = config_of(tmp_path, 2, train_batch_size=64, max_seq_len=256, fp16={"enabled": False}, **{ROWS: "auto"})
+    keys: dict[str, Any] = {"train_batch_size": 64, "max_seq_len": 256, "fp16": {"enabled": False}, ROWS: "auto"}
+    config = config_of(tmp_path, 2, **keys)
     rows, _ = choose_rows(config, llama(tmp_path), CPU, Workload.assumed, in_stages=True)
     assert timed == [1, 4] and rows >= 4
 
