@@ -109,7 +109,8 @@ def convert(
     try:
         if preference is not None:
             judged, unused = _judged(there, preference, read)
-            second = [name for name in unused if SECOND_TEXT.fullmatch(name.lower()) and raw[name] not in EMPTY]
+            # A field that is not read may lie inside of another, and so not in the object.
+            second = [name for name in unused if SECOND_TEXT.fullmatch(name.lower()) and raw.get(name) not in EMPTY]
             if classes and second:
                 raise ValueError(f"{second[0]}: a second text beside the first; expected both in one, or none")
             return Converted([], unused, with_columns, judged)

@@ -518,6 +518,12 @@ JSON_VALUES = st.recursive(
 )
 
 
+def test_a_field_inside_of_another_is_no_second_text() -> None:
+    pair = {"prompt": "What is 1?", "chosen": "A number.", "rejected": "A word.", "input": {"content": False}}
+    converted = convert(pair, preference=PAIRS)
+    assert len(converted.judged) == 1 and "content" in converted.unused
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     record=st.sampled_from([*ONE_TURN.values(), *SEVERAL_TURNS.values(), *MARKED_GOOD.values()]),

@@ -47,7 +47,7 @@ def test_deterministic_asks_torch_cublas_and_flash_attention() -> None:
 
 
 def test_layers_are_measured_as_the_run_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(*_: Any) -> list[float]:
+    def measured(*_: Any, **named: Any) -> list[float]:
         assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         return [1.0, 1.0]
 
