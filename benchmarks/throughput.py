@@ -176,7 +176,7 @@ SHARED = {
 CASES = {
     "ideal": against_one(16, 512, SMALL),
     "large_head": against_one(16, 256, LARGE_HEAD),
-    "rows": Case(LARGE_HEAD, 16, 256, 5, MICRO_BATCHES),
+    "rows": Case(LARGE_HEAD, 16, 256, 3, MICRO_BATCHES),
     "division": Case(LARGE_HEAD, 8, 256, 5, {}),  # see `with_divisions`
     "schedules": Case(WIDER, 4, 256, 9, SCHEDULES),
     "replicas": Case(SMALL, 4, 128, 7, SUMS),

@@ -23,7 +23,7 @@ from training.schedule.instructions import WEIGHT_STREAMING
 
 ROWS = "train_micro_batch_size_per_gpu"
 TIMED_ROWS, TIMED_LENGTH, ROUNDS = 4, 512, 2
-ALIKE = 0.98  # of the time of a step, from which on fewer rows are taken: they take less memory
+ALIKE = 0.995  # of the time of a step, from which on fewer rows are taken: they take less memory
 
 
 def choose_rows(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed, in_stages: bool) -> tuple[int, str]:
