@@ -33,7 +33,6 @@ def plan_of(folder: Path, config: TrainConfig, device: Device, rows: int) -> Pla
     [
         ("A100-80G", 2, {"max_seq_len": 256, "train_batch_size": 256}, True),
         ("A100-80G", 8, {"max_seq_len": 2048, "train_batch_size": 16}, False),  # the bubble is worse
-        ("V100-32G", 14, {"max_seq_len": 2048, "train_batch_size": 256}, False),
     ],
 )
 def test_the_fastest_rows_that_fit_are_taken(
