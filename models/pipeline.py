@@ -54,7 +54,35 @@ class LaterLayer(LayerSpec):
         return self._make()
 
 
-class PipelineModel(PipelineModule):
+class SharedWeights(PipelineModule):
+    """A stage some of whose weights lie on other stages too, each with a copy that gets the sum of all gradients."""
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
+        """List the weights held here that other stages hold too, each with the group that sums its gradient."""
+        return [(tied["weight"], tied["group"]) for tied in self.tied_comms.values()]
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        """Give all copies the first stage's values."""
+        super()._synchronize_tied_weights()
+
+    def _shared(self, ranks: list[int], find: Callable[[], Any]) -> dict[str, Any] | None:
+        """Make a group for the ranks that share a weight; return what DeepSpeed keeps of it, None elsewhere.
+
+        Args:
+            find: returns this rank's copy.
+        """
+        group = comm.new_group(ranks=ranks)  # which every process counts, and its members make
+        if self.global_rank not in ranks:
+            return None
+        weight = find()
+        weight.ds_pipe_replicated = self.global_rank != ranks[0]  # so that the gradient norm counts it once
+        owner = nn.Module()
+        owner.register_parameter("weight", weight)
+        return {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
+
+
+class PipelineModel(SharedWeights):
     """One stage's share of a model, and the loss on the last stage.
 
     Args:
@@ -124,12 +152,11 @@ class PipelineModel(PipelineModule):
             router_sums = (torch.empty(2, n_experts(config)),) if self.spec.family.router else ()
         return hidden, position_ids, *router_sums
 
-    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
-        """List the tied weight held here with the group that sums its gradient."""
-        return [(tied["weight"], tied["group"]) for tied in self.tied_comms.values()]
-
     def _layer(self, layer: int) -> Any:
         return self.get_submodule(str(layer))
+
+    def _weight(self, layer: int, name: str) -> Any:
+        return self._layer(layer).get_parameter(name)
 
     def _build_layer(self, layer: int, states: LayerStates, positions: Positions, device: torch.device) -> nn.Module:
         together = self.share, self._shared_reading
@@ -147,10 +174,6 @@ class PipelineModel(PipelineModule):
         self.parts = self._bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
-    @torch.no_grad()
-    def _synchronize_tied_weights(self) -> None:
-        super()._synchronize_tied_weights()
-
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         first, last = self.stage_owner(0), self.stage_owner(self.spec.n_layers - 1)
         tied: dict[str, dict[str, Any]] = {}
@@ -164,17 +187,9 @@ class PipelineModel(PipelineModule):
         for replica, part in product(replicas, parts):
             place = {"data": replica} | ({"model": part} if len(parts) > 1 else {})
             ranks = [self._grid.stage_to_global(stage_id=stage, **place) for stage in (first, last)]
-            group = comm.new_group(ranks=ranks)  # which every process counts, and its members make
-            if self.global_rank not in ranks:
-                continue
-            holds_embedding = self.global_rank == ranks[0]
-            module = self._layer(0 if holds_embedding else self.spec.n_layers - 1)
-            weight = module.get_parameter(EMBEDDING_WEIGHT if holds_embedding else HEAD_WEIGHT)
-            weight.ds_pipe_replicated = not holds_embedding  # so that the gradient norm counts it once
-            owner = nn.Module()
-            owner.register_parameter("weight", weight)
-            entry = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"], "module": owner}
-            tied[TIE_KEY] = entry
+            layer, name = (0, EMBEDDING_WEIGHT) if self.stage_id == first else (self.spec.n_layers - 1, HEAD_WEIGHT)
+            if entry := self._shared(ranks, partial(self._weight, layer, name)):
+                tied[TIE_KEY] = entry
         return tied
 
 

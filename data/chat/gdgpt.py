@@ -38,8 +38,8 @@ def write_gdgpt(said: Sequence[Said], tools: list[JSON], end: str, open_end: boo
         "an input beside other messages": instructed and len(said) > 2 - open_end,
         "tools beside a reference or an input": tools and (contexts or instructed),
     }
-    for what in (what for what, there in refused.items() if there):
-        raise DataError(NO_PLACE.format(what))
+    if unfit := [what for what, there in refused.items() if there]:
+        raise DataError(NO_PLACE.format(unfit[0]))
 
     asks, answers, header = "Human", "Assistent", texts.GDGPT_CHAT
     if reference := contexts.get(texts.REFERENCE_TITLE):

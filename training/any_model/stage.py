@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed import comm
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -28,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.terminal import reason_of
 from models.checkpoint.layout import layer_file
-from models.pipeline import LaterLayer
+from models.pipeline import LaterLayer, SharedWeights
 from training.any_model.config import PipelineConfig
 from training.checkpoint.deepspeed_files import read_mapped
 from training.config.deepspeed_config import training_dtype
@@ -46,7 +44,7 @@ Loss = Callable[[Any, Any], Tensor]
 Stream = Tensor | tuple[Tensor, ...]  # what passes from layer to layer
 
 
-class LayerStage(PipelineModule):
+class LayerStage(SharedWeights):
     """This process's layers; the last stage has the loss.
 
     Args:
@@ -65,8 +63,8 @@ class LayerStage(PipelineModule):
         self, pipeline: Pipeline, config: PipelineConfig, parts: Sequence[int], folder: Path | None = None
     ) -> None:
         self._bounds = [0, *accumulate(parts)]
-        self._shared = shared_weights(on_no_device(pipeline.layers))
-        self.shared_names = [tuple(f"{layer}.{name}" for layer, name in places) for places in self._shared]
+        self._places = shared_weights(on_no_device(pipeline.layers))
+        self.shared_names = [tuple(f"{layer}.{name}" for layer, name in places) for places in self._places]
         self._recompute = config.recomputed(len(pipeline.layers))  # numbers from 1
         grid = config.model_topo.process_topology
         topology = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
@@ -105,10 +103,6 @@ class LayerStage(PipelineModule):
         """Return meta tensors like those that arrive here, for the engine."""
         return as_tuple(self.arriving)
 
-    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
-        """List the weights held here that other stages hold too, each with the group that sums its gradient."""
-        return [(shared["weight"], shared["group"]) for shared in self.tied_comms.values()]
-
     def forward(self, stream: tuple[Tensor, ...]) -> Any:
         found: Any = stream if isinstance(self.arriving, tuple) else stream[0]
         for number, layer in self.layers_by_number().items():
@@ -131,29 +125,21 @@ class LayerStage(PipelineModule):
         self.parts = self._bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
-    @torch.no_grad()
-    def _synchronize_tied_weights(self) -> None:
-        """Give all copies the first stage's values: functions made each process its own."""
-        super()._synchronize_tied_weights()
-
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Make a group of the stages for each weight that they share; DeepSpeed asks once the layers are built."""
         tied: dict[str, dict[str, Any]] = {}
-        for names, places in zip(self.shared_names, self._shared, strict=True):
+        for names, places in zip(self.shared_names, self._places, strict=True):
             stages = sorted({self.stage_owner(layer) for layer, _ in places})
             for replica in range(self._grid.data_parallel_size if len(stages) > 1 else 0):
                 ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in stages]
-                group = comm.new_group(ranks=ranks)  # which every process counts, and its members make
-                if self.global_rank not in ranks:
-                    continue
-                layer, name = next(place for place in places if self.stage_owner(place[0]) == self.stage_id)
-                weight: Any = self.layers_by_number()[layer].get_parameter(name)
-                weight.ds_pipe_replicated = self.global_rank != ranks[0]  # so that the gradient norm counts it once
-                owner = nn.Module()
-                owner.register_parameter("weight", weight)
-                entry = {"ranks": ranks, "group": group, "weight": weight, "weight_attr": ["weight"]}
-                tied[names[0]] = entry | {"module": owner}
+                if entry := self._shared(ranks, partial(self._copy_of, places)):
+                    tied[names[0]] = entry
         return tied
+
+    def _copy_of(self, places: Sequence[tuple[int, str]]) -> nn.Parameter:
+        """Return this stage's copy of a weight that lies at these places."""
+        layer, name = next(place for place in places if self.stage_owner(place[0]) == self.stage_id)
+        return self.layers_by_number()[layer].get_parameter(name)
 
     @torch.no_grad()
     def _trace(self, stream: Stream) -> Stream:

@@ -64,31 +64,30 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: TrainConfig) -> StateBytes:
-        dtype, zero = training_dtype(config), config.zero_optimization
+        dtype, sharding = training_dtype(config), config.zero_optimization
         weight, replicas = float(dtype.itemsize), config.model_topo.replicas
         summed = config.data_types.grad_accum_dtype if config.data_types else "fp32"
-        gradient = weight if dtype != torch.bfloat16 or zero.stage == 0 or summed != "fp32" else 4.0
+        gradient = weight if dtype != torch.bfloat16 or sharding.stage == 0 or summed != "fp32" else 4.0
         optimizer = config.optimizer.type
         momentum = 4.0 if config.optimizer.params.get("momentum") else 0.0
         # Adafactor's rows and columns are about a thousandth of the weights.
         states = {"AdamW": 8.0, "Adam": 8.0, "Lion": 4.0, "Adafactor": 0.0, "SGD": momentum}[optimizer]
-        size = int((zero.model_extra or {}).get("reduce_bucket_size", BUCKET))
+        size = int((sharding.model_extra or {}).get("reduce_bucket_size", BUCKET))
         decayed = 4.0 if optimizer == "SGD" and config.optimizer.params.get("weight_decay") else 0.0
         working = 8.0 if optimizer == "Lion" else 0.0
         sharded = cls(weight, gradient, gradient, (4 + states) / replicas, size, working, decayed)
-        if dtype == torch.float32 and zero.stage == 0:  # a weight is its own master
+        if dtype == torch.float32 and sharding.stage == 0:  # a weight is its own master
             return replace(sharded, optimizer=states)
-        if zero.offloads:  # with a copy of the gradient, which still passes through the bucket
+        if sharding.offloads:  # with a copy of the gradient, which still passes through the bucket
             host, lean = (4 + states + 4 + weight) / replicas, replace(sharded, optimizer=0.0, working=0.0, step=0.0)
             if config.offload_gradients:  # where the copy is going to be, if this replica has it
                 return replace(lean, gradient=0.0, host=host + gradient * (1 - 1 / replicas), bucket=gradient)
             return replace(lean, host=host, bucket=gradient)
-        if (
-            gradient > weight and zero.stage < 2
-        ):  # bf16, whose sums are fp32 already; replicas send each other rounded ones
+        # In bf16 the sums are fp32 already, and replicas send each other rounded ones.
+        if gradient > weight and sharding.stage < 2:
             sent = sent_bytes(config)
             return replace(sharded, step=max(decayed, sent if replicas > 1 and sent < gradient else 0.0))
-        if dtype == torch.bfloat16 and zero.stage == 0:  # the sharded gradient in fp32
+        if dtype == torch.bfloat16 and sharding.stage == 0:  # the sharded gradient in fp32
             return replace(sharded, step=decayed + 4.0 / replicas)
         # The sharded gradient joined, in 16 bits and in fp32, or in fp32 alone; before the step, the bucket.
         copies = 4.0 if gradient > 2 else weight + 4.0
@@ -204,9 +203,10 @@ class MemoryModel:
         )
         host = int(trained * states.host)
         kept_weights, kept_gradients, gathered = zero.kept(self._config, held)
-        if self._config.zero_optimization.stage > 1:  # the bucket is there while gradients come; offloaded ones leave
+        if self._config.zero_optimization.stage > 1:  # the bucket is there while gradients come
             activations += bucket + gathered
-            kept_gradients *= not self._config.zero_optimization.offloads
+            if self._config.zero_optimization.offloads:  # they leave
+                kept_gradients = 0.0
         if self._device.memory is None and not self._device.reserves:  # on a CPU all of it is main memory
             optimizer, host = optimizer + host, 0
         return StageMemory(
