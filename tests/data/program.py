@@ -20,9 +20,8 @@ from deepspeed.launcher import runner
 from pydantic import BaseModel, ValidationError
 
 import convert_model
-from data.chat.prompts import CHAT_TEMPLATE
-from data.records.formats import COLUMNS, FORMAT_NAMES
 from data.records.record import KINDS
+from data.settings import CHAT_TEMPLATE, COLUMNS, FORMAT_NAMES
 from models.checkpoint.layout import LATEST, MANIFEST, layer_file
 from tests.conftest import ROOT
 from training.command_line import parse_arguments as of_training

@@ -15,8 +15,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from data.records.formats import FORMAT_NAMES, convert
-from data.records.pairs import Wanted
+from data.records.formats import convert
+from data.settings import FORMAT_NAMES, Wanted
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, Block, blocks, text_of
 from training.config.keys import TrainConfig

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from data.chat.prompts import Prompts
 from data.mismatch import Mismatched
-from data.records.pairs import Wanted
+from data.settings import Wanted
 from data.tokenized.dataset import load_dataset
 from models.conversion.to_huggingface import pp_to_hg
 from models.preference import LOSSES, Objective

@@ -13,11 +13,8 @@ from annotated_types import Predicate
 from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, model_validator
 from typing_extensions import Self
 
-from data.chat.prompts import Fallback, Mask, PromptFormat, Truncate
-from data.packing import Packing
-from data.records.fields import TemplateArguments
-from data.records.pairs import PAIRED, Wanted
-from data.records.reading import OnBadRecord
+from data.chat.prompts import PromptFormat
+from data.settings import PAIRED, Fallback, Mask, OnBadRecord, Packing, TemplateArguments, Truncate, Wanted
 from training.config.contradictions import contradictions
 from training.config.deepspeed_keys import OVERRIDES, take_up
 from training.config.model_topo import ModelTopo

@@ -23,7 +23,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
-from data.records.sources import Source
+from data.settings import Source
 from training.config.foreign_names import OTHERS, TOOLS
 from training.config.keys import ALIASES, TrainConfig
 from training.config.section import sections_in

@@ -12,7 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from data.errors import DataError
-from data.records.sources import Source, files_of
+from data.records.sources import files_of
+from data.settings import Source
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
 from tests.training.config.test_config import REQUIRED, refusal, write

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data.records.pairs import Wanted
+from data.settings import Wanted
 from models.preference import LOSSES, Objective
 from training.config.keys import TrainConfig
 from training.config.objective import PreferenceSection
