@@ -17,12 +17,12 @@ from torch.utils.data import SequentialSampler
 
 from data.loader import GlobalBatch, Loader
 from data.sample_set import InMemory, SampleSet
+from options.timeline.recorder import Record, Recorder
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
 from training.engine.turns import slots_of
-from training.profiler.recorder import Record, Recorder
 from training.schedule.weight_streaming import Slot, simulate
 from training.topology import Slots
 

@@ -14,10 +14,10 @@ from data.errors import DataError
 from data.streaming.stream import StreamLoader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.api import read_spec
+from options import load_config
 from tests.conftest import FAQ
 from tests.launching import write_config
 from training.command_line import inspect
-from training.config.yaml_file import load_config
 from training.data_setup import RecordReader, build_loader
 from training.plan.inputs import Workload
 from training.streamed import stream_of

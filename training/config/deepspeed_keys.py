@@ -120,7 +120,7 @@ def _changes_nothing(value: Any) -> bool:
 def describe_ignored_keys(config: TrainConfig, in_stages: bool = True, plan: bool = False) -> list[str]:
     """List the given keys without effect in one line, and with `plan` those that a plan ignores in another."""
     zero = config.zero_optimization
-    given: dict[str, Collection[str]] = {
+    given: dict[str, Any] = {
         "zero_optimization": zero.model_extra or {},
         "bf16": config.bf16.model_fields_set,
     }

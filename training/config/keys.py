@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from annotated_types import Predicate
 from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, model_validator
 from typing_extensions import Self
 
 from data.chat.prompts import PromptFormat
 from data.settings import PAIRED, Fallback, Mask, OnBadRecord, Packing, TemplateArguments, Truncate, Wanted
+from training.config.changes import CHANGES, Rule
 from training.config.contradictions import contradictions
 from training.config.deepspeed_keys import OVERRIDES, take_up
 from training.config.model_topo import ModelTopo
@@ -26,6 +27,9 @@ from training.config.services import Ports, TrackerProject, TrackerSwitch
 from training.errors import ConfigError
 from training.schedule.instructions import WEIGHT_STREAMING, Schedule
 from training.topology import Topology
+
+if TYPE_CHECKING:
+    from training.option import Option
 
 # Keys of zero_optimization by which DeepSpeed itself sums the replicas' gradients.
 SUM_KEYS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
@@ -41,7 +45,15 @@ ALIASES = {"n_epochs": "n_epoches", "parts": "model_topo.parts"}  # other spelli
 
 
 class TrainConfig(Section):
-    """A whole run."""
+    """A whole run without options; `options.RunConfig` has their keys as well.
+
+    Attributes:
+        options: those whose keys the class has.
+        rules: how each key, or all of a section, may change between two starts.
+    """
+
+    options: ClassVar[tuple[Option[Any], ...]] = ()
+    rules: ClassVar[Mapping[str, Rule]] = CHANGES
 
     model_path: PathText
     """The folder of the model to start from, in either layout; the `save_path` of a run stands for its newest
@@ -289,18 +301,26 @@ class TrainConfig(Section):
     """Compute the products of an fp32 run on tensor cores (GPUs from Ampere on), with 10 bits of each factor; the
     log of an fp32 run says how much faster they are. Angles of positions stay exact."""
 
-    profile_steps: Annotated[
-        tuple[PositiveInt, PositiveInt] | None,
-        Predicate(lambda steps: not steps or steps[0] <= steps[1]),
-        expected("[first, last], two steps from 1"),
-    ] = None
-    """`[a, b]`: draw a timeline of steps a to b, counted from 1 (docs/memory-and-speed.md#see-where-the-time-goes)."""
-
     steps_per_print: int = Field(default=1, ge=1)
     """Print a line of metrics every N steps, where the output is not a terminal and so has no progress bar."""
 
     _left_out: list[str] = []  # keys of DeepSpeed's that are off
     _read_otherwise: list[str] = []  # a line for each value of its file that means something else here
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **named: Any) -> None:
+        """Put the keys of each option where they belong; pydantic has inherited keys in the order of the classes."""
+        super().__pydantic_init_subclass__(**named)
+        if not cls.options:
+            return
+        order, rules = list(TrainConfig.model_fields), dict(CHANGES)
+        for option in cls.options:
+            place = order.index(option.before)
+            order[place:place] = [name for name in option.keys.model_fields if name not in order]
+            rules |= option.rules
+        cls.rules = rules
+        cls.__pydantic_fields__ = {name: cls.model_fields[name] for name in dict.fromkeys([*order, *cls.model_fields])}
+        cls.model_rebuild(force=True)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -322,11 +342,15 @@ class TrainConfig(Section):
             if section.enabled is not None:
                 self.trackers = [each for each in self.trackers if each != name] + [name] * section.enabled
             setattr(self, name, section.model_copy(update={"enabled": name in self.trackers}))
-        for contradiction in contradictions(self):
+        for contradiction in self.contradictions():
             raise ValueError(contradiction)
         if self.schedule == WEIGHT_STREAMING:  # in place of ZeRO, each process updates layers of its own
             self.zero_optimization = self.zero_optimization.model_copy(update={"stage": 0})
         return self
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a line for each two keys that contradict each other, the plainest first."""
+        yield from contradictions(self)
 
     @property
     def micro_batch_size(self) -> int:
