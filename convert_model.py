@@ -163,11 +163,12 @@ def add_tokenizer(source: Path, target: Path, native: bool) -> None:
 
 
 def add_card(source: Path, target: Path) -> None:
-    """Write the model card of a run's checkpoint."""
+    """Write what options add to a run's checkpoint, such as its model card."""
     if (source / "checkpoint.json").is_file():
-        from training.model_card import write_card  # loads what draws the loss curve
+        from options import RunConfig
+        from training.option import add_to_export
 
-        write_card(source, target)
+        add_to_export(RunConfig.options, source, target)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy
 from matplotlib.image import imread, imsave
 
+from options.reports.report import draw
 from options.timeline.session import CHART_FILE
-from training.report import draw
 
 PICTURE = "picture.png"
 
@@ -17,7 +17,7 @@ def draw_picture(run_folder: Path, target: Path) -> Path:
     """Draw the run's curves, and its timeline below them where it recorded one.
 
     Raises:
-        OSError, ValueError: as `training.report.draw`.
+        OSError, ValueError: as `options.reports.report.draw`.
     """
     parts = [imread(draw(run_folder))]
     if (run_folder / CHART_FILE).is_file():

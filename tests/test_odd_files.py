@@ -27,7 +27,8 @@ from models.checkpoint import publish
 from models.checkpoint.layout import MANIFEST, RECORD, Manifest, not_found, resolve, weight_index
 from models.checkpoint.tensor_files import SafetensorsFile, load_archive
 from models.config_json import stop_ids
-from options import load_config
+from options import RunConfig, load_config
+from options.trackers.services import WandBTracker
 from tests.data.caches import records, write
 from training.checkpoint.folder import Best, CheckpointRecord
 from training.checkpoint.gather import hosts_of
@@ -39,7 +40,7 @@ from training.errors import USER_ERRORS
 from training.launch import agent
 from training.launch.hosts import exported_variables, read_hostfile
 from training.metrics.reporter import METRICS_FILE, Reporter
-from training.metrics.tracking import WandBTracker, open_trackers
+from training.metrics.tracking import open_trackers
 from training.plan import timing
 
 PATIENCE = 12.0  # seconds
@@ -102,7 +103,7 @@ def wandb(folder: Path) -> None:
     package: Any = ModuleType("wandb")
     package.init = lambda **settings: len(settings["id"]) == 32 or 1 / 0
     sys.modules["wandb"] = package
-    config = TrainConfig.model_validate({"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 4})
+    config = RunConfig.model_validate({"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 4})
     with publish.writing(folder):
         WandBTracker(config, folder, 2)
 

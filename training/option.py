@@ -9,7 +9,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from training.config.changes import Rule
 from training.config.keys import TrainConfig
@@ -17,6 +18,7 @@ from training.config.keys import TrainConfig
 if TYPE_CHECKING:
     from training.callbacks import Callback
     from training.job import Task
+    from training.metrics.tracking import Tracker
 
 Keys = TypeVar("Keys", bound=TrainConfig)
 
@@ -26,19 +28,29 @@ class Option(Generic[Keys]):
     """One option; what it does not need it leaves out.
 
     Attributes:
-        keys: the core's keys and its own, with a docstring each. A method `contradictions` of the class may yield lines
-            beside those of `super()`.
+        keys: the core's keys and its own, with a docstring each; `TrainConfig` where it has none. A method
+            `contradictions` of the class may yield lines beside those of `super()`.
         before: the key of the core before which its own stand, on the pages of the docs and in config.yml.
         rules: how its keys may change between two starts; a key without a rule must stay the same.
         callbacks: makes its callbacks of a run, none where the config does not ask for it. They are called after the
             core's, in the order of the list.
+        open_trackers: opens what receives the numbers of each step, given the run's folder and first step.
+        add_to_export: adds files to a HuggingFace folder that is made of a run's checkpoint, given both folders.
         add_flags: adds its flags to the command line of the entry points.
         act: does what its flags ask for in place of training, before processes start; returns whether they ask.
     """
 
     keys: type[Keys]
-    before: str
+    before: str = ""
     rules: Mapping[str, Rule] = field(default_factory=dict)
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
+    open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
+    add_to_export: Callable[[Path, Path], None] = lambda checkpoint, folder: None
     add_flags: Callable[[ArgumentParser], None] = lambda parser: None
     act: Callable[[Keys, Namespace], bool] = lambda config, arguments: False
+
+
+def add_to_export(options: Sequence[Option[Any]], checkpoint: Path, folder: Path) -> None:
+    """Let options add their files to a HuggingFace folder that is made of a run's checkpoint."""
+    for option in options:
+        option.add_to_export(checkpoint, folder)

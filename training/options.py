@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from models.api import read_spec
 from training.bad_steps import BadSteps
 from training.callbacks import Callback
+from training.checkpoint.exporting import ExportHF
 from training.config.keys import TrainConfig
 from training.distillation import Distillation
 from training.distributed.freed_memory import BoundedMemory
@@ -21,7 +22,6 @@ from training.engine.weight_streaming import WeightStreamingTrainer
 from training.job import Job, Task
 from training.language_model import LanguageModel
 from training.metrics.utilization import Mfu
-from training.model_card import ExportHF
 from training.plan.auto import Planning
 from training.plan.feedback import Feedback
 from training.preference import Preferences

@@ -21,7 +21,16 @@ from tests.launching import Launch, metrics
 
 LEFT_OUT = re.compile(r"\bpip |\bdownload |^vllm |^make (test|lint|format|clean)|-m benchmarks\.|\b(FILE|DIR|NAME)\b")
 TYPED = re.compile(r"`((?:\.venv/bin/python|python|deepspeed|torchrun|make) [^`]+)`")
-STEPS = ("hg_to_pp", "--inspect", "--plan", "config.yml", "training.report", "n_epoches=6", "pp_to_hg", "demo.py")
+STEPS = (
+    "hg_to_pp",
+    "--inspect",
+    "--plan",
+    "config.yml",
+    "reports.report",
+    "n_epoches=6",
+    "pp_to_hg",
+    "demo.py",
+)
 
 
 def script_of(page: str) -> list[str]:

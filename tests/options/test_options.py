@@ -130,7 +130,7 @@ def test_a_key_of_an_option_that_is_gone_is_unknown(option: Option[Any], tmp_pat
 
 
 def test_the_config_has_the_keys_of_the_list() -> None:
-    assert set(RunConfig.__bases__) == {option.keys for option in RunConfig.options}
+    assert {*RunConfig.__bases__, TrainConfig} == {TrainConfig, *(option.keys for option in RunConfig.options)}
     named = [name for option in RunConfig.options for name in option.keys.model_fields]
     assert {*TrainConfig.model_fields, *named} == RunConfig.model_fields.keys()
     assert SCHEMA.read_text(encoding="utf-8") == schema()

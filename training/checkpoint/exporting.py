@@ -10,14 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from models.checkpoint.layout import ADAPTER
-from models.checkpoint.publish import publish_folder, writing
+from models.checkpoint.publish import publish_folder, try_publishing, writing
 from models.conversion.to_huggingface import Export, ExportOptions, pp_to_hg
+from training.callbacks import Callback
 from training.distributed.processes import agreed, gather
+from training.option import add_to_export
+
+if TYPE_CHECKING:
+    from training.job import Job
 
 EXPORTED = "hf"  # in the run's folder
 
@@ -27,7 +34,7 @@ def export_run(
     target: Path,
     layers: Sequence[int],
     model_folder: Path,
-    add_card: Callable[[Path, Path], None] | None = None,
+    add_files: Callable[[Path, Path], None],
 ) -> None:
     """Write the HuggingFace folder of a checkpoint, for peft where it is an adapter; all ranks call it together.
 
@@ -35,12 +42,12 @@ def export_run(
         target: folder to write; an existing one stays until the new one is complete.
         layers: numbers of this rank's stage's layers.
         model_folder: the folder that the run started from, which is never replaced.
-        add_card: called on rank 0 with checkpoint and new folder, when everything else is written.
+        add_files: called on rank 0 with checkpoint and new folder, when everything else is written.
 
     Raises:
         RunRefused: on every rank, if some rank cannot read a layer or write; nothing was changed.
     """
-    rank, options = torch.distributed.get_rank(), ExportOptions(add_card=add_card)
+    rank, options = torch.distributed.get_rank(), ExportOptions(add_card=add_files)
     if (checkpoint / ADAPTER).is_file():  # megabytes, which one rank writes
         with agreed(), writing(target):
             if rank == 0:
@@ -61,6 +68,22 @@ def export_run(
             if rank == 0:
                 export.write_side_files(shared)
                 publishing.close()
+
+
+class ExportHF(Callback):
+    """Write the folder when the run is finished; options may add files to it."""
+
+    def on_build(self, job: Job) -> None:
+        with agreed():
+            if job.process.rank == 0 and job.task.model_folder:  # fail now, not after days of training
+                try_publishing(job.save_path / EXPORTED, [job.task.model_folder])
+
+    def on_finish(self, job: Job, checkpoint: Path) -> None:
+        assert job.task.model_folder is not None
+        target = job.save_path / EXPORTED
+        add_files = partial(add_to_export, job.config.options)
+        export_run(checkpoint, target, job.layers, job.task.model_folder, add_files)
+        job.log.print(f"exported: {target}")
 
 
 def layers_by_rank(held: Sequence[Sequence[int]]) -> list[Sequence[int]]:

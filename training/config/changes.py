@@ -68,7 +68,7 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(True), "save_path storage from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error"),
     (Rule(True), "save_async lora.start_from deepspeed_config"),
     (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start"),
-    (Rule(True), "trackers tensorboard wandb swanlab mlflow"),
+    (Rule(True), "trackers tensorboard"),
     (Rule(True), "rebalance steps_per_print use_grad_ckpt offload_activations offload_gradients"),
     (Rule(True), "zero_allow_untested_optimizer gradient_accumulation_steps preemption_signals ports max_restarts"),
 ]

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from inspect import get_annotations
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, model_validator
 from typing_extensions import Self
@@ -23,7 +24,7 @@ from training.config.objective import DistillationSection, LoraSection, Preferen
 from training.config.optimization import Optimizer, Scheduler, Zero
 from training.config.precision import BF16, FP8, FP16, DataTypes, Precision
 from training.config.section import DataPath, NewPathText, PathText, Section, expected
-from training.config.services import Ports, TrackerProject, TrackerSwitch
+from training.config.services import Ports, TrackerSwitch
 from training.errors import ConfigError
 from training.schedule.instructions import WEIGHT_STREAMING, Schedule
 from training.topology import Topology
@@ -38,8 +39,6 @@ YEAR = 366 * 24 * 60  # minutes
 
 Automatic = Annotated[bool | Literal["auto"], expected("true, false or auto")]
 EveryNth = Annotated[dict[Literal["every"], PositiveInt], Field(min_length=1)]
-
-TrackerName = Literal["tensorboard", "wandb", "swanlab", "mlflow"]
 
 ALIASES = {"n_epochs": "n_epoches", "parts": "model_topo.parts"}  # other spellings of our own keys
 
@@ -243,15 +242,10 @@ class TrainConfig(Section):
     eval_at_start: bool = False
     """Evaluate before the first step too; needs `eval_data_path` or `eval_share`."""
 
-    trackers: list[TrackerName] = ["tensorboard"]
-    """Where the numbers of metrics.jsonl are drawn as well: `tensorboard` (in `save_path/tensorboard`), `wandb`
-    (Weights & Biases), `swanlab`, `mlflow`, each with `pip install` of that name
-    (docs/configuration.md#curves-in-a-tracker). A resumed run goes on in the same curves."""
+    trackers: Sequence[str] = ["tensorboard"]
+    """Where the numbers of metrics.jsonl are drawn as well: names of sections that are trackers."""
 
     tensorboard: TrackerSwitch = TrackerSwitch()
-    wandb: TrackerProject = TrackerProject()
-    swanlab: TrackerProject = TrackerProject()
-    mlflow: TrackerProject = TrackerProject()
 
     model_topo: ModelTopo = ModelTopo()
     rebalance: bool = False
@@ -309,17 +303,26 @@ class TrainConfig(Section):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **named: Any) -> None:
-        """Put the keys of each option where they belong; pydantic has inherited keys in the order of the classes."""
+        """Put the keys of each option where they belong, and attach their rules.
+
+        pydantic lists inherited keys class by class, and takes all of the first base as it has them, even those that
+        another base declares anew.
+        """
         super().__pydantic_init_subclass__(**named)
         if not cls.options:
             return
         order, rules = list(TrainConfig.model_fields), dict(CHANGES)
         for option in cls.options:
-            place = order.index(option.before)
-            order[place:place] = [name for name in option.keys.model_fields if name not in order]
+            if own := [name for name in option.keys.model_fields if name not in order]:
+                place = order.index(option.before)
+                order[place:place] = own
             rules |= option.rules
         cls.rules = rules
-        cls.__pydantic_fields__ = {name: cls.model_fields[name] for name in dict.fromkeys([*order, *cls.model_fields])}
+
+        fields = dict(cls.model_fields)
+        for kind in (kind for kind in reversed(cls.__mro__) if issubclass(kind, TrainConfig)):
+            fields |= {name: kind.model_fields[name] for name in get_annotations(kind) if name in kind.model_fields}
+        cls.__pydantic_fields__ = {name: fields[name] for name in dict.fromkeys([*order, *fields])}
         cls.model_rebuild(force=True)
 
     @model_validator(mode="wrap")
@@ -335,8 +338,10 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         given = "trackers" in self.model_fields_set
-        for name in get_args(TrackerName):
-            section: TrackerSwitch = getattr(self, name)
+        sections = {name: section for name, section in self if isinstance(section, TrackerSwitch)}
+        if unknown := set(self.trackers) - sections.keys():
+            raise ValueError(f"trackers: expected some of {', '.join(sections)}, found {unknown.pop()}")
+        for name, section in sections.items():
             if section.enabled is False and name in self.trackers and given:
                 raise ValueError(f"{name}.enabled: false, but trackers names {name}; expected only one of them")
             if section.enabled is not None:

@@ -16,16 +16,6 @@ class TrackerSwitch(Section):
     """`true` adds it to `trackers`, `false` takes it out."""
 
 
-class TrackerProject(TrackerSwitch):
-    """A tracker of `trackers`, and where its runs appear."""
-
-    project: str = "pipetune"
-    """The project, or experiment, that the run appears in."""
-
-    name: str | None = None
-    """The run's name there."""
-
-
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 

@@ -237,7 +237,7 @@ def test_zero_has_no_sums_of_a_pipeline() -> None:
         TrainConfig.model_validate(REQUIRED | LR | zero).check_entry_point(in_stages=False)
 
 
-@pytest.mark.parametrize("section", ["bf16", "fp16", "fp8", "tensorboard", "wandb"])
+@pytest.mark.parametrize("section", ["bf16", "fp16", "fp8", "tensorboard"])
 @pytest.mark.parametrize("value", [True, False])
 def test_true_and_false_stand_for_a_section(section: str, value: bool, tmp_path: Path) -> None:
     beside = "bf16: true" if section == "fp8" else ""

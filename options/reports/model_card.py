@@ -1,4 +1,4 @@
-"""Export a finished run with a model card: README.md and training.png.
+"""The model card of an exported run: README.md and training.png.
 
 The card is made from run.json and the lines of metrics.jsonl up to the checkpoint. It is public, so paths are cut to
 their last names. The base model's own card stays, as README.base.md.
@@ -8,40 +8,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
 import yaml
 
-from models.checkpoint.publish import try_publishing
-from training.callbacks import Callback
-from training.checkpoint.exporting import EXPORTED, export_run
 from training.checkpoint.folder import CheckpointRecord
-from training.config.keys import TrackerName
-from training.distributed.processes import agreed
 from training.metrics.reporter import METRICS_FILE, read_metrics
 from training.metrics.run_info import RUN_FILE
 
-if TYPE_CHECKING:
-    from training.job import Job
-
 CARD, BASE_CARD, PICTURE = "README.md", "README.base.md", "training.png"
-# Keys of the config that say where files were, not what was trained.
-PLACES = ("model_path", "data_path", "eval_data_path", "save_path", "cache_dir", "resume", *get_args(TrackerName))
-
-
-class ExportHF(Callback):
-    """Write the folder when the run is finished (`export_hf`)."""
-
-    def on_build(self, job: Job) -> None:
-        with agreed():
-            if job.process.rank == 0 and job.task.model_folder:  # fail now, not after days of training
-                try_publishing(job.save_path / EXPORTED, [job.task.model_folder])
-
-    def on_finish(self, job: Job, checkpoint: Path) -> None:
-        assert job.task.model_folder is not None
-        target = job.save_path / EXPORTED
-        export_run(checkpoint, target, job.layers, job.task.model_folder, write_card)
-        job.log.print(f"exported: {target}")
+# Keys of the config that say where files were and numbers went, not what was trained.
+PLACES = "model_path data_path eval_data_path save_path cache_dir resume tensorboard wandb swanlab mlflow".split()
 
 
 def write_card(checkpoint: Path, target: Path) -> None:
@@ -63,7 +40,7 @@ def write_card(checkpoint: Path, target: Path) -> None:
     if (target / CARD).exists():
         (target / CARD).rename(target / BASE_CARD)
     (target / CARD).write_text(card(info, lines, run.resolve().name), encoding="utf-8")
-    from training.report import draw  # imports matplotlib, which takes two seconds
+    from options.reports.report import draw  # imports matplotlib, which takes two seconds
 
     draw(run, target / PICTURE, last_step=record.step)
 

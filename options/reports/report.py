@@ -1,4 +1,4 @@
-"""Draw a run: `python -m training.report RUN_DIR` writes RUN_DIR/report.png.
+"""Draw a run: `python -m options.reports.report RUN_DIR` writes RUN_DIR/report.png.
 
 Loss (training and evaluation), learning rate, throughput and peak memory over the steps, from metrics.jsonl alone. So
 it works on any machine and during the run. It takes two seconds.

@@ -1,4 +1,4 @@
-"""`python -m training.report`: a picture is really drawn, and everything that was measured is in it."""
+"""`python -m options.reports.report`: a picture is really drawn, and everything that was measured is in it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
 
+from options.reports import report
+from options.reports.report import draw
 from tests.conftest import ROOT
-from training import report
-from training.report import draw
 
 WIDTH, HEIGHT = 1440, 960
 Line = dict[str, Any]
@@ -162,7 +162,7 @@ def test_the_command_draws_where_it_is_told(tmp_path: Path) -> None:
     write(tmp_path / "run", [step(1), step(2), evaluation(2)])
     with open(tmp_path / "run" / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 3, "los')  # the run is still writing
-    command = [sys.executable, "-m", "training.report", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "options.reports.report", str(tmp_path / "run")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == f"{tmp_path / 'run' / 'report.png'}\n"
     subprocess.run([*command, "--output", str(tmp_path / "here.png")], cwd=ROOT, capture_output=True, check=True)
@@ -180,6 +180,6 @@ def test_a_folder_without_a_run_is_one_line(lines: list[Line] | None, reason: st
     folder = tmp_path / "run"
     if lines:
         write(folder, lines)
-    command = [sys.executable, "-m", "training.report", str(folder)]
+    command = [sys.executable, "-m", "options.reports.report", str(folder)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (2, f"error: {folder}{reason}\n")
