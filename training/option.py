@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from training.config.changes import Rule
 from training.config.keys import TrainConfig
@@ -19,6 +19,23 @@ if TYPE_CHECKING:
     from training.callbacks import Callback
     from training.job import Task
     from training.metrics.tracking import Tracker
+
+
+class Conversions(NamedTuple):
+    """Where an option adds commands to convert_model.py.
+
+    Attributes:
+        commands: argparse's sub-parsers; each sets `act` as a default, which is called with the parsed words.
+        source: has `--input-path`; as target and overwrite it is one of `parents`.
+        target: has `--save-path`.
+        overwrite: has `--overwrite`.
+    """
+
+    commands: Any
+    source: ArgumentParser
+    target: ArgumentParser
+    overwrite: ArgumentParser
+
 
 Keys = TypeVar("Keys", bound=TrainConfig)
 
@@ -36,6 +53,7 @@ class Option(Generic[Keys]):
             core's, in the order of the list.
         open_trackers: opens what receives the numbers of each step, given the run's folder and first step.
         add_to_export: adds files to a HuggingFace folder that is made of a run's checkpoint, given both folders.
+        add_conversions: adds its commands to convert_model.py.
         add_flags: adds its flags to the command line of the entry points.
         act: does what its flags ask for in place of training, before processes start; returns whether they ask.
     """
@@ -46,6 +64,7 @@ class Option(Generic[Keys]):
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
     add_to_export: Callable[[Path, Path], None] = lambda checkpoint, folder: None
+    add_conversions: Callable[[Conversions], None] = lambda conversions: None
     add_flags: Callable[[ArgumentParser], None] = lambda parser: None
     act: Callable[[Keys, Namespace], bool] = lambda config, arguments: False
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -128,8 +127,3 @@ def ends_with_its_parent(sleeper: Path, *words: str | Path) -> None:
 @pytest.mark.parametrize("kind", STARTERS)
 def test_what_was_started_ends_with_its_parent(kind: str, sleeper: Path) -> None:
     ends_with_its_parent(sleeper, "-c", STARTERS[kind], sleeper)
-
-
-def test_a_converter_ends_with_its_parent(make_checkpoint: Callable[..., Path], sleeper: Path, tmp_path: Path) -> None:
-    words: list[str | Path] = ["--input-path", make_checkpoint("llama"), "--save-path", tmp_path / "out" / "model.gguf"]
-    ends_with_its_parent(sleeper, "convert_model.py", "hg_to_gguf", *words, "--converter", sleeper)

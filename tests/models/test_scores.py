@@ -19,8 +19,6 @@ from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification
 from models import load_model
 from models.api import read_spec
 from models.checkpoint.adapter import peft_name, to_peft
-from models.conversion.to_gguf import hg_to_gguf
-from models.conversion.to_onnx import hg_to_onnx
 from models.errors import CheckpointError
 from models.generation import generate
 from models.layers import Head
@@ -173,10 +171,6 @@ def test_nothing_is_written_by_a_model_that_scores(tmp_path: Path) -> None:
     refused = r"scores texts \(LABEL_0, LABEL_1\) and writes none; expected a language model"
     with pytest.raises(CheckpointError, match=refused):
         list(generate(load_model(folder), [3, 4], 2, set()))
-    with pytest.raises(CheckpointError, match=refused):
-        hg_to_onnx(folder, tmp_path / "onnx")
-    with pytest.raises(CheckpointError, match=refused):
-        hg_to_gguf(folder, tmp_path / "model.gguf", None, "convert")
 
 
 class Bare(Head):

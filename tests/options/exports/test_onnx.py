@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from models import load_model
-from models.conversion import to_onnx
-from models.conversion.to_onnx import Past, TracedModel
 from models.conversion.to_pipeline import hg_to_pp
 from models.generation import generate
+from options.exports import to_onnx
+from options.exports.to_onnx import Past, TracedModel
 from tests.conftest import ORIGINALS, ROOT
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
