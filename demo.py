@@ -11,7 +11,7 @@ A model gets the prompts it was trained with; docs/demo.md has all options.
 
 from __future__ import annotations
 
-from training.demo.command_line import open_demo, parse_arguments
+from options.demo.command_line import open_demo, parse_arguments
 from training.distributed import processes
 from training.distributed.processes import ProcessInfo
 from training.errors import exit_with_one_line

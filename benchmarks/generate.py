@@ -24,7 +24,7 @@ from benchmarks.report import Report, against_targets, run_parts
 from benchmarks.tokenizing import make_tokenizer
 from benchmarks.workers import ROOT
 from models import load_model
-from models.generation import Request, generate, generate_many
+from options.demo.generation import Request, generate, generate_many
 
 SMOLLM2 = {
     "hidden_size": 576,

@@ -99,9 +99,9 @@ def whole_parser() -> argparse.ArgumentParser:
     import shtab
 
     from options import RunConfig
+    from options.demo.command_line import make_parser as demo_parser
     from options.reports.report import make_parser as report_parser
     from training.command_line import make_parser as train_parser
-    from training.demo.command_line import make_parser as demo_parser
 
     parsers = {"convert": _package("convert_model").make_parser(), "demo": demo_parser(), "report": report_parser()}
     parsers |= {"init": init_parser(), "completion": completion_parser()}

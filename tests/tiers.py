@@ -22,9 +22,12 @@ KEPT: dict[str, str] = {
         r"^(?!.*(gpt_oss|granite|minimax|qwen3_5_moe|glm|deepseek|cohere|exaone|biogpt|gpt_bigcode|gpt_neo-|\[opt))"
     ),
     "tests/models/test_block_options.py": r"^(?!test_recomputed_and)|llama-tied-None",
-    "tests/models/test_generation.py": r"^(?!.*(baichuan|gemma3|some-dense|window|opt|phi3|glm4|olmo2|dynamic|32k))",
+    "tests/options/demo/test_generation.py": (
+        r"^(?!.*(baichuan|gemma3|some-dense|window|opt|phi3|glm4|olmo2|dynamic|32k))"
+    ),
     "tests/models/test_parity.py": r"^(?!.*(13b|baichuan-7b|window|opt))|stored_values",
-    "tests/models/test_tensor_parallel.py": r"cannot_be_shared|refused_by_every_rank|whole_model\[mixtral\]",
+    "tests/models/test_tensor_parallel.py": r"cannot_be_shared|whole_model\[mixtral\]",
+    "tests/options/demo/test_tensor_parallel.py": r"refused_by_every_rank",
     "tests/pretend/test_hangs.py": NOTHING,
     "tests/pretend/test_planted_bugs.py": NOTHING,
     "tests/pretend/test_waits.py": NOTHING,
@@ -64,7 +67,7 @@ KEPT: dict[str, str] = {
     "tests/common/test_lease.py": r"^(?!test_one_of_many)",
     "tests/models/test_fp8.py": r"^(?!test_torchao)",
     "tests/training/metrics/test_utilization.py": r"^(?!test_all_ranks_get)",
-    "tests/training/demo/test_stages.py": r"^(?!.*phi3-long)",
+    "tests/options/demo/test_stages.py": r"^(?!.*phi3-long)",
     "tests/training/checkpoint/test_background.py": NOTHING,
     "tests/training/engine/test_adapters.py": r"^test_[^\[]*$|\[(tied-(fp32-2x1-1\+|dualpipev)|mixtral-fp32-2x1)",
     "tests/training/engine/test_preferences.py": r"\[kto-tied-2x1\]",
@@ -73,8 +76,8 @@ KEPT: dict[str, str] = {
     "tests/training/distributed/test_communication.py": r"^(?!test_a_grid_of_512)",
     "tests/test_launching.py": r"^(?!test_the_whole_tree)",
     "tests/training/checkpoint/test_exporting.py": r"^(?!test_ranks_write)",
-    "tests/training/demo/test_answers.py": r"^(?!.*(</s>|observation))",
-    "tests/training/demo/test_chat.py": r"^(?!test_an_answer_is_shown|test_twenty.*(chatglm3|chatml))",
+    "tests/options/demo/test_answers.py": r"^(?!.*(</s>|observation))",
+    "tests/options/demo/test_chat.py": r"^(?!test_an_answer_is_shown|test_twenty.*(chatglm3|chatml))",
     "tests/training/distributed/test_signals.py": r"^(?!test_only_a_later)|\[together-asked",
     "tests/training/launch/test_supervisor.py": r"^(?!test_ranks_save.*(10-|agent)|test_what_a_dead)",
     "tests/data/test_native_tokenizers.py": r"^(?!test_(the_folders|an_export).*(baichuan2|chatglm3))",
@@ -105,7 +108,7 @@ RARE: dict[str, str] = {
     ),
     "tests/models/test_block_options.py": r"test_compiled_blocks.*\[(llama-tied-kept|mixtral-.*)\]",
     "tests/test_quickstart.py": r"words[12]",
-    "tests/training/demo/test_stages.py": r"\[(llama-dynamic-2x2|both)\]|a_runs_checkpoint\[stages\]",
+    "tests/options/demo/test_stages.py": r"\[(llama-dynamic-2x2|both)\]|a_runs_checkpoint\[stages\]",
     "tests/training/distributed/test_faults.py": (
         r"\[(pipeline-\d|zero-0(-bf16)?|zero-2(-bf16)?|zero-3)-gradient_clipping\]|\[zero-1(-bf16.*)?\]|\[zero-3-bf16\]"
     ),

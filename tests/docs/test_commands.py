@@ -21,10 +21,10 @@ from torch.distributed.run import get_args_parser
 
 import convert_model
 from options import RunConfig, load_config
+from options.demo import command_line as demo
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, Block, blocks, commands, without_blocks
 from training.command_line import parse_arguments
-from training.demo import command_line as demo
 from training.metrics.devices import parse_devices
 
 MINIMAL = {

@@ -14,7 +14,7 @@ import pytest
 
 from options import load_config
 from tests.conftest import ROOT
-from tests.data.program import understood
+from tests.docs.program import understood
 from tests.launching import Launch
 
 EXAMPLES = ROOT / "examples"

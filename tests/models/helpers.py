@@ -240,3 +240,12 @@ def error_line(call: Callable[[], object]) -> str:
 def run_convert_model(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """`python convert_model.py <words>` as a user runs it."""
     return run(sys.executable, "convert_model.py", *words)
+
+
+@torch.no_grad()
+def greedy(model: CausalLM, prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens behind a prompt, each by a pass over the whole text."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]

@@ -20,7 +20,6 @@ from models import load_model
 from models.api import read_spec
 from models.checkpoint.adapter import peft_name, to_peft
 from models.errors import CheckpointError
-from models.generation import generate
 from models.layers import Head
 from models.preference import CLASS_MEASURES, REWARD_MEASURES, ScoreLoss
 from tests.closeness import assert_near
@@ -164,13 +163,6 @@ def test_a_head_that_is_no_classifiers_is_not_trained_as_one(kind: str, tmp_path
         spec.scoring(names)
     reward = read_spec(name_labels(save_scoring(tmp_path / "one", "llama", 1), ["quality"], problem_type="regression"))
     assert reward.scoring(["reward"]) == reward
-
-
-def test_nothing_is_written_by_a_model_that_scores(tmp_path: Path) -> None:
-    folder = save_scoring(tmp_path / "model", "llama", 2)
-    refused = r"scores texts \(LABEL_0, LABEL_1\) and writes none; expected a language model"
-    with pytest.raises(CheckpointError, match=refused):
-        list(generate(load_model(folder), [3, 4], 2, set()))
 
 
 class Bare(Head):

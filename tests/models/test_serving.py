@@ -22,12 +22,11 @@ from models import load_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.causal_lm import CausalLM
-from models.generation import generate
 from tests.conftest import CHATML, save_tokenizer
 from tests.environments import environment
 from tests.launching import Launch
 from tests.models.adapters import save_adapter
-from tests.models.helpers import compatible, copy_of, random_ids
+from tests.models.helpers import compatible, copy_of, greedy, random_ids
 from training.distributed.processes import free_port
 
 Make = Callable[..., Path]
@@ -115,7 +114,7 @@ class Service:
 
     def own_answer(self, prompt: list[int], model: CausalLM | None = None) -> str:
         """What Pipetune's own generation gives."""
-        tokens = list(generate(model or load_model(self.folder), prompt, COUNT, set()))
+        tokens = greedy(model or load_model(self.folder), prompt, COUNT)
         assert len(set(tokens)) > 1, "an answer of one token over and over tells nothing"
         return whole(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
@@ -231,7 +230,7 @@ def test_vllm_finds_the_same_tokens(python_of: Callable[[str], Path], make_case:
     printed = output_of(python, "ask_vllm.py", COUNT, cases, **ALONE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     answers = [json.loads(line) for line in printed.splitlines() if line.startswith('["')]
     for (name, folder), (model_class, found) in zip(folders.items(), answers, strict=True):
-        expected = list(generate(load_model(folder), prompt, COUNT, set()))
+        expected = greedy(load_model(folder), prompt, COUNT)
         assert len(set(expected)) > 1, name
         assert found == expected, name
         assert (model_class == "TransformersForCausalLM") == (name in BY_TRANSFORMERS), name

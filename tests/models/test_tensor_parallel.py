@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from models import load_model
-from models.generation import Request, generate_many
 from models.tensor_parallel import obstacle
 from tests.closeness import assert_near, bound
 from tests.launching import torchrun
 from tests.models.cases import CASES, EXPERTS, Case
-from tests.models.helpers import change_weights, fill_biases, random_ids, spec_of
+from tests.models.helpers import change_weights, fill_biases, spec_of
 
 Make = Callable[..., Path]
 
@@ -77,15 +75,6 @@ SHARED |= {
     **{f"adapted-{name}": Shared(name, ADAPTED) for name in ("bloom", "chatglm3", "phi3", "gemma2")},
 }
 SHARED |= {f"dropout-{model}": Shared(model, {"dropout": True}) for model in ("bloom", "llama-tied")}
-PROMPTS, NEW = [random_ids(1, length, seed=length)[0].tolist() for length in (12, 5, 20)], 16
-WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself
-TEXTS = {name: Shared(name, changes=WIDE) for name in CASES if not name.startswith(WHOLE)}
-TEXTS |= {"odd-neurons": Shared("llama-untied", changes=WIDE | {"intermediate_size": 97})}
-TEXTS |= {"biases": Shared("llama-untied", changes=WIDE | {"attention_bias": True, "mlp_bias": True})}
-TEXTS = {f"text-{name}": case._replace(asked={"prompts": PROMPTS, "count": NEW}) for name, case in TEXTS.items()}
-SHARED |= TEXTS
-SHARED["one-head"] = Shared("llama-untied", {"prompts": PROMPTS, "count": NEW}, changes={"num_key_value_heads": 1})
-TEXTS_OFTEN = ("text-mixtral", "text-baichuan2-13b")  # experts, and heads with slopes that do not divide
 FAULTS = {"copy": "llama-untied", "norm": "qwen3", "head": "llama-tied"}
 SHARED |= {f"fault-{fault}": Shared(model, {"fault": fault}) for fault, model in FAULTS.items()}
 SHARED["fault-factor"] = Shared("llama-untied", ADAPTED | {"fault": "factor"})
@@ -97,27 +86,34 @@ OFTEN = (
 FULLY_CUT = ("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral")
 
 
-@pytest.fixture(scope="module")
-def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> dict[str, Any]:
-    """By name of a case."""
+def run_shared(
+    cases: dict[str, Shared], make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, asked: set[str]
+) -> dict[str, Any]:
+    """Run those of the cases that tests ask for; by name what they were and gave."""
     found: dict[str, Any] = {}
     for processes in (2, 3):
-        chosen = [name for name, case in SHARED.items() if case.processes == processes and name in asked]
+        chosen = [name for name, case in cases.items() if case.processes == processes and name in asked]
         if not chosen:
             continue
-        cases = []
+        described = []
         for name in chosen:
-            model_type, changes = MODELS[SHARED[name].model]
-            folder = make_checkpoint(model_type, **changes | SHARED[name].changes)
+            model_type, changes = MODELS[cases[name].model]
+            folder = make_checkpoint(model_type, **changes | cases[name].changes)
             change_weights(folder, fill_biases)
-            cases.append({"folder": str(folder)} | SHARED[name].asked)
+            described.append({"folder": str(folder)} | cases[name].asked)
         path = tmp_path_factory.mktemp("shares") / "cases.json"
-        path.write_text(json.dumps(cases))
+        path.write_text(json.dumps(described))
         ended = torchrun(processes, "tests/workers/tensor_shares.py", path)
         assert ended.returncode == 0, ended.stderr[:4000]
         outcomes = json.loads((path.parent / "outcomes.json").read_text())
-        found |= {name: case | outcome for name, case, outcome in zip(chosen, cases, outcomes, strict=True)}
+        found |= {name: case | outcome for name, case, outcome in zip(chosen, described, outcomes, strict=True)}
     return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> dict[str, Any]:
+    """By name of a case."""
+    return run_shared(SHARED, make_checkpoint, tmp_path_factory, asked)
 
 
 @pytest.mark.launched
@@ -126,7 +122,7 @@ def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, as
     [
         name if name in OFTEN else pytest.param(name, marks=pytest.mark.longest)
         for name in SHARED
-        if not name.startswith(("fault", "dropout", "text", "one-head"))
+        if not name.startswith(("fault", "dropout"))
     ],
 )
 def test_shares_give_the_loss_and_gradients_of_the_whole_model(name: str, outcomes: dict[str, Any]) -> None:
@@ -163,30 +159,6 @@ def test_heads_drop_apart_and_all_else_alike(name: str, outcomes: dict[str, Any]
     assert same
     assert other_same
     assert drawn != other_drawn
-
-
-@pytest.mark.launched
-@pytest.mark.parametrize(
-    "name",
-    [name if name in TEXTS_OFTEN else pytest.param(name, marks=pytest.mark.longest) for name in list(TEXTS)[:-1]],
-)
-def test_two_processes_write_what_one_writes(name: str, outcomes: dict[str, Any]) -> None:
-    outcome = outcomes[name]
-    model = load_model(outcome["folder"])
-    requests = [Request(prompt, NEW, set()) for prompt in PROMPTS]
-    for _ in generate_many(model, requests, rows=2):
-        pass
-    assert [rank["texts"] for rank in outcome["ranks"]] == [[request.text for request in requests]] * 2
-    assert len(set(requests[0].text[-NEW:])) > NEW // 2, "too monotonous to show anything"
-    whole = sum(parameter.numel() for block in model.blocks for parameter in block.parameters())
-    assert all(rank["held"] < 0.6 * whole for rank in outcome["ranks"])
-
-
-@pytest.mark.launched
-@pytest.mark.parametrize("name", ["one-head"])
-def test_what_cannot_be_shared_is_refused_by_every_rank(name: str, outcomes: dict[str, Any]) -> None:
-    (line,) = {rank["refused"] for rank in outcomes[name]["ranks"]}
-    assert line.startswith(f"{outcomes[name]['folder']}: tensor parallelism: 1 heads of keys")
 
 
 @pytest.mark.parametrize(

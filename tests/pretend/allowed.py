@@ -114,10 +114,10 @@ EVALUATION = [
 ]
 EACH_TOKEN = "a token is known before the next one is computed"
 TOKENS = [
-    Allowed(NUMBERS, "models/generation.py inputs", 8, EACH_TOKEN),
+    Allowed(NUMBERS, "options/demo/generation.py inputs", 8, EACH_TOKEN),
     Allowed(NUMBERS, "models/attention/cache.py positions", 8, "the position of each text, sent with its token"),
-    Allowed("int", "models/generation.py choose", 8, EACH_TOKEN),
-    Allowed("bool", "models/generation.py take", 8, "logits that are not finite give no token"),
+    Allowed("int", "options/demo/generation.py choose", 8, EACH_TOKEN),
+    Allowed("bool", "options/demo/generation.py take", 8, "logits that are not finite give no token"),
 ]
 ALLOWED = {"step": STEP, "evaluation": EVALUATION, "tokens": TOKENS}
 WAITING = ("warm-up", "rest")  # phases that may wait: a build reads weights, a checkpoint writes them

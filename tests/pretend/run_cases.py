@@ -35,8 +35,8 @@ from deepspeed.utils import groups
 import models.offload
 from models import load_model
 from models.api import read_spec
-from models.generation import Sampling, generate
 from options import RunConfig
+from options.demo.generation import Sampling, generate
 from tests.pretend import kernels, planted
 from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from models.generation import Request, Sampling, generate_many
+from options.demo.generation import Request, Sampling, generate_many
+from options.demo.stages import StagedPasses, in_replica, load_stage
 from training.config.keys import TrainConfig
-from training.demo.stages import StagedPasses, in_replica, load_stage
 from training.distributed.processes import ProcessInfo
 
 

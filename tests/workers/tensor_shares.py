@@ -23,7 +23,6 @@ from models import process_groups as collectives
 from models.api import load_share, read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
-from models.generation import Request, generate_many
 from models.loss import micro_batch_loss
 from models.process_groups import RankGroup
 from models.router import n_experts
@@ -105,6 +104,8 @@ def run_dropout(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate(case: dict[str, Any]) -> dict[str, Any]:
+    from options.demo.generation import Request, generate_many
+
     group = distributed.group.WORLD
     assert group
     try:

@@ -13,13 +13,12 @@ import pytest
 
 from models import load_model
 from models.errors import CheckpointError
-from models.generation import generate
 from options.exports.to_gguf import hg_to_gguf
 from options.exports.to_onnx import hg_to_onnx
 from tests.common.test_parent import ends_with_its_parent
 from tests.environments import environment
 from tests.models.command_line import convert, refusal
-from tests.models.helpers import compatible, copy_of
+from tests.models.helpers import compatible, copy_of, greedy
 from tests.models.test_scores import save_scoring
 from tests.models.test_serving import COUNT, output_of
 
@@ -89,6 +88,6 @@ def test_llama_cpp_finds_the_same_tokens(shared: Path, make_checkpoint: Callable
     assert (code, lines) == (0, [])
     prompt = [1, 5, 900, 300, 4000, 27, 31_000]
     found = output_of(python, "ask_llama_cpp.py", gguf, COUNT, *prompt)
-    expected = list(generate(load_model(served), prompt, COUNT, set()))
+    expected = greedy(load_model(served), prompt, COUNT)
     assert len(set(expected)) > 1
     assert json.loads(found.splitlines()[-1]) == expected

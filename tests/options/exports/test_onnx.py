@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from models import load_model
 from models.conversion.to_pipeline import hg_to_pp
-from models.generation import generate
 from options.exports import to_onnx
 from options.exports.to_onnx import Past, TracedModel
 from tests.conftest import ORIGINALS, ROOT
 from tests.models.cases import CASES
 from tests.models.command_line import convert, refusal
-from tests.models.helpers import error_line, oracle, random_ids, read_config, side_files
+from tests.models.helpers import error_line, greedy, oracle, random_ids, read_config, side_files
 
 Make = Callable[..., Path]
 
@@ -62,7 +61,7 @@ def assert_same(folder: Path, exported: Path) -> None:
     prompt = random_ids(1, PROMPT)[0].tolist()
     tokens, logits = answer(exported, prompt, COUNT)
     assert len(set(tokens)) > 1
-    assert tokens == list(generate(load_model(folder, torch.float32), prompt, COUNT, set()))
+    assert tokens == greedy(load_model(folder, torch.float32), prompt, COUNT)
     expected = oracle(folder)(torch.tensor([prompt + tokens[:-1]])).logits[0]
     torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-4, rtol=1e-4)
 

@@ -18,9 +18,9 @@ from data.tokenized.tokenize import encode
 from data.tokenized.tokenizer import load_tokenizer
 from models import CausalLM
 from models.conversion.to_pipeline import hg_to_pp
-from models.generation import Request
-from tests.training.demo.conftest import RunDemo
-from training.demo.chat_model import ChatModel
+from options.demo.chat_model import ChatModel
+from options.demo.generation import Request
+from tests.options.demo.conftest import RunDemo
 
 SHORT = ("--max-new-tokens", "6")
 

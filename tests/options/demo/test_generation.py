@@ -20,10 +20,12 @@ from transformers import (
 
 from models import CausalLM, load_model
 from models.attention.cache import KeyValueCache
-from models.generation import Request, Sampling, choose, generate, generate_many
+from models.errors import CheckpointError
+from options.demo.generation import Request, Sampling, choose, generate, generate_many
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES
 from tests.models.helpers import oracle, random_ids
+from tests.models.test_scores import save_scoring
 
 NEW = 24  # more than the windows
 NAMES = [name for name in CASES if not name.endswith(("tied", "projected"))]
@@ -145,3 +147,10 @@ def test_sampling_reaches_what_transformers_leaves_and_nothing_else(
     likeliest = choose(logits, replace(sampling, temperature=0.0), text)
     assert likeliest == int(scores[0].argmax())
     assert choose(logits, replace(sampling, temperature=1e-45), text, generator) == likeliest
+
+
+def test_nothing_is_written_by_a_model_that_scores(tmp_path: Path) -> None:
+    folder = save_scoring(tmp_path / "model", "llama", 2)
+    refused = r"scores texts \(LABEL_0, LABEL_1\) and writes none; expected a language model"
+    with pytest.raises(CheckpointError, match=refused):
+        list(generate(load_model(folder), [3, 4], 2, set()))

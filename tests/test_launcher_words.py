@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from options import RunConfig
+from options.demo import command_line as demo
 from tests.conftest import FAQ
 from tests.launching import run, topology, write_config
 from training import command_line
-from training.demo import command_line as demo
 from training.distributed.processes import free_port
 
 PARSERS: dict[str, Callable[[], Namespace]] = {

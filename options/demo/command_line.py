@@ -27,8 +27,8 @@ from training.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from models.generation import Passes
-    from training.demo.chat import Chat
+    from options.demo.chat import Chat
+    from options.demo.generation import Passes
     from training.distributed.processes import ProcessInfo
 
 HELP = "An empty line ends the chat; /reset forgets it, /save FILE appends it to a file of records."
@@ -103,7 +103,7 @@ def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> Non
     if arguments.model is None:
         if arguments.adapter:
             raise ConfigError("--adapter: expected it with --model, the folder of its base")
-        from training.demo.chat_model import find_newest_result
+        from options.demo.chat_model import find_newest_result
 
         arguments.model = find_newest_result()
         if not process or process.rank == 0:
@@ -111,7 +111,7 @@ def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> Non
 
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     if process and process.world_size > 1:
-        from training.demo.stages import run_rank
+        from options.demo.stages import run_rank
 
         run_rank(arguments, dtype, process, partial(talk, arguments, dtype))
         return
@@ -133,10 +133,10 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     """
     from data.chat.messages import Said
     from data.prompt_texts import REFERENCE_TITLE
-    from models.generation import GREEDY, Sampling
-    from training.demo.chat import Chat, read_text, read_tools
-    from training.demo.chat_model import AnswerOptions, ChatModel, find_trained_prompts
-    from training.demo.prompts_file import answer_file
+    from options.demo.chat import Chat, read_text, read_tools
+    from options.demo.chat_model import AnswerOptions, ChatModel, find_trained_prompts
+    from options.demo.generation import GREEDY, Sampling
+    from options.demo.prompts_file import answer_file
 
     prompts = Prompts(arguments.prompt_format, template_args_of(arguments))
     trained = arguments.adapter or arguments.model

@@ -33,8 +33,8 @@ from common.quantities import counted
 from models import CausalLM, load_model
 from models.api import load_share, read_spec
 from models.checkpoint.hub import find_model
-from models.generation import Pass, Passes
 from models.spec import ModelSpec
+from options.demo.generation import Pass, Passes
 from training.distributed import processes
 from training.distributed.communication import wait
 from training.distributed.processes import ProcessInfo, agreed, gather

@@ -24,9 +24,9 @@ from data.records.record import KINDS
 from data.settings import CHAT_TEMPLATE, COLUMNS, FORMAT_NAMES
 from models.checkpoint.layout import LATEST, MANIFEST, layer_file
 from options import RunConfig
+from options.demo.command_line import parse_arguments as of_demo
 from tests.conftest import ROOT
 from training.command_line import parse_arguments as of_training
-from training.demo.command_line import parse_arguments as of_demo
 from training.metrics.reporter import METRICS_FILE
 from training.metrics.step_metrics import StepMetrics
 

@@ -19,6 +19,9 @@ import demo
 from data.tokenized.tokenize import encode
 from data.tokenized.tokenizer import load_tokenizer
 from tests.data.template_styles import Style
+from tests.models.conftest import make_case
+
+__all__ = ["make_case"]
 
 Make = Callable[..., Path]
 RunDemo = Callable[..., tuple[int, str, str]]

@@ -25,15 +25,15 @@ from data.records.raw_records import read_file
 from data.records.reading import parse
 from data.tokenized.tokenize import encode
 from data.tokenized.tokenizer import load_tokenizer
-from models.generation import GREEDY, generate_many
+from options.demo.chat import Chat, read_tools
+from options.demo.chat_model import Answer, AnswerOptions, ChatModel
+from options.demo.command_line import converse
+from options.demo.generation import GREEDY, generate_many
 from tests.conftest import save_original
 from tests.data.helpers import parse_record
 from tests.data.published_tokenizers import CLASSES, Published, flat
 from tests.data.template_styles import HARMONY, STYLES, Style
-from tests.training.demo.conftest import WIDE, Make, RunDemo, memorize
-from training.demo.chat import Chat, read_tools
-from training.demo.chat_model import Answer, AnswerOptions, ChatModel
-from training.demo.command_line import converse
+from tests.options.demo.conftest import WIDE, Make, RunDemo, memorize
 
 SHORT, LONGER = AnswerOptions(6, GREEDY), AnswerOptions(12, GREEDY)
 BRIEF = Said("system", "Be brief.")

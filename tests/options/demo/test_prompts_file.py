@@ -11,11 +11,11 @@ import pytest
 
 from data.chat.messages import Said
 from data.errors import DataError
-from models.generation import GREEDY, Sampling
-from training.demo import prompts_file
-from training.demo.chat import Chat
-from training.demo.chat_model import AnswerOptions, ChatModel
-from training.demo.prompts_file import answer_file
+from options.demo import prompts_file
+from options.demo.chat import Chat
+from options.demo.chat_model import AnswerOptions, ChatModel
+from options.demo.generation import GREEDY, Sampling
+from options.demo.prompts_file import answer_file
 
 GREEDILY = AnswerOptions(12, GREEDY)
 QUESTION = {"role": "user", "content": "?"}

@@ -25,8 +25,8 @@ from data.chat.messages import JSON, Said, said_in
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.record import explain, json_type
-from models.generation import Request, generate_many
-from training.demo.chat_model import Answer, AnswerOptions, ChatModel
+from options.demo.chat_model import Answer, AnswerOptions, ChatModel
+from options.demo.generation import Request, generate_many
 
 ANSWER = "answer"
 FIELDS = ("prompt", "messages", "tools", "input")

@@ -26,7 +26,7 @@ from models import load_model
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import RECORD, resolve
 from models.config_json import stop_ids
-from models.generation import Passes, Request, Sampling, generate_many
+from options.demo.generation import Passes, Request, Sampling, generate_many
 from training.checkpoint.exporting import EXPORTED
 from training.errors import ConfigError
 from training.metrics.run_info import RUN_FILE

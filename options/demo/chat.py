@@ -19,7 +19,7 @@ from data.paths import read_small
 from data.records.chat import Chat as ChatRecord
 from data.records.chat import Message
 from data.records.record import explain
-from training.demo.chat_model import Answer, AnswerOptions, ChatModel
+from options.demo.chat_model import Answer, AnswerOptions, ChatModel
 
 
 class Chat:

@@ -14,8 +14,8 @@ from data.chat.prompts import PromptFormat
 from data.records.record import KINDS
 from data.tokenized.tokenize import encode
 from tests.conftest import FAQ, ROOT
-from tests.data.faq_claims import complaints
 from tests.data.helpers import parse_record
+from tests.docs.faq_claims import complaints
 
 RAW: list[dict[str, Any]] = json.loads(FAQ.read_text(encoding="utf-8"))
 CHINESE = re.compile(r"[\u4e00-\u9fff]")

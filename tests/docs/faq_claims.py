@@ -22,7 +22,7 @@ from models.architectures import FAMILIES
 from options import load_config
 from tests.conftest import ROOT
 from tests.data.helpers import parse_record
-from tests.data.program import (
+from tests.docs.program import (
     OPTION,
     config_keys,
     known_files,

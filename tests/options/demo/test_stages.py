@@ -20,7 +20,8 @@ import torch
 from models import CausalLM, load_model
 from models.api import read_spec
 from models.conversion.to_pipeline import hg_to_pp
-from models.generation import ROWS, Passes, Request, generate_many
+from options.demo.generation import ROWS, Passes, Request, generate_many
+from options.demo.stages import divide, in_replica, shares_of, stage_of
 from tests.conftest import FAQ
 from tests.launching import (
     DEEPSPEED,
@@ -36,11 +37,10 @@ from tests.launching import (
 )
 from tests.models.cases import CASES
 from tests.models.helpers import random_ids
+from tests.options.demo.conftest import WIDE, Make, RunDemo
 from tests.ranks import Ranks
-from tests.training.demo.conftest import WIDE, Make, RunDemo
 from tests.training.test_chaos import ranks_of
 from tests.workers.generation import requests_of
-from training.demo.stages import divide, in_replica, shares_of, stage_of
 from training.distributed.failure_detector import DIED
 from training.distributed.processes import ProcessInfo, free_port
 from training.errors import ConfigError

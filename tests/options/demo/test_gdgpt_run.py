@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.launching import metrics, supervised, topology, write_config
-from tests.training.demo.conftest import Make, RunDemo
+from tests.options.demo.conftest import Make, RunDemo
 
 # What differs is the prompt around the question, so that a model asked in another one answers wrongly.
 ROUNDS = [["ask", "Why?"], ["ans", "No."]]

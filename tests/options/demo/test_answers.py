@@ -21,18 +21,18 @@ from data.tokenized.tokenizer import load_tokenizer
 from models.api import read_spec
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
-from models.generation import GREEDY, generate_many
 from options import load_config
+from options.demo.chat import Chat
+from options.demo.chat_model import INCOMPLETE, AnswerOptions, ChatModel
+from options.demo.command_line import HELP
+from options.demo.generation import GREEDY, generate_many
 from tests.conftest import FAQ, ORIGINALS, VOCABULARY, save_original
 from tests.data.template_styles import HARMONY, STYLES
 from tests.launching import run, write_config
 from tests.models.cases import CASES
 from tests.models.helpers import change_weights, oracle
 from tests.models.originals import answer_of_original
-from tests.training.demo.conftest import END, Make, RunDemo, make_recite
-from training.demo.chat import Chat
-from training.demo.chat_model import INCOMPLETE, AnswerOptions, ChatModel
-from training.demo.command_line import HELP
+from tests.options.demo.conftest import END, Make, RunDemo, make_recite
 from training.distributed.disk import Disk
 from training.engine.pipeline import PipelineTrainer
 from training.language_model import LanguageModel

@@ -1,0 +1,1 @@
+"""Talk to a model: the package behind demo.py (docs/demo.md)."""

@@ -1,1 +1,0 @@
-"""Talk to a model: the package behind demo.py."""
