@@ -10,16 +10,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from options import exports, reports, timeline, trackers
+from options import exports, reports, streamed_data, timeline, trackers
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.option import Option
 
 
-class RunConfig(timeline.TimelineKeys, trackers.TrackerKeys, title=TrainConfig.__name__):
+class RunConfig(streamed_data.StreamKeys, timeline.TimelineKeys, trackers.TrackerKeys, title=TrainConfig.__name__):
     """A whole run."""
 
-    options: ClassVar[tuple[Option[Any], ...]] = (trackers.OPTION, timeline.OPTION, reports.OPTION, exports.OPTION)
+    options: ClassVar[tuple[Option[Any], ...]] = (
+        streamed_data.OPTION,
+        trackers.OPTION,
+        timeline.OPTION,
+        reports.OPTION,
+        exports.OPTION,
+    )
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

@@ -220,13 +220,14 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     from data.inspection.inspect import choose_samples, show_samples, write_page
     from models.api import read_spec
     from training.data_setup import RecordReader
-    from training.streamed import stream_of
+    from training.language_model import language_model_of
 
     console = Log()
     folder = find_model(config.model_path, weights=False)
     read_spec(folder)  # an unsupported model is reported before a missing tokenizer
     reader = RecordReader(config, folder, console)
-    dataset = stream_of(config, reader).windows.peek() if config.stream_gb else reader.read("data", config.data_path)
+    task = language_model_of(config)
+    dataset = task.first_window(config, reader) if task.windows_key else reader.read("data", config.data_path)
     console.print(summary.table(dataset), highlight=False)
     warnings = [f"warning: {each}" for each in summary.warnings(dataset, config.max_seq_len)]
     console.print("\n".join([*summary.facts(dataset, config.max_seq_len), *warnings]), highlight=False)

@@ -44,6 +44,8 @@ class LanguageModel(Task):
         dataset: the records to train on.
         held_out: the records to evaluate on, if any.
         teacher: the folder and the spec of the model to learn from, if there is one (`distillation`).
+        windows_key: the key by which records come in windows, of which the first alone is known before the first step;
+            empty where all are read before.
     """
 
     spec: ModelSpec
@@ -51,6 +53,7 @@ class LanguageModel(Task):
     dataset: Dataset
     teacher: tuple[Path, ModelSpec] | None = None
     loader_kind: ClassVar[type[Loader]] = Loader
+    windows_key: ClassVar[str] = ""
 
     def __init__(self, kind: type[Trainer], read_spec: Callable[[Path], ModelSpec]) -> None:
         self.kind, self._read_spec = kind, read_spec
@@ -102,7 +105,6 @@ class LanguageModel(Task):
             train_batch_size=config.train_batch_size,
             dataloader_drop_last=config.dataloader_drop_last,
             packed_epoch=self.loader.row_length if config.packing == "dataset" else 0,
-            stream_gb=config.stream_gb,
         )
 
     def make_batches(self, config: TrainConfig) -> None:
@@ -165,9 +167,22 @@ class LanguageModel(Task):
         an_epoch = f", {self.loader.steps_per_epoch} an epoch" if self.known_loader else ""
         log.print(f"steps: {job.progress.total_steps} of {config.train_batch_size} {samples}{an_epoch}")
 
+    @staticmethod
+    def first_window(config: TrainConfig, reader: RecordReader) -> Dataset:
+        """Read the records of the first window, where they come in windows."""
+        raise NotImplementedError
+
     def _sets(self, config: TrainConfig, reader: RecordReader) -> tuple[Dataset, Dataset | None]:
         """The records to train on, and those to evaluate on, if any."""
         return reader.read_sets()
+
+
+def language_model_of(config: TrainConfig) -> type[LanguageModel]:
+    """Return the task by which a config trains a language model."""
+    for option in config.options:
+        if kind := option.language_model(config):
+            return kind
+    return LanguageModel
 
 
 def split_as_configured(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> Division:

@@ -18,6 +18,7 @@ from training.config.keys import TrainConfig
 if TYPE_CHECKING:
     from training.callbacks import Callback
     from training.job import Task
+    from training.language_model import LanguageModel
     from training.metrics.tracking import Tracker
 
 
@@ -51,6 +52,7 @@ class Option(Generic[Keys]):
         rules: how its keys may change between two starts; a key without a rule must stay the same.
         callbacks: makes its callbacks of a run, none where the config does not ask for it. They are called after the
             core's, in the order of the list.
+        language_model: the task of a language model in place of `LanguageModel`, where the config asks for it.
         open_trackers: opens what receives the numbers of each step, given the run's folder and first step.
         add_to_export: adds files to a HuggingFace folder that is made of a run's checkpoint, given both folders.
         add_conversions: adds its commands to convert_model.py.
@@ -62,6 +64,7 @@ class Option(Generic[Keys]):
     before: str = ""
     rules: Mapping[str, Rule] = field(default_factory=dict)
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
+    language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
     add_to_export: Callable[[Path, Path], None] = lambda checkpoint, folder: None
     add_conversions: Callable[[Conversions], None] = lambda conversions: None

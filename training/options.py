@@ -20,14 +20,13 @@ from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.engine.weight_streaming import WeightStreamingTrainer
 from training.job import Job, Task
-from training.language_model import LanguageModel
+from training.language_model import LanguageModel, language_model_of
 from training.metrics.utilization import Mfu
 from training.plan.auto import Planning
 from training.plan.feedback import Feedback
 from training.preference import Preferences
 from training.reporting import DataSummary, Reporting
 from training.schedule.instructions import WEIGHT_STREAMING
-from training.streamed import StreamedLanguageModel
 
 
 def train_language_model(
@@ -55,7 +54,7 @@ def pipeline_trainer(config: TrainConfig) -> type[Trainer]:
 
 def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
     """Return the task of a config."""
-    return (StreamedLanguageModel if config.stream_gb else LanguageModel)(kind, read_spec)
+    return language_model_of(config)(kind, read_spec)
 
 
 def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:

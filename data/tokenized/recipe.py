@@ -6,7 +6,8 @@ Paths and times are not in it, so a copy of the data on another machine has the 
 
 Digests of files' contents are remembered (`common.digests`), so that a second start reads no data.
 
-A window of a streamed set (`data.streaming`) is known by where it begins: nobody reads such a set twice for a key.
+A window of records that are tokenized while a run trains is known by where it begins: nobody reads such a set twice for
+a key.
 
 Cost: 1 s for each GB at the first start, a few microseconds later.
 """
@@ -33,7 +34,7 @@ TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "a
 TOKENIZER_FILES += ["chat_template.json"]
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/store tokenized/recipe"
-LATER = "tokenized/dataset inspection/ streaming/ loader packing"
+LATER = "tokenized/dataset inspection/ loader packing"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 BLOCK = 4 * 2**20  # bytes read at a time
 

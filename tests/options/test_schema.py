@@ -44,7 +44,6 @@ scheduler: {type: WSD, params: {decay_ratio: 0.2}}
 optimizer: {type: Lion, params: {lr: 1e-5, betas: [0.9, 0.95]}, no_wd_kws: [bias]}
 optimizer: {type: Adafactor, params: {lr: 1e-3, eps: [null, 0.001]}}
 zero_optimization: {stage: 1, cpu_offload: true, reduce_bucket_size: 5e8}
-stream_gb: null
 """
 REFUSED = """
 max_seq_length: 128

@@ -11,7 +11,6 @@ import pytest
 
 from common.log import Log
 from data.errors import DataError
-from data.streaming.stream import StreamLoader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.api import read_spec
 from options import load_config
@@ -20,7 +19,6 @@ from tests.launching import write_config
 from training.command_line import inspect
 from training.data_setup import RecordReader, build_loader
 from training.plan.inputs import Workload
-from training.streamed import stream_of
 
 SMALL = 300  # tokens: special ones, bytes, and few of the merges
 
@@ -33,15 +31,13 @@ def model(make_checkpoint: Callable[..., Path]) -> Path:
 def check(model: Path, tmp_path: Path, **keys: Any) -> None:
     config = load_config(write_config(tmp_path / "run.yml", model_path=str(model), **keys))
     reader = RecordReader(config, model, Log(quiet=True))
-    data = stream_of(config, reader) if config.stream_gb else reader.read("data", config.data_path)
+    data = reader.read("data", config.data_path)
     check_vocabulary(reader.tokenizer, int(read_spec(model).config.vocab_size), data)
 
 
 def test_tokens_that_the_model_does_not_have_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"gives ids up to \d+, but the model's vocab_size is {SMALL}; expected"):
         check(model, tmp_path, data_path=str(FAQ))
-    with pytest.raises(DataError, match=r"gives ids up to 511"):  # nobody knows yet which
-        check(model, tmp_path, data_path=str(FAQ), stream_gb=0.001, max_steps=1)
 
 
 def test_a_tokenizer_may_have_tokens_that_no_record_needs(model: Path, tmp_path: Path) -> None:
@@ -113,22 +109,6 @@ def test_pairs_are_packed_into_rows_that_hold_them(packing: str | bool, model: P
         sets(
             model, tmp_path, **{name: value for name, value in keys.items() if name not in ("model_path", "preference")}
         )
-
-
-def test_pairs_are_streamed(model: Path, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"model_path": str(model), "max_seq_len": 64, "preference": {"loss": "simpo"}}
-    keys |= {"stream_gb": 0.001, "max_steps": 1, "cache_dir": str(tmp_path / "cache")}
-    keys |= {"data_path": str(pairs(tmp_path / "pairs.jsonl", 20))}
-    config = load_config(write_config(tmp_path / "run.yml", **keys))
-    stream: Any = stream_of(config, RecordReader(config, model, Log(quiet=True)))
-    loader = build_loader(stream, config, kind=StreamLoader)
-    assert loader.row_length == 128
-    batch = loader.batch(0)
-    known = list(loader.tensors(batch, 0))
-    assert batch.pairs == 8 and sum(len(loss[4]) for _, loss in known) == 16 == len(batch.lengths)
-    trained = sum(int((labels != -100).sum()) for _, (labels, *_) in known)
-    assert trained == batch.supervised > 0
-    stream.close()
 
 
 def test_inspect_shows_a_pair(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

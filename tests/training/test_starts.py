@@ -45,7 +45,6 @@ PLAIN = {"zero_optimization": {"stage": 0}}
 SCALE = 22  # of the loss, as a power of two: too much for the first steps
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": SCALE, "hysteresis": 1}}
 PACKED = {"packing": "dataset", "pack_len": 256, "train_batch_size": 2}
-STREAM = {"stream_gb": 1.0e-5}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 2.0e-4, "weight_decay": 0.1}, "no_wd_kws": ["norm"]}}
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}} | PLAIN
@@ -70,7 +69,6 @@ EXACT: dict[str, tuple[dict[str, Any], str, str]] = {
     "zero-1-dropout": (DATA, "bloom", "zero"),
     "zero-2-dropout": (DATA | {"zero_optimization": {"stage": 2}}, "bloom", "zero"),
     "zero-3-dropout": (DATA | {"zero_optimization": {"stage": 3}} | BF16, "bloom", "zero"),
-    "stream": (PIPE | STREAM, "llama", "pipeline"),
 }
 QUICK = {"packed", "fp16", "moe"}
 # What goes on after a change: the source, the change, the engine, the relative tolerance of the losses.
@@ -78,7 +76,6 @@ CHANGED: dict[str, tuple[str, dict[str, Any], str, float]] = {
     "moe-to-1x2": ("moe", DATA, "pipeline", 1e-5),
     "moe-to-zero-2": ("moe", DATA | {"zero_optimization": {"stage": 2}}, "zero", 1e-5),
     "lion-bf16-to-1x2": ("lion-bf16", DATA, "pipeline", 2e-3),
-    "stream-to-1x2": ("stream", DATA, "pipeline", 1e-5),
     "lion-unpacked": ("lion", {"packing": False, "train_micro_batch_size_per_gpu": 2}, "pipeline", 1e-5),
     "sgd-offload": ("sgd", OFFLOAD, "pipeline", 1e-5),
 }

@@ -33,6 +33,7 @@ from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.data_setup import RecordReader
 from training.errors import ConfigError
+from training.language_model import language_model_of
 from training.launch.start import Hosts
 from training.plan.command import WIDTH, plan_summary, search_table, show
 from training.plan.plan import Plan
@@ -128,8 +129,8 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     spec = read_spec(folder)
     if not config.from_scratch:
         layout_of(folder)
-    if config.stream_gb:
-        raise ConfigError("stream_gb: --auto looks at all records before it chooses; expected --config for a stream")
+    if key := language_model_of(config).windows_key:
+        raise ConfigError(f"{key}: --auto looks at all records before it chooses; expected --config for a stream")
     if config.schedule == WEIGHT_STREAMING:
         raise ConfigError("schedule: --auto chooses among pipelines; expected --config for weight_streaming")
     choices.add("max_seq_len", *sample_length(spec))

@@ -48,7 +48,7 @@ class DataOrder(BaseModel):
 
     Attributes:
         packed_epoch: length of packed sequences with `packing: dataset`, else 0.
-        windows: of a stream, those tokenized so far (`data.streaming.windows.Made`), so that a resumed run does not
+        windows: of a stream, those tokenized so far (numbers of each), so that a resumed run does not
             read all earlier records.
     """
 

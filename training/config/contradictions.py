@@ -57,10 +57,6 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
         for name in ("template_args", "template_fallback")
         if config.prompt_format in (PLAIN, GDGPT) and getattr(config, name)
     )
-    if config.stream_gb and not config.max_steps:
-        yield "max_steps: expected a number, as nobody knows how many steps an epoch of a stream has"
-    if config.stream_gb and config.packing == "dataset":
-        yield "packing: dataset packs whole epochs, which no stream knows; expected batch or false"
     if config.compile is True and config.zero_optimization.stage == 3:
         yield "compile: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
     yield from _of_evaluation(config)
@@ -153,11 +149,6 @@ def _of_preference(config: TrainConfig) -> Iterator[str]:
         yield "aux_max_z_loss.weight: has no effect on preferences; leave it out"
     if config.from_scratch:
         yield "from_scratch: preferences need a model that answers; expected false, or no preference"
-    if config.stream_gb and config.preference.needs_reference:
-        yield (
-            f"stream_gb: {config.preference.loss} compares each answer with the model before training, which needs all "
-            "records at once; expected no stream_gb, or loss: simpo or orpo"
-        )
 
 
 def _of_scores(config: TrainConfig) -> Iterator[str]:
@@ -175,8 +166,6 @@ def _of_distillation(config: TrainConfig) -> Iterator[str]:
     for key in ("preference", "labels"):
         if getattr(config, key):
             yield f"distillation: a teacher says what comes next, and {key} has a loss of its own; expected one of them"
-    if config.stream_gb:
-        yield "stream_gb: a teacher reads all records before the first step; expected no stream_gb, or no distillation"
 
 
 def of_optimizer(config: TrainConfig) -> Iterator[str]:
@@ -216,8 +205,6 @@ def _of_evaluation(config: TrainConfig) -> Iterator[str]:
         yield "eval_data_path: expected records to evaluate on, or neither eval_interval nor eval_at_start"
     if config.eval_share and config.eval_data_path:
         yield "eval_share: eval_data_path has the records to evaluate on; expected only one of them"
-    if config.eval_share and config.stream_gb:
-        yield "eval_share: nobody knows all samples of a stream; expected eval_data_path"
 
 
 def _of_batches_and_parts(config: TrainConfig) -> Iterator[str]:

@@ -96,11 +96,6 @@ class TrainConfig(Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many optimizer steps; overrides `n_epoches`."""
 
-    stream_gb: float | None = Field(default=None, gt=0)
-    """Tokenize while training, with at most this many GB of tokenized records in `cache_dir`
-    (docs/data.md#data-larger-than-the-disk); needs `max_steps`. Without the key everything is tokenized before
-    training."""
-
     max_seq_len: int = Field(default=2048, ge=2, le=LONGEST)
     """Tokens of the longest sample. Longer dialogues are cut, at the end of a turn where possible, and longer texts
     are split; both are counted. Samples without trained-on tokens are dropped and counted too."""

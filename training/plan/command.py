@@ -34,6 +34,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.distributed.links import FILE as LINKS_FILE
 from training.errors import ConfigError
+from training.language_model import language_model_of
 from training.metrics.devices import TERA, parse_devices, this_device
 from training.plan import zero
 from training.plan.communication import PER_HOST, Fabric, stage_messages
@@ -159,7 +160,7 @@ def _spread(config: TrainConfig, count: int) -> TrainConfig:
 
 def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> tuple[Workload, Feed]:
     """Measure the workload, and those of other configs, from the records where they can be read, else assume them."""
-    if not config.stream_gb:
+    if not language_model_of(config).windows_key:
         try:
             dataset, _ = RecordReader(config, folder, Console(quiet=True)).read_sets()
             assert isinstance(dataset, Dataset)

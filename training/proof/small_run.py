@@ -37,9 +37,9 @@ from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.data_setup import RecordReader, training_loader
 from training.errors import ConfigError
+from training.language_model import language_model_of
 from training.proof.launches import Start
 from training.proof.preferences import documents, record
-from training.streamed import stream_of
 from training.trained import adapter_file, with_trained
 
 MODEL, ADAPTER, DATA, EVALUATION = "model", "adapter", "data.jsonl", "evaluation.jsonl"  # in the folder
@@ -179,6 +179,7 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     values, before, lr = config.dump(), config.model_topo, config.optimizer.params.get("lr", LR)
     exact_router = spec.has_experts and training_dtype(config) is not torch.float32
     ordered = torch.cuda.is_available() and not config.deterministic
+    windows_key = language_model_of(config).windows_key
     changes = (
         (
             topo.processes != before.processes,
@@ -190,7 +191,7 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         (config.tf32, "tf32: false, as the bounds are those of fp32"),
         (config.fp8.enabled, "fp8: off, as the bounds are those of bf16"),
         (lr < LR, f"lr: {lr:g} -> {LR:g}, so that a step is larger than the rounding of a weight"),
-        (config.stream_gb, "stream_gb: the samples of the first window, not streamed"),
+        (windows_key, f"{windows_key}: the samples of the first window, not streamed"),
     )
     if exact_router:
         values |= {"bf16": {}, "fp16": {}}
@@ -280,8 +281,9 @@ def _read_samples(
 ) -> tuple[list[Sample], list[Sample]]:
     """Read the first samples that the user's run would train on, and some to evaluate on."""
     reader = RecordReader(config, folder, log)
-    if config.stream_gb:
-        data, held_out = stream_of(config, reader).windows.peek(), reader.read_evaluation()
+    task = language_model_of(config)
+    if task.windows_key:
+        data, held_out = task.first_window(config, reader), reader.read_evaluation()
     else:
         data, held_out = reader.read_sets()
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)

@@ -130,7 +130,6 @@ DPO: dict[str, Any] = {"preference": {"loss": "dpo"}}
         (DPO, {"preference": {"loss": "dpo", "beta": 0.3}}, "preference.beta: 0.3, but .* with 0.1"),
         ({"labels": ["a", "b"]}, {}, r"labels: .*, but .* with \['a', 'b'\]"),
         ({"labels": ["a", "b"]}, {"preference": {"loss": "reward"}}, "preference: {.*'reward'.*}, but .* with none"),
-        ({}, {"stream_gb": 1.0, "max_steps": 5}, "stream_gb: 1.0, but .* with none"),
         ({}, {"freeze": ["embed"]}, r"freeze: \['embed'\], but .* with \[\]"),
         ({}, {"optimizer": {"type": "Lion"}}, "optimizer.type: Lion, but .* with AdamW"),
     ],

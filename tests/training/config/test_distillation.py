@@ -35,7 +35,6 @@ def test_a_teacher_is_enough() -> None:
         ({"tempreature": 2}, {}, "tempreature"),
         ({}, {"preference": {}}, "distillation: a teacher says what comes next, and preference has a loss of its own"),
         ({}, {"labels": ["a", "b"]}, "distillation: a teacher says what comes next, and labels has a loss of its own"),
-        ({}, {"stream_gb": 1, "max_steps": 9}, "stream_gb: a teacher reads all records before the first step"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(section: dict[str, Any], keys: dict[str, Any], expected: str) -> None:

@@ -61,8 +61,6 @@ def test_what_a_loss_does_not_use_is_refused(section: dict[str, Any], expected: 
         ({"mask": "all"}, "mask: "),
         ({"from_scratch": True}, "from_scratch: "),
         ({"aux_max_z_loss": {"weight": 1e-4}}, "aux_max_z_loss.weight: "),
-        ({"stream_gb": 1, "max_steps": 9}, "stream_gb: dpo compares"),
-        ({"stream_gb": 1, "max_steps": 9, "preference": {"loss": "kto"}}, "stream_gb: kto compares"),
         ({"labels": ["a", "b"]}, "labels: a classifier learns from classes"),
         ({"labels": ["a"], "preference": None}, "labels: expected at least two different names, found a"),
         ({"labels": ["a", "a"], "preference": None}, "labels: expected at least two different names, found a, a"),
@@ -78,7 +76,3 @@ def test_a_marked_answer_is_one_document() -> None:
     pairs, marked = config(), config(preference={"loss": "kto"})
     assert (pairs.wanted, marked.wanted) == (Wanted("pairs"), Wanted("marked"))
     assert pairs.sample_limit == 2 * marked.sample_limit == 2 * marked.max_seq_len
-
-
-def test_a_stream_goes_with_losses_without_a_reference() -> None:
-    assert config(preference={"loss": "simpo"}, stream_gb=1, max_steps=9).stream_gb == 1

@@ -15,6 +15,7 @@ from models.api import load_model, read_spec
 from models.architectures import FAMILIES
 from models.derived.shrink import WINDOW, shrunk_fields
 from models.spec import ModelSpec
+from options import RunConfig
 from tests.conftest import ORIGINALS
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -102,7 +103,7 @@ def test_dropout_goes_and_ids_stay_in_the_vocabulary(tmp_path: Path) -> None:
 
 
 def config_of(**keys: Any) -> TrainConfig:
-    return TrainConfig.model_validate(KEYS | keys)
+    return RunConfig.model_validate(KEYS | keys)
 
 
 def grid(dims: list[int], parts: list[int] | None = None, axes: Sequence[str] = ("pipe", "data")) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import pytest
 
 from data.errors import DataError
 from data.settings import Source
-from data.streaming.stream import Stream, StreamLoader, open_stream
 from data.tokenized import parallel, store
 from data.tokenized.recipe import Recipe
 from data.tokenized.store import Cache
+from options.streamed_data.stream import Stream, StreamLoader, open_stream
 from tests.launching import eventually
 
 BATCH = 8
@@ -305,7 +305,7 @@ def test_repeats_are_whole(stream: Open, files: Path) -> None:
 
 
 def test_waiting_is_told(stream: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.streaming.windows.POLL", 0.05)
+    monkeypatch.setattr("options.streamed_data.windows.POLL", 0.05)
     build = store._build
 
     told: list[None] = []

@@ -1,6 +1,6 @@
 """Tokenize a data set while a run trains on it, because all of it would not fit on the disk.
 
-Windows (`data.streaming.windows`) follow each other without a gap, over the ends of epochs too, and the samples of each
+Windows (`windows.py`) follow each other without a gap, over the ends of epochs too, and the samples of each
 are shuffled. A position in the stream is the number of samples before it; which sample stands there is a pure function
 of the seed, the position and the bytes that the stream may have. A window takes half of these: one is trained on while
 the next is made, and what was trained on is removed.
@@ -25,9 +25,9 @@ from data.errors import DataError
 from data.loader import GlobalBatch, Loader
 from data.records.sources import as_sources, files_of
 from data.settings import OnBadRecord, Source, Truncate, Wanted
-from data.streaming.windows import MadeWindow, Windows, WindowStart
 from data.tokenized.dataset import Dataset
 from data.tokenized.recipe import DataFile, Recipe
+from options.streamed_data.windows import MadeWindow, Windows, WindowStart
 
 SHARE = 0.5  # of the stream's bytes that a window takes
 

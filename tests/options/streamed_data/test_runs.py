@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from options import load_config
+from common.log import Log
+from data.errors import DataError
+from data.tokenized.dataset import check_vocabulary
+from options import RunConfig, load_config
+from options.streamed_data.stream import StreamLoader
+from options.streamed_data.task import stream_of
+from tests.conftest import FAQ
 from tests.launching import topology, write_config
 from tests.training.checkpoint.test_resume import finished, kill_after, losses
+from tests.training.test_data_setup import SMALL, pairs
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.resume import check_resumable
+from training.config.changes import compare, settings_of
+from training.data_setup import RecordReader, build_loader
 from training.errors import ConfigError
 
 STEPS = 10
@@ -68,6 +78,14 @@ def test_a_killed_run_goes_on_to_the_last_bit_and_tokenizes_nothing_twice(
     record = CheckpointRecord.read(saved)
     assert record is not None
     assert [samples for samples, *_ in record.data.windows] == [512, 512, 512, 264, 512]
+
+    # A batch is the same over replicas.
+    for config, dims in ((straight, (2, 1)), (killed, (1, 2))):
+        again = yaml.safe_load(config.read_text()) | {"max_steps": STEPS + 2, "model_topo": topology(dims)}
+        config.write_text(yaml.safe_dump(again))
+        finished(config)
+    assert losses(killed)[STEPS:] == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in losses(straight)[STEPS:]]
+
     with pytest.raises(ConfigError, match=r"stream_gb: 1.0, but .* was trained with 1e-05"):
         check_resumable(saved, record, record.data, load_config(killed, ["stream_gb=1.0"]))
 
@@ -78,9 +96,52 @@ def test_a_killed_run_goes_on_to_the_last_bit_and_tokenizes_nothing_twice(
         ({"max_steps": None}, "max_steps: expected a number"),
         ({"packing": "dataset"}, "packing: dataset packs whole epochs"),
         ({"stream_gb": 0}, "stream_gb"),
+        ({"eval_share": 0.1}, "eval_share: nobody knows all samples of a stream; expected "),
+        ({"preference": {}}, "stream_gb: dpo compares"),
+        ({"preference": {"loss": "kto"}}, "stream_gb: kto compares"),
+        ({"distillation": {"teacher": "t"}}, "stream_gb: a teacher reads all records before the first step"),
     ],
 )
 def test_what_a_stream_asks_for(keys: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yml", model_path="m", data_path="d", **STREAM | keys)
     with pytest.raises(ConfigError, match=complaint):
         load_config(config)
+
+
+def test_an_objective_without_a_reference_takes_a_stream(tmp_path: Path) -> None:
+    keys = STREAM | {"preference": {"loss": "simpo"}}
+    assert load_config(write_config(tmp_path / "run.yml", model_path="m", data_path="d", **keys)).stream_gb == 1e-5
+
+
+def test_a_run_keeps_its_size_of_a_stream(tmp_path: Path) -> None:
+    def settings(**keys: Any) -> dict[str, Any]:
+        return settings_of(load_config(write_config(tmp_path / "run.yml", model_path="m", data_path="d", **keys)))
+
+    with pytest.raises(ConfigError, match=r"stream_gb: 1e-05, but step-1 was trained with none"):
+        compare(settings(max_steps=STEPS), settings(**STREAM), "step-1", RunConfig.rules)
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = make_checkpoint("llama", vocab_size=SMALL)
+    keys = STREAM | {"model_path": str(model), "data_path": str(FAQ)}
+    config = load_config(write_config(tmp_path / "run.yml", **keys))
+    reader = RecordReader(config, model, Log(quiet=True))
+    with pytest.raises(DataError, match=r"gives ids up to 511"):  # nobody knows yet which
+        check_vocabulary(reader.tokenizer, SMALL, stream_of(config, reader))
+
+
+def test_pairs_are_streamed(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = make_checkpoint("llama")
+    keys: dict[str, Any] = {"model_path": str(model), "max_seq_len": 64, "preference": {"loss": "simpo"}}
+    keys |= {"stream_gb": 0.001, "max_steps": 1, "cache_dir": str(tmp_path / "cache")}
+    keys |= {"data_path": str(pairs(tmp_path / "pairs.jsonl", 20))}
+    config = load_config(write_config(tmp_path / "run.yml", **keys))
+    stream: Any = stream_of(config, RecordReader(config, model, Log(quiet=True)))
+    loader = build_loader(stream, config, kind=StreamLoader)
+    assert loader.row_length == 128
+    batch = loader.batch(0)
+    known = list(loader.tensors(batch, 0))
+    assert batch.pairs == 8 and sum(len(loss[4]) for _, loss in known) == 16 == len(batch.lengths)
+    trained = sum(int((labels != -100).sum()) for _, (labels, *_) in known)
+    assert trained == batch.supervised > 0
+    stream.close()

@@ -1,4 +1,4 @@
-"""A language model on records that are tokenized while it trains (`stream_gb`)."""
+"""A language model on records that are tokenized while it trains."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import hashlib
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from data.streaming.stream import Stream, StreamLoader, open_stream
+from rich.console import Console
+
 from data.tokenized.dataset import Dataset
 from data.tokenized.store import cache_folder
+from options.streamed_data.stream import Stream, StreamLoader, open_stream
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
+from training.distributed.disk import Disk
 from training.job import Job
 from training.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from options.streamed_data import StreamKeys
 
 
 class StreamedLanguageModel(LanguageModel):
@@ -22,11 +28,16 @@ class StreamedLanguageModel(LanguageModel):
 
     dataset: Any  # a `Stream`: its samples are asked for like those of a `Dataset`
     loader_kind = StreamLoader
+    windows_key = "stream_gb"
 
     @property
     def known_records(self) -> Dataset | None:
         """The records of the first window."""
         return self.dataset.first_window
+
+    def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
+        super().read(config, disk, log)
+        self.order.stream_gb = cast("StreamKeys", config).stream_gb
 
     def begin(self, job: Job) -> None:
         """Tokenize what the first batch needs."""
@@ -45,14 +56,19 @@ class StreamedLanguageModel(LanguageModel):
     def close(self) -> None:
         self.dataset.close()
 
+    @staticmethod
+    def first_window(config: TrainConfig, reader: RecordReader) -> Dataset:
+        return stream_of(config, reader).windows.peek()
+
     def _sets(self, config: TrainConfig, reader: RecordReader) -> Any:
         return stream_of(config, reader), reader.read_evaluation()
 
 
 def stream_of(config: TrainConfig, reader: RecordReader) -> Stream:
     """Open the records to train on, to be tokenized while training; nothing is read yet."""
-    assert config.stream_gb is not None
+    gigabytes = cast("StreamKeys", config).stream_gb
+    assert gigabytes is not None
     run = hashlib.sha256(os.fsencode(Path(config.save_path).resolve())).hexdigest()[:16]
     folder = cache_folder(config.cache_dir) / "streams" / run
     sources = config.data_path, reader.folder, config.max_seq_len, reader.prompts
-    return open_stream(*sources, gigabytes=config.stream_gb, folder=folder, **reader.how)
+    return open_stream(*sources, gigabytes=gigabytes, folder=folder, **reader.how)

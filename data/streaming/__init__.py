@@ -1,1 +1,0 @@
-"""Tokenize a data set while a run trains on it, a window at a time."""
