@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from options import exports, reports, streamed_data, timeline, trackers
+from options import cluster, exports, reports, streamed_data, timeline, trackers
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.option import Option
@@ -25,6 +25,7 @@ class RunConfig(streamed_data.StreamKeys, timeline.TimelineKeys, trackers.Tracke
         timeline.OPTION,
         reports.OPTION,
         exports.OPTION,
+        cluster.OPTION,
     )
 
 

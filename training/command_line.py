@@ -31,6 +31,7 @@ from training.metrics.devices import KNOWN, parse_devices
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
 
+ACTIONS = ("inspect", "plan", "prove")  # in place of training
 # Options without effect unless another one is given.
 NEEDED = {"dry_run": "auto", "include": "hostfile", "exclude": "hostfile", "html": "inspect", "search": "plan"}
 NEEDED |= {"calibrate": "plan", "links": "plan", "per_host": "links"}
@@ -66,7 +67,6 @@ def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool 
     parser.add_argument("--search", action="store_true", help=staged("with --plan: propose dims, micro-batch, ..."))
     parser.add_argument("--calibrate", action="store_true", help="with --plan: measure the layers here first")
     parser.add_argument("--prove", action="store_true", help=staged("compare a small run with one process, and exit"))
-    parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and exit")
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where ranks of a proof record steps
     for option in kind.options:
         option.add_flags(parser)
@@ -88,8 +88,9 @@ def parse_arguments(kind: type[TrainConfig], description: str, in_stages: bool =
     if arguments.data:  # has swallowed the overrides behind it
         arguments.overrides += filter(is_override, arguments.data)
         arguments.data = [word for word in arguments.data if not is_override(word)]
-    actions = "--inspect, --plan, --prove and --check"
-    acts = sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check)))
+    names = [*ACTIONS, *(flag for option in kind.options for flag in option.on_ranks)]
+    actions = " and ".join([", ".join(f"--{name}" for name in names[:-1]), f"--{names[-1]}"]).replace("_", "-")
+    acts = sum(bool(getattr(arguments, name)) for name in names)
     if acts > 1:
         parser.error(f"{actions}: expected one of them")
     if {bool(arguments.model), bool(arguments.data), bool(arguments.save)} != {arguments.auto}:

@@ -10,13 +10,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from training.config.changes import Rule
 from training.config.keys import TrainConfig
 
 if TYPE_CHECKING:
     from training.callbacks import Callback
+    from training.distributed.processes import ProcessInfo
+    from training.distributed.rank_monitor import RankMonitor
     from training.job import Task
     from training.language_model import LanguageModel
     from training.metrics.tracking import Tracker
@@ -41,6 +43,13 @@ class Conversions(NamedTuple):
 Keys = TypeVar("Keys", bound=TrainConfig)
 
 
+class RankAction(Protocol):
+    """What a rank does in place of training."""
+
+    def __call__(self, config: Any, process: ProcessInfo, monitor: RankMonitor, in_stages: bool) -> bool:
+        """Do it; return whether the processes are to start over. `in_stages` is false for train_ds_zero.py."""
+
+
 @dataclass(frozen=True)
 class Option(Generic[Keys]):
     """One option; what it does not need it leaves out.
@@ -58,6 +67,7 @@ class Option(Generic[Keys]):
         add_conversions: adds its commands to convert_model.py.
         add_flags: adds its flags to the command line of the entry points.
         act: does what its flags ask for in place of training, before processes start; returns whether they ask.
+        on_ranks: by the name of a flag, what every rank does in place of training where the flag is given.
     """
 
     keys: type[Keys]
@@ -70,9 +80,19 @@ class Option(Generic[Keys]):
     add_conversions: Callable[[Conversions], None] = lambda conversions: None
     add_flags: Callable[[ArgumentParser], None] = lambda parser: None
     act: Callable[[Keys, Namespace], bool] = lambda config, arguments: False
+    on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)
 
 
 def add_to_export(options: Sequence[Option[Any]], checkpoint: Path, folder: Path) -> None:
     """Let options add their files to a HuggingFace folder that is made of a run's checkpoint."""
     for option in options:
         option.add_to_export(checkpoint, folder)
+
+
+def rank_action(options: Sequence[Option[Any]], arguments: Namespace) -> RankAction | None:
+    """Find what the flags ask every rank to do in place of training, if anything."""
+    for option in options:
+        for flag, find in option.on_ranks.items():
+            if getattr(arguments, flag):
+                return find()
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,13 +17,13 @@ from options.reference import SCHEMA, schema
 from tests.conftest import ROOT
 from tests.launching import write_config
 from training.callbacks import Callback
-from training.command_line import make_parser
+from training.command_line import make_parser, parse_arguments
 from training.config.changes import FREE, compare, settings_of
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.errors import ConfigError
 from training.job import Task
-from training.option import Option
+from training.option import Option, rank_action
 from training.options import run_options
 
 GREETED = "hello from the flag"
@@ -54,12 +55,17 @@ def dummy_callbacks(config: DummyKeys, _: Task) -> Sequence[Callback]:
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--greet", action="store_true")
+    parser.add_argument("--greet-all", action="store_true")
 
 
 def greet(config: DummyKeys, arguments: argparse.Namespace) -> bool:
     if arguments.greet:
         print(GREETED, config.dummy_size)
     return bool(arguments.greet)
+
+
+def greet_all(config: DummyKeys, process: Any, monitor: Any, in_stages: bool) -> bool:
+    return in_stages
 
 
 DUMMY: Option[Any] = Option(
@@ -69,6 +75,7 @@ DUMMY: Option[Any] = Option(
     callbacks=dummy_callbacks,
     add_flags=add_flag,
     act=greet,
+    on_ranks={"greet_all": lambda: greet_all},
 )
 
 
@@ -115,6 +122,16 @@ def test_a_new_option_has_flags(tmp_path: Path, capsys: pytest.CaptureFixture[st
     asked = make_parser(WithDummy).parse_args(["--config", "run.yml", "--greet"])
     (acting,) = [option for option in WithDummy.options if option.act(read(tmp_path), asked)]
     assert acting is DUMMY and capsys.readouterr().out == f"{GREETED} 3\n"
+    assert rank_action(WithDummy.options, asked) is None
+
+
+def test_a_flag_may_act_on_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = make_parser(WithDummy).parse_args(["--config", "run.yml", "--greet-all"])
+    assert rank_action(WithDummy.options, asked) is greet_all
+    monkeypatch.setattr(sys, "argv", ["train_ds.py", "--config", "run.yml", "--greet-all", "--plan"])
+    with pytest.raises(SystemExit):
+        parse_arguments(WithDummy, "")
+    assert "--prove, --check and --greet-all: expected one of them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", RunConfig.options, ids=lambda option: option.keys.__name__)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from options.cluster.measuring import measure
 from training.config.keys import TrainConfig
-from training.distributed.links import measure
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

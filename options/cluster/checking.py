@@ -20,9 +20,10 @@ from rich.table import Column, Table
 
 from common.quantities import GIGA
 from data.tokenized.store import digests_folder
+from options.cluster.measuring import measure
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
-from training.distributed.links import FILE, Link, Links, measure
+from training.distributed.links import FILE, Link, Links
 from training.distributed.placement import Placement
 from training.distributed.processes import ProcessInfo, gather
 from training.distributed.rank_monitor import RankMonitor
@@ -36,7 +37,7 @@ from training.preflight import check_model, check_samples
 MEGA = 1e6
 
 
-def check_run(in_stages: bool, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
+def check_run(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor, in_stages: bool) -> bool:
     """Check the run on one rank; return False, as nothing starts over.
 
     Raises:
