@@ -106,7 +106,10 @@ def _calibrate(
     layers: dict[str, tuple[float, float]] = {}
     for kind in sorted(kinds):
         forward, backward = time_layer(kind, config, spec, workload, device, rounds=rounds)
-        layers[str(kind)] = (forward / estimates[kind].forward.total, backward / estimates[kind].backward.total)
+        planned = estimates[kind]
+        # A frozen embedding has no backward pass.
+        back = backward / planned.backward.total if planned.backward.total else 1.0
+        layers[str(kind)] = (forward / planned.forward.total, back)
     update = _time_update(config, spec, device) / update_time(config, this_device())
     return Calibration.of(config, spec, layers, update)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import FAQ
+from tests.conftest import FAQ, TINY
 from tests.launching import metrics, supervised, topology, write_config
-from tests.training.plan.helpers import config_of, llama
+from tests.training.plan.helpers import config_of, llama, spec_of
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.metrics.devices import CPU, Device, parse_devices
@@ -21,6 +21,7 @@ from training.plan.inputs import Basis, Calibration, Workload
 from training.plan.micro_batch import ROWS, choose_rows
 from training.plan.plan import Plan
 from training.plan.search import SIZES
+from training.trained import with_trained
 
 
 def plan_of(folder: Path, config: TrainConfig, device: Device, rows: int) -> Plan:
@@ -123,3 +124,13 @@ def test_a_run_chooses_once(make_checkpoint: Callable[..., Path], tmp_path: Path
     assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
     assert "micro-batch: auto" not in second.stdout and "train_micro_batch" not in second.stdout
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [1, 2]
+
+
+@pytest.mark.parametrize("keys", [{"lora": {"r": 2}}, {"freeze": ["embed_tokens"]}], ids=["lora", "freeze"])
+def test_a_frozen_embedding_is_timed_too(keys: dict[str, Any], tmp_path: Path) -> None:
+    """It has no backward pass to compare with a planned one."""
+    keys |= {"train_batch_size": 8, "max_seq_len": 16, "fp16": {"enabled": False}, ROWS: "auto"}
+    config = config_of(tmp_path, 2, use_grad_ckpt=False, **keys)
+    spec = with_trained(spec_of(tmp_path, TINY | {"model_type": "llama"}), config)
+    rows, line = choose_rows(config, spec, CPU, Workload.assumed, in_stages=True)
+    assert line.startswith(f"micro-batch: auto, {rows} row")
