@@ -16,7 +16,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 NAME = "pipetune"
-PACKAGES = ("common", "data", "models", "training")
+PACKAGES = ("common", "data", "models", "options", "training")
 SCRIPTS = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py")
 
 

@@ -24,7 +24,7 @@ from tests.launching import metrics, run, topology, write_config
 from training.config.yaml_file import load_config
 
 REQUIREMENTS = ROOT / "requirements.txt"
-NEEDED = ("common", "data", "models", "training", "pipetune", "configs")
+NEEDED = ("common", "data", "models", "options", "training", "pipetune", "configs")
 FILES = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py", "setup.py", "pyproject.toml")
 TEXTS = ("README.md", "LICENSE", "MANIFEST.in", *(each.name for each in ROOT.glob("requirements*.txt")))
 

@@ -52,8 +52,7 @@ def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequenc
     def load(process: ProcessInfo | None) -> TrainConfig:
         if loss and config.aux_max_z_loss.weight:
             raise ConfigError("aux_max_z_loss.weight: has no effect with a loss of your own; leave it out")
-        if loss and (config.preference or config.distillation):
-            key = "preference" if config.preference else "distillation"
+        if loss and (key := config.objective.key):
             raise ConfigError(f"{key}: has a loss, and so has this script; expected one of them")
         return config
 

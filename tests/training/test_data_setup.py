@@ -14,6 +14,7 @@ from data.errors import DataError
 from data.streaming.stream import StreamLoader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.api import read_spec
+from options.preference.collation import JudgedCollation
 from tests.conftest import FAQ
 from tests.launching import write_config
 from training.command_line import inspect
@@ -102,9 +103,9 @@ def test_pairs_are_packed_into_rows_that_hold_them(packing: str | bool, model: P
     data, _ = RecordReader(config, model, Log(quiet=True)).read_sets()
     assert 64 < data.lengths.max() <= 128 and data.first.all()
     loader = build_loader(data, config)
-    assert loader.preference and loader.batch(0).pairs >= 8
+    assert isinstance(loader.collation, JudgedCollation) and len(loader.batch(0).samples) >= 8
     assert loader.row_length >= data.lengths.max() and (packing != "dataset" or loader.row_length == 128)
-    assert len(loader.batch(0).lengths) == 2 * loader.batch(0).pairs
+    assert len(loader.batch(0).lengths) == 2 * len(loader.batch(0).samples)
     work = Workload.measured(loader, config)
     assert work.attended <= 64 < work.longest
     assumed = Workload.assumed(config)
@@ -125,7 +126,7 @@ def test_pairs_are_streamed(model: Path, tmp_path: Path) -> None:
     assert loader.row_length == 128
     batch = loader.batch(0)
     known = list(loader.tensors(batch, 0))
-    assert batch.pairs == 8 and sum(len(loss[4]) for _, loss in known) == 16 == len(batch.lengths)
+    assert len(batch.samples) == 8 and sum(len(loss[4]) for _, loss in known) == 16 == len(batch.lengths)
     trained = sum(int((labels != -100).sum()) for _, (labels, *_) in known)
     assert trained == batch.supervised > 0
     stream.close()

@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.loader import GlobalBatch, Loader
-from data.sample_set import InMemory, Sample
+from data.sample_set import InMemory, Sample, documents
 from models import load_model
 from models.causal_lm import CausalLM
 from models.process_groups import NO_GROUPS
+from options.distillation.collation import taught
+from options.preference.collation import JudgedCollation, judged
+from options.preference.reference import estimate_kl, log_probabilities, mismatched_loader
 from tests.models.test_scores import save_scoring
 from training.bad_steps import find_cause
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
-from training.engine.building import _loss_of
 from training.evaluation import Evaluation
-from training.preference import estimate_kl, log_probabilities, measures_of, mismatched_loader
-from training.proof.preferences import documents
+from training.measures import measures_of
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -60,7 +61,8 @@ class OneProcess:
     groups, row_replica = NO_GROUPS, 0
 
     def __init__(self, model: CausalLM, config: TrainConfig) -> None:
-        self._model, self.loss = model, _loss_of(config, config.aux_router_loss.weight or 0.0, NO_GROUPS.sequence)
+        router_loss_weight = config.aux_router_loss.weight or 0.0
+        self._model, self.loss = model, config.objective.loss(router_loss_weight, NO_GROUPS.sequence)
         module = SimpleNamespace(micro_batch_loss=self.loss)
         self.engine = SimpleNamespace(device=torch.device("cpu"), module=module)
 
@@ -70,8 +72,8 @@ class OneProcess:
     @torch.no_grad()
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
         losses, head = [], self._model.head
-        for inputs, labels in loader.tensors(batch, 0):
-            losses.append(head(self._model.activations(*inputs), loss=partial(self._loss, labels)))
+        for (input_ids, position_ids), labels in loader.tensors(batch, 0):
+            losses.append(head(self._model.activations(input_ids, position_ids), loss=partial(self._loss, labels)))
         return float(torch.stack(losses).mean())
 
 
@@ -130,9 +132,10 @@ def prepared(
     mismatched = mismatched_loader(data, config) if name == "kto" else None
     if mismatched:
         gained = [[3.0 - number * number % 7] for number in range(len(samples))]  # of either sign
-        mismatched.reference = log_probabilities(trainer, mismatched)[:, :1] - numpy.array(gained, "f4")  # type: ignore[arg-type]
+        judged(mismatched).reference = log_probabilities(trainer, mismatched)[:, :1] - numpy.array(gained, "f4")  # type: ignore[arg-type]
     for loader in loaders.values():
-        loader.reference, loader.mismatched = reference_of(samples, 2), mismatched
+        if isinstance(known := loader.collation, JudgedCollation):
+            known.reference, known.mismatched = reference_of(samples, 2), mismatched
     evaluation = Evaluation(loaders, config, 1, active=False)
     if name == "kto":
         evaluation.before = estimate_kl
@@ -143,7 +146,7 @@ def evaluated(name: str, models: dict[str, CausalLM], size: int, kinds: int = 1,
     trainer, evaluation = prepared(name, models, size, kinds, **more)
     found = evaluation.run(trainer, lambda _: None, lambda: False)  # type: ignore[arg-type]
     assert found is not None
-    return found | (measures_of(trainer) if config_of(name, 1).wanted else {})  # type: ignore[arg-type]
+    return found | (measures_of(trainer) if config_of(name, 1).objective.wanted else {})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("packing", ["batch", False, "dataset"])
@@ -186,7 +189,9 @@ def run_of(name: str, trainer: OneProcess, loader: Loader) -> Any:
     if name == "distillation":
         tokens = int(loader.data.supervised.sum())
         words = numpy.tile(numpy.arange(TOP_K, dtype=numpy.int32), (tokens, 1))
-        loader.soft = numpy.stack([words, numpy.full((tokens, TOP_K), -2.0, numpy.float32).view(numpy.int32)], axis=1)
+        taught(loader).known = numpy.stack(
+            [words, numpy.full((tokens, TOP_K), -2.0, numpy.float32).view(numpy.int32)], axis=1
+        )
     progress = SimpleNamespace(log=SimpleNamespace(quiet=True))
     return SimpleNamespace(
         trainer=trainer, loader=loader, mark=lambda _: None, progress=progress, origin=lambda number: f"record {number}"
@@ -214,6 +219,6 @@ def test_a_record_of_which_the_teacher_says_nothing_finite_is_named(models: dict
     trainer, evaluation = prepared("distillation", models, 8)
     (loader,) = evaluation.loaders.values()
     run = run_of("distillation", trainer, loader)
-    first = loader.first_tokens[5]
-    loader.soft[first : first + 1, 1] = numpy.array([math.nan], numpy.float32).view(numpy.int32)
+    first = taught(loader).first_tokens[5]
+    taught(loader).known[first : first + 1, 1] = numpy.array([math.nan], numpy.float32).view(numpy.int32)
     assert find_cause(run, loader.batch(0)) == "no finite loss from record 5"

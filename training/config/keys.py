@@ -16,7 +16,6 @@ from typing_extensions import Self
 from data.chat.prompts import Fallback, Mask, PromptFormat, Truncate
 from data.packing import Packing
 from data.records.fields import TemplateArguments
-from data.records.pairs import PAIRED, Wanted
 from data.records.reading import OnBadRecord
 from training.config.contradictions import contradictions
 from training.config.deepspeed_keys import OVERRIDES, take_up
@@ -27,6 +26,7 @@ from training.config.precision import BF16, FP8, FP16, DataTypes, Precision
 from training.config.section import DataPath, NewPathText, PathText, Section, expected
 from training.config.services import Ports, TrackerProject, TrackerSwitch
 from training.errors import ConfigError
+from training.objective import Objective
 from training.schedule.instructions import WEIGHT_STREAMING, Schedule
 from training.topology import Topology
 
@@ -361,25 +361,16 @@ class TrainConfig(Section):
         return self.model_topo.stages * (2 if self.v_schedule else 1)
 
     @property
-    def wanted(self) -> Wanted | None:
-        """Which judged records are trained on; None for plain ones."""
-        if self.labels:
-            return Wanted("classes", tuple(self.labels))
-        if self.preference and self.preference.unpaired:
-            return Wanted("marked")
-        if self.preference:
-            return Wanted("rewards" if self.preference.loss == "reward" else "pairs")
-        return None
+    def objective(self) -> Objective:
+        """What is trained; it keeps nothing but this config."""
+        from options import objective_of  # the only such line: until the keys of other objectives lie beside them
 
-    @property
-    def scores(self) -> list[str]:
-        """Name the numbers that the model gives a text; empty for a language model."""
-        return self.labels or (["reward"] if self.preference and self.preference.loss == "reward" else [])
+        return objective_of(self)
 
     @property
     def sample_limit(self) -> int:
-        """Most tokens of a sample: a pair is two documents."""
-        return self.max_seq_len * (2 if self.wanted and self.wanted.kind in PAIRED else 1)
+        """Most tokens of a sample, which may be several documents."""
+        return self.max_seq_len * self.objective.documents
 
     @property
     def least_micro_batches(self) -> int:

@@ -102,7 +102,7 @@ class PreferenceSection(Section):
 
     @property
     def objective(self) -> dict[str, Any]:
-        """The arguments of `models.preference.Objective`."""
+        """The arguments of `options.preference.losses.PairLoss`."""
         return self.model_dump(exclude={"center_weight"}, exclude_none=True)
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data.records.pairs import Wanted
-from models.preference import LOSSES, Objective
+from options.preference.losses import LOSSES, PairLoss
 from training.config.keys import TrainConfig
 from training.config.objective import PreferenceSection
 
@@ -24,7 +24,7 @@ UNPAIRED = ("kto", "apo_zero_unpaired")
 @pytest.mark.parametrize("loss", [*LOSSES, *UNPAIRED])
 def test_every_loss_is_an_objective_and_is_read_again_as_written(loss: str) -> None:
     section = PreferenceSection.model_validate({"loss": loss})
-    objective = Objective(**section.objective)
+    objective = PairLoss(**section.objective)
     assert objective.length_normalised == (loss not in ("dpo", "cdpo", *UNPAIRED))
     assert (objective.label_smoothing, objective.gamma) == (0.1 * (loss == "cdpo"), 0.5 * (loss == "simpo"))
     assert objective.sft_weight == (loss == "orpo")
@@ -76,7 +76,7 @@ def test_what_contradicts_preferences_is_refused(keys: dict[str, Any], expected:
 
 def test_a_marked_answer_is_one_document() -> None:
     pairs, marked = config(), config(preference={"loss": "kto"})
-    assert (pairs.wanted, marked.wanted) == (Wanted("pairs"), Wanted("marked"))
+    assert (pairs.objective.wanted, marked.objective.wanted) == (Wanted("pairs"), Wanted("marked"))
     assert pairs.sample_limit == 2 * marked.sample_limit == 2 * marked.max_seq_len
 
 

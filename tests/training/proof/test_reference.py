@@ -174,7 +174,7 @@ def test_preferences_and_scores_are_those_of_transformers(
     assert_near({each: step.gradients[each] for each in wanted}, wanted)
     if not scores:
         means_of = [better.mean().item(), worse.mean().item()]
-        assert list(step.answers.values()) == pytest.approx(means_of, rel=1e-5)
+        assert list(step.noted.values()) == pytest.approx(means_of, rel=1e-5)
 
 
 def test_what_is_trained_fits_the_small_model(make_checkpoint: Callable[..., Path]) -> None:

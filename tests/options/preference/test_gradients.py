@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data.mismatch import Mismatched
 from data.sample_set import InMemory, Sample
 from models import load_model
 from models.adapters import Lora, Trained
@@ -27,6 +26,7 @@ from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.adapter import AdaptedStates, PeftFolder
 from models.checkpoint.source import open_source
+from options.preference.mismatch import Mismatched
 from tests.closeness import assert_near
 from tests.launching import topology
 from tests.models.adapters import save_adapter

@@ -20,6 +20,8 @@ from training.config.precision import FP8
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 
+TEACHER = "distillation.teacher"
+
 
 def read_teacher(
     config: TrainConfig, spec: ModelSpec, reader: RecordReader, read_spec: Callable[[Path], ModelSpec]
@@ -38,10 +40,10 @@ def read_teacher(
         check_length(config, teacher)
         check_sharing(config, teacher)
     except (CheckpointError, ConfigError) as error:
-        raise ConfigError(f"distillation.teacher: {error}") from None
+        raise ConfigError(f"{TEACHER}: {error}") from None
     if unlike := reader.tokenizer.get_vocab().items() ^ load_tokenizer(folder).get_vocab().items():
         raise ConfigError(
-            f"distillation.teacher: {folder}: another vocabulary than that of {reader.folder}: {min(unlike)} and "
+            f"{TEACHER}: {folder}: another vocabulary than that of {reader.folder}: {min(unlike)} and "
             f"{counted(len(unlike) - 1, 'other word')} are in only one of them; expected the same tokenizer"
         )
     if (top_k := config.distillation.top_k) > (words := shared_words(spec, teacher)):

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy
@@ -37,42 +38,48 @@ from models.attention.kernels import choose_attention
 from models.checkpoint.digest import model_digest
 from models.checkpoint.publish import writing
 from models.checkpoint.source import open_source
-from models.distillation import TeacherWords
+from options.distillation.collation import taught
+from options.distillation.loss import TeacherWords
+from options.distillation.teacher import TEACHER, config_of_teacher, frozen, shared_words
 from training.callbacks import Callback
 from training.config.deepspeed_config import training_dtype
 from training.data_setup import build_loader
-from training.distributed.processes import agreed, gather
+from training.distributed.processes import agreed, from_first, gather
 from training.engine.building import for_a_while
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.language_model import LanguageModel, split_as_configured
+from training.measures import measures_of
 from training.plan.resources import check_resources
-from training.preference import from_first, measures_of
-from training.teacher import config_of_teacher, frozen, shared_words
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch
+    from models.spec import ModelSpec
+    from training.config.objective import DistillationSection
     from training.job import Job
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
 
 
-class Distillation(Callback):
+class Teaching(Callback):
     """Give the loader what the teacher finds, computed where no earlier start has done so; add measures."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
+    def __init__(self, model: LanguageModel, section: DistillationSection) -> None:
+        self._model, self._section = model, section
+
+    @property
+    def _teacher(self) -> tuple[Path, ModelSpec]:
+        return self._model.other_models[TEACHER]
 
     def on_build(self, job: Job) -> None:
-        task, given = self._model, job.config.distillation
-        assert task.teacher and given
-        folder, spec = task.teacher
+        task, given = self._model, self._section
+        folder, spec = self._teacher
         limit = shared_words(task.spec, spec)
         notes = digests_folder(job.config.cache_dir)
         digest = from_first(lambda: model_digest(open_source(folder, spec), notes))
         made_of = [task.dataset.fingerprint(), digest, str(training_dtype(job.config)), given.top_k, limit]
         name = f"teacher-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}.bin"
-        shape = (int(task.loader.first_tokens[-1]), 2, given.top_k)
+        shape = (int(taught(task.loader).first_tokens[-1]), 2, given.top_k)
         place = KeptArray(task.dataset.folder / name, made_of, "int32", shape)
 
         with self._alone(job, place) as known:
@@ -85,7 +92,7 @@ class Distillation(Callback):
                     )
                 self._compute(job, TeacherWords(given.top_k, limit), place)
         if task.spec.n_layers - 1 in job.layers:
-            task.loader.soft = place.map()
+            taught(task.loader).known = place.map()
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
         metrics.measures |= measures_of(run.trainer)
@@ -120,10 +127,9 @@ class Distillation(Callback):
 
     def _compute(self, job: Job, words: TeacherWords, place: KeptArray) -> None:
         """Load the teacher, write the file, and free the teacher; all ranks call it together."""
-        assert self._model.teacher
-        folder, begin = self._model.teacher[0], time.monotonic()
+        (folder, teacher), begin = self._teacher, time.monotonic()
         phases.enter(f"teacher: log-probabilities of the data by {folder}")
-        config, spec = config_of_teacher(job.config), frozen(self._model.teacher[1])
+        config, spec = config_of_teacher(job.config), frozen(teacher)
         spec.set_attention(choose_attention(bool(config.use_flash_attn), training_dtype(config), spec.attention)[0])
         division = split_as_configured(config, spec, self._model.in_stages)
         check_resources(config, spec, division.topology.layers(job.stage, spec.n_layers), job.disk)
@@ -146,7 +152,7 @@ class Distillation(Callback):
                 mass = self._write(job, trainer, words, file, place.shape)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"distillation.teacher: {folder} does not fit into the GPU's memory; expected more stages, a smaller "
+                f"{TEACHER}: {folder} does not fit into the GPU's memory; expected more stages, a smaller "
                 "train_micro_batch_size_per_gpu, or train_ds_zero.py with ZeRO stage 3"
             ) from error
         with agreed():
@@ -163,7 +169,8 @@ class Distillation(Callback):
     ) -> float:
         """Write what the teacher finds of all samples; return how much of the probability that is, on average."""
         loader, row = build_loader(self._model.dataset, job.config), 4 * int(numpy.prod(shape[1:]))
-        loader.soft, device, mass = _Numbers(), trainer.engine.device, 0.0
+        known, device, mass = taught(loader), trainer.engine.device, 0.0
+        known.known = _Numbers()
         hidden = True if job.log.quiet else None  # None: only on a terminal
         with paused(), tqdm(total=loader.steps_per_epoch, desc="teacher", disable=hidden, leave=False) as bar:
             for step in range(loader.steps_per_epoch):
@@ -173,7 +180,7 @@ class Distillation(Callback):
                     samples = sorted(
                         sample for replica in batch.micro_batches for each in replica[number] for sample in each
                     )
-                    places = [loader.first_tokens[sample : sample + 2].tolist() for sample in samples]
+                    places = [known.first_tokens[sample : sample + 2].tolist() for sample in samples]
                     tokens = torch.cat([torch.arange(0), *(torch.arange(*place) for place in places)]).to(device)
                     found = torch.zeros(len(tokens), *shape[1:], dtype=torch.int32, device=device)
                     if words.recorded and trainer.groups.tensor.rank == 0:  # the others find the same

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from data.chat.prompts import Prompts
-from data.mismatch import Mismatched
 from data.records.pairs import Wanted
 from data.tokenized.dataset import load_dataset
 from models.conversion.to_huggingface import pp_to_hg
-from models.preference import LOSSES, Objective
+from options.preference.losses import LOSSES, PairLoss
+from options.preference.mismatch import Mismatched
 from tests.closeness import assert_near
 from tests.environments import environment
 from tests.launching import deepspeed, metrics, topology, write_config
@@ -218,5 +218,5 @@ def test_the_odds_ratio_equals_trl(python: Path, models: dict[str, Path], record
     """trl's ORPO adds the cross-entropy of prompts, too, so only its own part is compared."""
     scores = [[-0.5, -2.0], [-3.0, -0.1], [-1.0, -1.0]]
     run_trl(python, models["dpo"], records, tmp_path, {"trainer": "odds_ratio", "beta": 0.3, "scores": scores})
-    found = LOSSES["orpo"](Objective("orpo", 0.3), torch.tensor(scores))
+    found = LOSSES["orpo"](PairLoss("orpo", 0.3), torch.tensor(scores))
     assert found.tolist() == pytest.approx(json.loads((tmp_path / "losses.json").read_text()), rel=1e-5)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.lean_loss
-from models.distillation import DistillationLoss, TeacherWords
 from models.layers import Head
 from models.loss import IGNORED, micro_batch_loss
+from options.distillation.loss import DistillationLoss, TeacherWords
 
 WIDTH, WORDS, TOKENS = 8, 23, 12
 

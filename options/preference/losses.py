@@ -7,7 +7,8 @@ where each token of document d counts -df/ds_d times. So the lean cross-entropy 
 coefficient a token once it knows the loss of each: there f is differentiated, a function of a few numbers. As a pair
 never leaves its row, no coefficient depends on how a batch is cut into micro-batches and replicas.
 
-The reference is the model as it was before training. Its sums come with the samples, made once (`training.preference`).
+The reference is the model as it was before training. Its sums come with the samples, made once
+(`options.preference.reference`).
 
 Cost: logits are computed again where a micro-batch has more than one chunk of them; memory as without preferences.
 """
@@ -19,23 +20,23 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed
+from torch import Tensor
 
 from models.layers import Activations, Head
 from models.lean_loss import linear_cross_entropy
-from models.loss import for_projection, supervised_positions, trained_rows, weighted_router_loss
-from models.process_groups import ONE_RANK, RankGroup, add_up, summed
+from models.loss import MeasuredLoss, for_projection, supervised_positions, trained_rows, weighted_router_loss
+from models.process_groups import ONE_RANK, RankGroup, add_up
 
 # What is added up over pairs for the log, by trl's names.
-REWARD_MEASURES = ("rewards/accuracies", "rewards/chosen", "rewards/rejected")
+RIGHT = "rewards/accuracies"
+REWARD_MEASURES = (RIGHT, "rewards/chosen", "rewards/rejected")
 MEASURES = (*REWARD_MEASURES, "logps/chosen", "logps/rejected", "logps/accuracies")
-CLASS_MEASURES = ("accuracy",)
 # Of desirable answers (chosen) and undesirable ones (rejected); each counts 0 in the sums of the other class.
 UNPAIRED_MEASURES = ("desirable", "kl", *REWARD_MEASURES[1:], *MEASURES[3:5])
 
 
 @dataclass(frozen=True)
-class Objective:
+class PairLoss:
     """One loss of a pair, or of an answer by itself.
 
     Attributes:
@@ -63,25 +64,25 @@ class Objective:
         return found / lengths.clamp(min=1) if self.length_normalised else found
 
 
-def _dpo(of: Objective, scores: Tensor) -> Tensor:
+def _dpo(of: PairLoss, scores: Tensor) -> Tensor:
     """-log sigmoid of the margin, smoothed: DPO (arXiv:2305.18290, equations 3 and 7), SimPO (arXiv:2405.14734)."""
     margin = of.beta * (scores[:, 0] - scores[:, 1]) - of.gamma
     return -(1 - of.label_smoothing) * F.logsigmoid(margin) - of.label_smoothing * F.logsigmoid(-margin)
 
 
-def _ipo(of: Objective, scores: Tensor) -> Tensor:
+def _ipo(of: PairLoss, scores: Tensor) -> Tensor:
     """Return the squared distance of a difference from 1 / (2 beta) (arXiv:2310.12036, equation 17)."""
     return (scores[:, 0] - scores[:, 1] - 1 / (2 * of.beta)).square()
 
 
-def _orpo(of: Objective, scores: Tensor) -> Tensor:
+def _orpo(of: PairLoss, scores: Tensor) -> Tensor:
     """-log sigmoid of the log odds ratio, odds = p / (1 - p) (arXiv:2403.07691, equations 4 and 7), times beta."""
     # Below -1e-6, as log(1 - p) has no gradient at p = 1, which a sure answer reaches in fp32.
     odds = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
     return -of.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
 
 
-LOSSES: dict[str, Callable[[Objective, Tensor], Tensor]] = {
+LOSSES: dict[str, Callable[[PairLoss, Tensor], Tensor]] = {
     "dpo": _dpo,
     "cdpo": _dpo,
     "simpo": _dpo,
@@ -90,7 +91,7 @@ LOSSES: dict[str, Callable[[Objective, Tensor], Tensor]] = {
 }
 
 
-class PreferenceLoss:
+class PreferenceLoss(MeasuredLoss):
     """The loss of a micro-batch of pairs, in the place of `models.loss.micro_batch_loss`.
 
     Args:
@@ -103,10 +104,9 @@ class PreferenceLoss:
         recorded: the documents' sums [D] of each micro-batch since it was set to a list; then nothing else is computed.
     """
 
-    def __init__(self, objective: Objective, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK) -> None:
+    def __init__(self, objective: PairLoss, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK) -> None:
         self._objective, self._rows = objective, rows
         self._router_loss_weight = router_loss_weight
-        self._totals: Tensor | None = None
         self.recorded: list[Tensor] | None = None
         self.measures: tuple[str, ...] = MEASURES
 
@@ -137,7 +137,7 @@ class PreferenceLoss:
                 leaf = sums.requires_grad_()
                 losses, counted = self._judge(leaf, facts, lengths)
                 slopes = torch.autograd.grad(losses.sum(), leaf)[0]
-            self._totals = added(self._totals, counted)
+            self.count(counted)
             better = (member % 2 == 0) * (objective.sft_weight * token_scale / scale)
             value = losses.sum().detach() / self._rows.size + (better * each).sum()
             return better - slopes[member]
@@ -147,10 +147,9 @@ class PreferenceLoss:
         loss = (value + counted - counted.detach()) * scale
         return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
 
-    def take(self) -> Tensor:
-        """Return and reset the number of samples, and sums of `measures` over them, fp64; 0 without any loss."""
-        totals, self._totals = self._totals, None
-        return torch.zeros(1 + len(self.measures), dtype=torch.float64) if totals is None else totals.cpu()
+    def means(self, found: dict[str, float]) -> dict[str, float]:
+        """Add the margin between the rewards of better and worse answers, where both are known."""
+        return with_margins(found)
 
     def _by_document(self, each: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Sum log-probabilities over the trained tokens of each document, and count these: [D] each."""
@@ -181,7 +180,7 @@ class UnpairedLoss(PreferenceLoss):
         kl: what rewards are compared with; see `compare`.
     """
 
-    def __init__(self, objective: Objective, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK) -> None:
+    def __init__(self, objective: PairLoss, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK) -> None:
         super().__init__(objective, router_loss_weight, rows)
         self.kl, self.measures = 0.0, UNPAIRED_MEASURES
         self._gained, self._compared = 0.0, 0
@@ -196,6 +195,13 @@ class UnpairedLoss(PreferenceLoss):
         self.kl, self._gained, self._compared = 0.0, 0.0, 0
         return super().take()
 
+    def means(self, found: dict[str, float]) -> dict[str, float]:
+        """Take the means over the answers of a class, unless it has none."""
+        share = found.pop("desirable")
+        shares = {"chosen": share, "rejected": 1 - share, "kl": 1.0}
+        known = {name: shares[name.rpartition("/")[2]] for name in found}
+        return with_margins({name: value / known[name] for name, value in found.items() if known[name]})
+
     def _judge(self, sums: Tensor, facts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         of, good = self._objective, facts[:, 1] == 1
         ratios = sums - facts[:, 0]
@@ -206,69 +212,8 @@ class UnpairedLoss(PreferenceLoss):
         return losses, torch.cat([counted, each.flatten(1)], dim=1)
 
 
-class ScoreLoss:
-    """The loss of a micro-batch for a model that scores (`models.scores`): of rewards for pairs, or of classes.
-
-    A reward model learns that the better answer scores higher (Bradley-Terry, arXiv:2203.02155, equation 1), by the
-    pair's margin. Both have the definitions of trl and transformers.
-
-    Args:
-        pairs: whether documents come in pairs; else each has a class.
-        center_weight: weight of the squared sum of a pair's rewards, which keeps them around 0 (arXiv:2312.09244).
-        router_loss_weight, rows: as for `PreferenceLoss`.
-    """
-
-    def __init__(
-        self, pairs: bool, center_weight: float = 0.0, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK
-    ) -> None:
-        self._pairs, self._center_weight = pairs, center_weight
-        self._router_loss_weight, self._rows = router_loss_weight, rows
-        self.measures = REWARD_MEASURES if pairs else CLASS_MEASURES
-        self._totals: Tensor | None = None
-
-    def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
-        """Compute a micro-batch's part of the global loss; arguments as for `PreferenceLoss`.
-
-        Of the facts the second column counts: the margin of a pair, or the number of a document's class.
-        """
-        _, scale, share, documents, facts, *_ = labels
-        scores = self._scores(head, activations[0].flatten(0, 1), documents.flatten(), len(facts))
-        if self._pairs:
-            rewards, margins = scores.view(-1, 2), facts[::2, 1]
-            losses = -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margins)
-            losses = losses + self._center_weight * rewards.sum(dim=1).square()
-            counted = torch.cat([rewards[:, :1] > rewards[:, 1:], rewards], dim=1)
-        else:
-            classes = facts[:, 1].long()
-            losses = F.cross_entropy(scores, classes, reduction="none")
-            counted = (scores.argmax(dim=1) == classes)[:, None]
-        self._totals = added(self._totals, counted)
-        loss = losses.sum() * scale
-        if self._rows.size > 1:  # each of them has the whole loss, and gradients of its own tokens
-            loss = loss - loss.detach() * (1 - 1 / self._rows.size)
-        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
-
-    def take(self) -> Tensor:
-        """As `PreferenceLoss.take`."""
-        totals, self._totals = self._totals, None
-        return torch.zeros(1 + len(self.measures), dtype=torch.float64) if totals is None else totals.cpu()
-
-    def _scores(self, head: Head, hidden: Tensor, documents: Tensor, count: int) -> Tensor:
-        """Project the last token of each document: [tokens, H] -> [documents, numbers], in fp32."""
-        tokens = torch.arange(len(documents), device=hidden.device)
-        of_document = documents == torch.arange(count, device=hidden.device)[:, None]
-        last = torch.where(of_document, tokens, -1).amax(dim=1) if count else tokens[:0]
-        if self._rows.size == 1:
-            return head.project(hidden[last]).float()
-        owner = torch.where(last >= 0, self._rows.rank, -1)
-        if count:
-            distributed.all_reduce(owner, distributed.ReduceOp.MAX, self._rows.group)
-        own = (owner == self._rows.rank)[:, None]
-        return summed(head.project(hidden[last.clamp(min=0)]).float() * own, self._rows)
-
-
-def added(totals: Tensor | None, counted: Tensor) -> Tensor:
-    """Add what was counted of each pair or document, [n, measures], and their number, to totals [1 + measures]."""
-    counted = counted.detach().double()
-    found = torch.cat([counted.new_tensor([len(counted)]), counted.sum(dim=0)])
-    return found if totals is None else totals + found
+def with_margins(found: dict[str, float]) -> dict[str, float]:
+    """Add the margin between the rewards of better and worse answers, where both are known."""
+    if {"rewards/chosen", "rewards/rejected"} <= found.keys():
+        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return found

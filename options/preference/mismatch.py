@@ -1,4 +1,4 @@
-"""Give each prompt the answer to another prompt: what KTO estimates its KL divergence from (`models.preference`).
+"""Give each prompt the answer to another prompt: what KTO estimates its KL divergence from (`UnpairedLoss`).
 
 Samples are ordered by a digest of their prompts, and each gets the answer of the one m places further, the last ones
 those of the first; m is the most answers that a prompt has. So no prompt meets an answer to itself, each answer is used

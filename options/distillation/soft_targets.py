@@ -58,6 +58,10 @@ class SoftTargets:
         """Return the weight of the softmax at temperature 1 in the gradient."""
         return 1.0 if self.temperature == 1 else self.hard
 
+    def part(self, rows: slice, logits: Tensor, own: slice, ranks: RankGroup) -> SoftPart:
+        """Prepare some tokens; see `models.lean_loss.Mixed`."""
+        return SoftPart(self, rows, logits, own, ranks)
+
 
 class SoftPart:
     """Some of the tokens, whose logits are at hand.

@@ -2,7 +2,7 @@
 
 A teacher's forward pass over all samples keeps the log-probabilities of each trained token's `top_k` most probable
 words (`TeacherWords`); in every step the student's loss compares with them (`DistillationLoss`, by the formulas of
-`models.soft_targets`). They come with the labels, in the order of `models.loss.supervised_positions`.
+`options.distillation.soft_targets`). They come with the labels, in the order of `models.loss.supervised_positions`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ from torch import Tensor
 
 from models.layers import Activations, Head
 from models.lean_loss import chunk_tokens, fp32_logits, linear_cross_entropy
-from models.loss import for_projection, micro_batch_loss, supervised_positions, trained_rows, weighted_router_loss
+from models.loss import (
+    MeasuredLoss,
+    for_projection,
+    micro_batch_loss,
+    supervised_positions,
+    trained_rows,
+    weighted_router_loss,
+)
 from models.process_groups import ONE_RANK, RankGroup, gathered
-from models.soft_targets import SoftTargets
+from options.distillation.soft_targets import SoftTargets
 
 
-class DistillationLoss:
+class DistillationLoss(MeasuredLoss):
     """The loss of a micro-batch with soft targets, in the place of `models.loss.micro_batch_loss`.
 
     Records to evaluate on, of which the teacher is not asked, have the cross-entropy only.
 
     Args:
-        weight, temperature: as in `models.soft_targets`.
+        weight, temperature: as in `options.distillation.soft_targets`.
         z_loss_weight, router_loss_weight, rows: as for `models.loss.micro_batch_loss`.
 
     Attributes:
@@ -42,7 +49,7 @@ class DistillationLoss:
     ) -> None:
         self._mix = weight, temperature
         self._z_loss_weight, self._router_loss_weight, self._rows = z_loss_weight, router_loss_weight, rows
-        self._totals: list[Tensor] = []
+        self._found: list[Tensor] = []
         self._tokens = 0
 
     def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
@@ -62,15 +69,15 @@ class DistillationLoss:
         assert len(soft.words) == len(targets), "as many soft targets as trained tokens"
         hidden, projection = for_projection(hidden, head)
         options = head.cap, self._z_loss_weight, head.ranks, head.words
-        loss = linear_cross_entropy(hidden, projection, targets, *options, soft=soft) * scale
-        self._totals += soft.found
+        loss = linear_cross_entropy(hidden, projection, targets, *options, mixed=soft) * scale
+        self._found += soft.found
         self._tokens += len(targets)
         return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
 
     def take(self) -> Tensor:
         """Return and reset the number of trained tokens and the sums of `measures` over them, [3] fp64."""
-        totals, tokens, self._totals, self._tokens = self._totals, self._tokens, [], 0
-        sums = torch.stack(totals).double().sum(dim=0).cpu() if totals else torch.zeros(2, dtype=torch.float64)
+        found, tokens, self._found, self._tokens = self._found, self._tokens, [], 0
+        sums = torch.stack(found).double().sum(dim=0).cpu() if found else torch.zeros(2, dtype=torch.float64)
         return torch.cat([sums.new_tensor([tokens]), sums])
 
 

@@ -11,6 +11,7 @@ import torch
 from data.loader import Loader
 from data.sample_set import IGNORED, InMemory, Sample
 from models.loss import supervised_positions
+from options.distillation.collation import TaughtCollation
 
 
 def samples() -> InMemory:
@@ -27,9 +28,10 @@ def samples() -> InMemory:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_every_trained_token_gets_its_own(packing: Any, replicas: int) -> None:
     data = samples()
-    loader = Loader(data, 4, 2, replicas, seed=3, packing=packing, row_length=64)
+    taught = TaughtCollation(data)
+    loader = Loader(data, 4, 2, replicas, seed=3, packing=packing, row_length=64, collation=taught)
     trained = [label for sample in data.samples for label in sample["labels"][1:] if label != IGNORED]
-    loader.soft = numpy.array(trained, numpy.int32)[:, None]
+    taught.known = numpy.array(trained, numpy.int32)[:, None]
     seen = list[int]()
     for step in range(loader.steps_per_epoch):
         batch = loader.batch(step)
@@ -42,12 +44,12 @@ def test_every_trained_token_gets_its_own(packing: Any, replicas: int) -> None:
 
 
 def test_tokens_are_numbered_sample_by_sample() -> None:
-    loader = Loader(samples(), 4, 2, 1, seed=0)
-    counts = loader.data.supervised.tolist()
-    assert loader.first_tokens.tolist() == [sum(counts[:number]) for number in range(len(counts) + 1)]
+    taught = TaughtCollation(samples())
+    counts = taught.data.supervised.tolist()
+    assert taught.first_tokens.tolist() == [sum(counts[:number]) for number in range(len(counts) + 1)]
 
 
 def test_without_a_teacher_nothing_is_sent() -> None:
-    loader = Loader(samples(), 4, 2, 1, seed=0)
+    loader = Loader(samples(), 4, 2, 1, seed=0, collation=TaughtCollation(samples()))
     ((_, sent), *_) = loader.tensors(loader.batch(0), 0)
     assert len(sent) == 3 and all(isinstance(each, torch.Tensor) for each in sent)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import DataError
-from data.mismatch import Mismatched
 from data.sample_set import InMemory, Sample, trained_count
+from options.preference.mismatch import Mismatched
 
 
 def single(prompt: list[int], answer: list[int], value: float = 1.0) -> Sample:

@@ -13,6 +13,7 @@ from data.loader import GlobalBatch, Loader
 from data.packing import Packing
 from data.sample_set import InMemory, Sample, supervised_count
 from models.attention.packed import Documents, unmarked
+from options.preference.collation import JudgedCollation, judged
 
 ROW = 64
 PACKINGS: list[Packing] = [False, "batch", "dataset"]
@@ -39,8 +40,9 @@ def singles(count: int) -> list[Sample]:
 
 
 def make(samples: list[Sample], micro_batch_size: int, replicas: int, packing: Packing, least: int = 0) -> Loader:
+    data = InMemory(samples)
     loader = Loader(
-        InMemory(samples),
+        data,
         8,
         micro_batch_size,
         replicas,
@@ -48,13 +50,13 @@ def make(samples: list[Sample], micro_batch_size: int, replicas: int, packing: P
         packing=packing,
         row_length=ROW,
         least_micro_batches=least,
-        preference=True,
+        collation=JudgedCollation(data),
     )
-    loader.reference = -numpy.arange(2 * len(samples), dtype=numpy.float32).reshape(-1, 2)
+    judged(loader).reference = -numpy.arange(2 * len(samples), dtype=numpy.float32).reshape(-1, 2)
     return loader
 
 
-def documents_in(inputs: tuple[Tensor, Tensor], loss: tuple[Tensor, ...]) -> list[Known]:
+def documents_in(inputs: tuple[Tensor, ...], loss: tuple[Tensor, ...]) -> list[Known]:
     """The documents of a micro-batch, in order, as its tensors hold them."""
     (ids, positions), (labels, _, _, documents, facts, _) = inputs, loss
     assert documents.shape == ids.shape and documents.dtype == torch.int64
@@ -108,7 +110,6 @@ def test_the_samples_and_the_chosen_tokens_of_a_global_batch_weigh_one(
     loader = make(samples, micro_batch_size, replicas, packing, least=2)
     for step in range(loader.steps_per_epoch):
         batch = loader.batch(step)
-        assert batch.pairs == len(batch.samples)
         assert weights(loader, batch, 1 if make_samples is singles else 2) == pytest.approx((1.0, 1.0), rel=1e-5)
 
 
@@ -133,7 +134,8 @@ def test_an_empty_micro_batch_has_no_document() -> None:
 
 
 def test_what_is_not_known_of_a_document_is_0() -> None:
-    loader = Loader(InMemory(pairs(8)), 8, 1, 1, 5, preference=True)
+    data = InMemory(pairs(8))
+    loader = Loader(data, 8, 1, 1, 5, collation=JudgedCollation(data))
     facts = torch.cat([loss[4] for _, loss in loader.tensors(loader.batch(0), 0)])
     assert (facts[:, 0] == 0).all() and sorted(set(facts[:, 1].tolist())) == [number / 2 for number in range(8)]
 
@@ -146,6 +148,6 @@ def test_first_tokens_of_both_documents_do_not_count() -> None:
     assert data.first.tolist() == [3, 0] and data.first_supervised.tolist() == [2, 0] and not data.values.any()
 
 
-def test_without_preference_a_micro_batch_is_what_it_was() -> None:
+def test_the_collation_of_fine_tuning_sends_nothing_more() -> None:
     loader = Loader(InMemory(singles(8)), 8, 2, 1, 5)
     assert [len(loss) for _, loss in loader.tensors(loader.batch(0), 0)] == [3] * 4

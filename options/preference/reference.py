@@ -7,8 +7,8 @@ file named by the pairs, the weights and the dtype: beside the tokenized records
 folder, for its later starts, whose weights are others.
 
 KTO compares each answer with an estimate of the divergence from the reference: the mean, over the samples of the global
-batch, of what log-probabilities of answers to other prompts (`data.mismatch`) have gained, or 0 where they have lost.
-The same pass gives them before each step, and the reference's once.
+batch, of what log-probabilities of answers to other prompts (`options.preference.mismatch`) have gained, or 0 where
+they have lost. The same pass gives them before each step, and the reference's once.
 
 Cost: a third of an epoch, once; 8 bytes a pair. KTO: twice that, and a forward pass more in each step.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -35,7 +35,6 @@ from common.kept_arrays import KeptArray
 from common.quantities import duration
 from common.terminal import paused
 from data.loader import GlobalBatch, Loader
-from data.mismatch import Mismatched
 from data.sample_set import SampleSet
 from data.tokenized.dataset import Dataset
 from data.tokenized.recipe import digest_of
@@ -44,49 +43,50 @@ from models.checkpoint.digest import model_digest
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing
 from models.checkpoint.source import open_source
-from training.callbacks import Callback
+from options.preference.collation import judged
+from options.preference.mismatch import Mismatched
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.objective import PreferenceSection
 from training.data_setup import build_loader
-from training.distributed.processes import agreed
+from training.distributed.processes import agreed, from_first
 from training.engine.trainer import Trainer
 from training.errors import RunRefused
+from training.measures import Measures, loss_of
 
 if TYPE_CHECKING:
     from training.job import Job
     from training.language_model import LanguageModel
     from training.loop import Run
-    from training.metrics.step_metrics import StepMetrics
 
-Value = TypeVar("Value")
 FP32_ROUNDING, ROUNDING = 1e-3, 5e-2  # of log-probabilities, in another division of the model or by other kernels
 # [samples, 2]: log-probabilities of the better and the worse answer; or of the only one, and of that to another prompt.
 Sums = NDArray[numpy.float32]
 
 
-class Preferences(Callback):
+class Preferences(Measures):
     """Give the loaders the reference's log-probabilities, and the metrics what is counted over pairs."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
+    def __init__(self, model: LanguageModel, section: PreferenceSection, right: str) -> None:
+        super().__init__(right)
+        self._model, self._section = model, section
         self._missing: list[tuple[str, Dataset, Sequence[Loader]]] = []
         self._unproven: list[tuple[str, Dataset, Loader]] = []  # taken from an earlier run
 
     def on_build(self, job: Job) -> None:
-        if not (job.config.preference and job.config.preference.needs_reference):
+        if not self._section.needs_reference:
             return
         task, evaluation = self._model, job.task.evaluation
         self._missing = [("data", task.dataset, [task.loader])]
         if task.held_out is not None and evaluation:
             self._missing += [("evaluation data", task.held_out, list(evaluation.loaders.values()))]
-        if job.config.preference.unpaired:
-            job.log.print(_balance(task.dataset, job.config.preference))
-        if job.config.preference.loss == "kto":
+        if self._section.unpaired:
+            job.log.print(_balance(task.dataset, self._section))
+        if self._section.loss == "kto":
             for what, dataset, loaders in self._missing:
                 mismatched = mismatched_loader(dataset, job.config, what)
                 for loader in loaders:
-                    loader.mismatched = mismatched
+                    judged(loader).mismatched = mismatched
         self._start = from_first(partial(_digest_start, job.config, task))
         self._folder = job.save_path if job.disk.owns_folder else None
         for each in tuple(self._missing):
@@ -114,12 +114,12 @@ class Preferences(Callback):
             loader, quiet = build_loader(dataset, run.config), run.progress.log.quiet
             begin = time.monotonic()
             sums = log_probabilities(run.trainer, loader, run.mark, quiet)
-            if (others := loaders[0].mismatched) is not None:
+            if (others := judged(loaders[0]).mismatched) is not None:
                 sums[:, 1] = log_probabilities(run.trainer, others, run.mark, quiet)[:, 0]
             self._use(sums, dataset, loaders)
             took = duration(time.monotonic() - begin)
             run.progress.log.print(f"reference: log-probabilities of the {what} computed in {took}")
-        if run.evaluation and run.loader.mismatched:
+        if run.evaluation and judged(run.loader).mismatched:
             run.evaluation.before = estimate_kl
 
     @contextmanager
@@ -128,18 +128,9 @@ class Preferences(Callback):
             estimate_kl(run.trainer, run.loader, batch)
         yield
 
-    def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
-        metrics.measures |= measures_of(run.trainer)
-
-    def on_evaluation(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        found = measures_of(run.trainer)
-        right = found.get("rewards/accuracies", found.get("accuracy"))  # which KTO does not have
-        error = {} if right is None else {"eval_error": 1 - right}
-        metrics |= error | {f"eval_{name}": value for name, value in found.items()}
-
     def _place(self, folder: Path, dataset: Dataset, loaders: Sequence[Loader]) -> KeptArray:
         """Name what is kept in a folder."""
-        others = loaders[0].mismatched
+        others = judged(loaders[0]).mismatched
         cut = [int(others.data.lengths.sum())] if others else []  # max_seq_len cuts more than in the samples
         made_of = [dataset.fingerprint(), self._start, *cut]
         name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
@@ -148,9 +139,10 @@ class Preferences(Callback):
     def _use(self, sums: Sums, dataset: Dataset, loaders: Sequence[Loader]) -> None:
         """Give the loaders log-probabilities, and keep them for later starts; all ranks call it together."""
         for loader in loaders:
-            loader.reference = sums
-            if loader.mismatched:
-                loader.mismatched.reference = sums[:, 1:]
+            known = judged(loader)
+            known.reference = sums
+            if known.mismatched:
+                judged(known.mismatched).reference = sums[:, 1:]
         folders = [dataset.folder] if distributed.get_rank() == 0 else []
         with agreed():
             for folder in [*folders, *([self._folder] if self._folder else [])]:
@@ -205,14 +197,15 @@ def estimate_kl(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> None:
 
     It is the mean over the whole batch, or all of an evaluation, so that the loss does not depend on how it is divided.
     """
-    if (others := loader.mismatched) is None:
+    if (others := judged(loader).mismatched) is None:
         return
-    assert others.reference is not None
+    reference = judged(others).reference
+    assert reference is not None
     numbers, found = _of_batch(trainer, others, others.batch_of(batch.samples))
-    gained = found.double() - torch.from_numpy(others.reference[numbers]).to(found)
+    gained = found.double() - torch.from_numpy(reference[numbers]).to(found)
     total = gained.sum()
     distributed.all_reduce(total)
-    loss_of(trainer).compare(total.item(), batch.pairs)
+    loss_of(trainer).compare(total.item(), len(batch.samples))
 
 
 def _of_batch(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> tuple[list[int], Tensor]:
@@ -232,27 +225,6 @@ def _of_batch(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> tuple[lis
     return [number for row in rows for number in row], torch.cat(found).view(-1, documents)
 
 
-def loss_of(trainer: Trainer) -> Any:
-    """Return the loss of a trainer's model: a `PreferenceLoss`, a `ScoreLoss` or a `DistillationLoss`."""
-    return trainer.engine.module.micro_batch_loss
-
-
-def measures_of(trainer: Trainer) -> dict[str, float]:
-    """Average what the loss counted of pairs, documents or tokens since the last call; all ranks call it together."""
-    loss = loss_of(trainer)
-    totals = loss.take().to(trainer.engine.device)
-    distributed.all_reduce(totals)  # ranks that share a row count it alike
-    count, *sums = totals.tolist()
-    found = {name: value / count for name, value in zip(loss.measures, sums, strict=True)}
-    if (share := found.pop("desirable", None)) is not None:  # means over the answers of a class, unless it has none
-        shares = {"chosen": share, "rejected": 1 - share, "kl": 1.0}
-        known = {name: shares[name.rpartition("/")[2]] for name in found}
-        found = {name: value / known[name] for name, value in found.items() if known[name]}
-    if {"rewards/chosen", "rewards/rejected"} <= found.keys():
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return found
-
-
 def check_reference(trainer: Trainer, loader: Loader, known: Loader, what: str, dtype: torch.dtype) -> None:
     """Refuse kept log-probabilities that are not those of the weights that the run begins with.
 
@@ -266,7 +238,11 @@ def check_reference(trainer: Trainer, loader: Loader, known: Loader, what: str, 
     Raises:
         RunRefused: they are another model's.
     """
-    for own, kept in [(loader, known.reference), *_with_mismatched(known)]:
+    given = judged(known)
+    pairs = [(loader, given.reference)]
+    if given.mismatched:
+        pairs.append((given.mismatched, judged(given.mismatched).reference))
+    for own, kept in pairs:
         assert kept is not None
         numbers, found = _of_batch(trainer, own, own.batch(0))
         expected = torch.from_numpy(kept[numbers, : found.shape[1]]).to(found)
@@ -278,10 +254,6 @@ def check_reference(trainer: Trainer, loader: Loader, known: Loader, what: str, 
                 f"reference: the kept log-probabilities of the {what} are not those of the weights that this run "
                 f"begins with: {difference / size:.2%} off; expected another cache_dir and save_path"
             )
-
-
-def _with_mismatched(known: Loader) -> list[tuple[Loader, Sums | None]]:
-    return [(known.mismatched, known.mismatched.reference)] if known.mismatched else []
 
 
 def _digest_start(config: TrainConfig, model: LanguageModel) -> list[Any]:
@@ -300,14 +272,3 @@ def _read(places: Sequence[KeptArray]) -> Sums | None:
     """Read log-probabilities from the first place that has them."""
     found = (place.find() for place in places)
     return next((numpy.array(sums) for sums in found if sums is not None), None)
-
-
-def from_first(make: Callable[[], Value]) -> Value:
-    """Return what rank 0 makes, on all ranks, which call it together."""
-    made: list[Any] = [None]
-    with agreed():
-        if distributed.get_rank() == 0:
-            made = [make()]
-    distributed.broadcast_object_list(made)
-    result: Value = made[0]
-    return result

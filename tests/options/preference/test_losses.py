@@ -14,18 +14,18 @@ from torch import Tensor
 import models.lean_loss
 from models.layers import Head
 from models.loss import IGNORED
-from models.preference import LOSSES, MEASURES, UNPAIRED_MEASURES, Objective, PreferenceLoss, UnpairedLoss
+from options.preference.losses import LOSSES, MEASURES, UNPAIRED_MEASURES, PairLoss, PreferenceLoss, UnpairedLoss
 from tests.closeness import assert_near
 
 WIDTH, WORDS, PAIRS, BETA = 8, 11, 6, 0.3
 LENGTHS = torch.randint(3, 9, (PAIRS, 2), generator=torch.Generator().manual_seed(4)).tolist()
 OBJECTIVES = {
-    "dpo": Objective("dpo", BETA),
-    "dpo, normalised, with cross-entropy": Objective("dpo", BETA, sft_weight=0.7, length_normalised=True),
-    "cdpo": Objective("cdpo", BETA, label_smoothing=0.2),
-    "ipo": Objective("ipo", BETA, length_normalised=True),
-    "simpo": Objective("simpo", 2.0, gamma=0.6, length_normalised=True),
-    "orpo": Objective("orpo", BETA, sft_weight=1.0, length_normalised=True),
+    "dpo": PairLoss("dpo", BETA),
+    "dpo, normalised, with cross-entropy": PairLoss("dpo", BETA, sft_weight=0.7, length_normalised=True),
+    "cdpo": PairLoss("cdpo", BETA, label_smoothing=0.2),
+    "ipo": PairLoss("ipo", BETA, length_normalised=True),
+    "simpo": PairLoss("simpo", 2.0, gamma=0.6, length_normalised=True),
+    "orpo": PairLoss("orpo", BETA, sft_weight=1.0, length_normalised=True),
 }
 
 
@@ -167,7 +167,7 @@ def test_kto_and_every_gradient(kl: float, cut: tuple[int, ...]) -> None:
     values += [0.5 * (1 - torch.sigmoid(beta * (kl - each))) for each in ratios[~good]]
     expected = torch.stack(values).sum() / PAIRS  # the scale that the batch sends
     wanted = torch.autograd.grad(expected, batch.leaves())
-    loss = UnpairedLoss(Objective("kto", beta, desirable_weight=1.5, undesirable_weight=0.5))
+    loss = UnpairedLoss(PairLoss("kto", beta, desirable_weight=1.5, undesirable_weight=0.5))
     loss.kl = kl
     found = batch.found(loss, *(range(*bounds) for bounds in pairwise(cut)), values=good.float())
     assert_near(found, expected)

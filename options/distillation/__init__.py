@@ -1,0 +1,1 @@
+"""Learn from the probabilities of a larger model too (docs/distillation.md)."""
