@@ -46,15 +46,19 @@ class Objective(ABC):
         unit: what has at most `max_seq_len` tokens, in a word for the log.
         best_by: the number of an evaluation by which the best checkpoint is chosen; the smaller, the better.
         has_perplexity: whether `eval_loss` is a mean cross-entropy of words.
+        right: the measure that is the share of right samples, if one is: the accuracy in the line of a step.
+        unprinted: how measures begin that the line of an evaluation leaves out; metrics.jsonl has them.
         says_words: whether it trains a language model, and no model that gives a text numbers instead.
     """
 
     key: ClassVar[str] = ""
-    documents: int = 1
-    unit: str = "sample"
-    best_by: str = "eval_loss"
-    has_perplexity: bool = False
-    says_words: bool = True
+    documents: ClassVar[int] = 1
+    unit: ClassVar[str] = "sample"
+    best_by: ClassVar[str] = "eval_loss"
+    has_perplexity: ClassVar[bool] = False
+    right: ClassVar[str] = ""
+    unprinted: ClassVar[tuple[str, ...]] = ()
+    says_words: ClassVar[bool] = True
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config

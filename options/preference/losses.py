@@ -28,7 +28,7 @@ from models.loss import MeasuredLoss, for_projection, supervised_positions, trai
 from models.process_groups import ONE_RANK, RankGroup, add_up
 
 # What is added up over pairs for the log, by trl's names.
-RIGHT = "rewards/accuracies"
+RIGHT, UNPRINTED = "rewards/accuracies", ("rewards", "logps")
 REWARD_MEASURES = (RIGHT, "rewards/chosen", "rewards/rejected")
 MEASURES = (*REWARD_MEASURES, "logps/chosen", "logps/rejected", "logps/accuracies")
 # Of desirable answers (chosen) and undesirable ones (rejected); each counts 0 in the sums of the other class.

@@ -9,7 +9,7 @@ from data.sample_set import SampleSet
 from models.process_groups import RankGroup
 from options.preference.collation import JudgedCollation
 from options.preference.formula import PairsFormula
-from options.preference.losses import RIGHT, PairLoss, PreferenceLoss, UnpairedLoss
+from options.preference.losses import RIGHT, UNPRINTED, PairLoss, PreferenceLoss, UnpairedLoss
 from training.callbacks import Callback
 from training.errors import ConfigError
 from training.objective import Formula, Objective
@@ -24,7 +24,7 @@ class Answers(Objective):
 
     key = "preference"
     unit = "answer"
-    right = ""  # the measure that is the share of right samples
+    unprinted = UNPRINTED
 
     @property
     def section(self) -> PreferenceSection:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from data.records.pairs import Wanted
 from data.sample_set import SampleSet
 from models.process_groups import RankGroup
 from models.spec import ModelSpec
 from options.preference.collation import JudgedCollation
-from options.preference.losses import RIGHT
+from options.preference.losses import RIGHT, UNPRINTED
 from options.scores.formula import ClassesFormula, RewardsFormula
 from options.scores.loss import ACCURACY, ScoreLoss
 from training.callbacks import Callback
@@ -22,15 +22,10 @@ if TYPE_CHECKING:
 
 
 class Scores(Objective):
-    """Learn numbers of whole texts; the loss is a mean over samples.
-
-    Attributes:
-        right: the measure that is the share of right samples.
-    """
+    """Learn numbers of whole texts; the loss is a mean over samples."""
 
     best_by = "eval_error"
     says_words = False
-    right: ClassVar[str]
 
     @property
     @abstractmethod
@@ -50,7 +45,7 @@ class Scores(Objective):
 class Reward(Scores):
     """Learn that the better of two answers scores higher (`preference.loss: reward`)."""
 
-    key, right = "preference", RIGHT
+    key, right, unprinted = "preference", RIGHT, UNPRINTED
     documents, unit = 2, "answer"
 
     @property
