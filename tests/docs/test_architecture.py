@@ -11,7 +11,7 @@ TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_every_file_that_is_named_is_there() -> None:
-    named = re.findall(r"`((?:common|data|models|training)/[\w/]+(?:\.py|/))`", TEXT)
+    named = re.findall(r"`((?:common|data|models|options|training)/[\w/]+(?:\.py|/))`", TEXT)
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
 
