@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from annotated_types import Predicate
 from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, model_validator
@@ -26,9 +26,11 @@ from training.config.precision import BF16, FP8, FP16, DataTypes, Precision
 from training.config.section import DataPath, NewPathText, PathText, Section, expected
 from training.config.services import Ports, TrackerProject, TrackerSwitch
 from training.errors import ConfigError
-from training.objective import Objective
 from training.schedule.instructions import WEIGHT_STREAMING, Schedule
 from training.topology import Topology
+
+if TYPE_CHECKING:  # which needs torch
+    from training.objective import Objective
 
 # Keys of zero_optimization by which DeepSpeed itself sums the replicas' gradients.
 SUM_KEYS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
