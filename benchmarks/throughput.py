@@ -41,7 +41,7 @@ from benchmarks.workers import Turn, Turns
 
 if TYPE_CHECKING:  # the process that compares needs no torch
     from data.sample_set import SampleSet
-    from training.config.keys import TrainConfig
+    from options import RunConfig
     from training.engine.trainer import Trainer
 
 SMALL: dict[str, Any] = {
@@ -331,7 +331,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         train(trainer, loader, Turn(folder), figures)
 
 
-def samples_of(case: Case, config: TrainConfig) -> SampleSet:
+def samples_of(case: Case, config: RunConfig) -> SampleSet:
     """Read the records, or make full rows."""
     from rich.console import Console
 

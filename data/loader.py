@@ -26,8 +26,9 @@ from torch import Tensor
 
 from data.collation import Collation
 from data.errors import DataError
-from data.packing import Packing, best_fit, level
+from data.packing import best_fit, level
 from data.sample_set import IGNORED, SampleSet
+from data.settings import Packing
 
 PAD_MULTIPLE = 8  # to which lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
 

@@ -1,30 +1,42 @@
-"""What a run may have besides: a folder for each option. The core imports none of them.
+"""What a run may have besides: a folder for each option, with its code, keys, rules and flags; this is their list.
 
-`objective_of` chooses what is trained.
+An option's first lines name its page of the docs, and `tests/options/` has its tests. Take one out by removing both
+folders and its names here. Entry points read configs as `RunConfig` and hand the class on, so the core (`models/`,
+`data/`, `training/`, `common/`) knows no option; `training.option` has the interface.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:
-    from training.config.keys import TrainConfig
-    from training.objective import Objective
+from options import distillation, preference, scores, timeline
+from training.config.keys import TrainConfig
+from training.config.yaml_file import load_config_of
+from training.option import Option
 
 
-def objective_of(config: TrainConfig) -> Objective:
-    """Return what a config trains, by the key that asks for it (`training.objective`)."""
-    from options.distillation.objective import Distillation
-    from options.preference.objective import MarkedAnswers, PairedAnswers
-    from options.scores.objective import Classes, Reward
-    from training.fine_tuning import FineTuning
+class RunConfig(
+    scores.ScoresKeys,
+    preference.PreferenceKeys,
+    distillation.DistillationKeys,
+    timeline.TimelineKeys,
+    title=TrainConfig.__name__,
+):
+    """A whole run."""
 
-    if config.labels:
-        return Classes(config)
-    if config.distillation:
-        return Distillation(config)
-    if config.preference is None:
-        return FineTuning(config)
-    if config.preference.loss == "reward":
-        return Reward(config)
-    return (MarkedAnswers if config.preference.unpaired else PairedAnswers)(config)
+    options: ClassVar[tuple[Option[Any], ...]] = (
+        preference.OPTION,
+        distillation.OPTION,
+        scores.OPTION,
+        timeline.OPTION,
+    )
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file, apply `key.sub=value` overrides and check the result.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown or has a wrong value.
+    """
+    return load_config_of(RunConfig, path, overrides)

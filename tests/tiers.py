@@ -29,7 +29,7 @@ KEPT: dict[str, str] = {
     "tests/pretend/test_planted_bugs.py": NOTHING,
     "tests/pretend/test_waits.py": NOTHING,
     "tests/test_quickstart.py": r"^(?!.*words[012])",
-    "tests/training/any_model/test_exactness.py": r"(mixed|tied)-2x1\]",
+    "tests/options/any_layers/test_exactness.py": r"(mixed|tied)-2x1\]",
     "tests/training/auto/test_auto.py": (
         r"^(?!test_(words_that_follow|only_train_ds|what_is_given_up|long_texts|a_batch_of|a_home_folder|adafactor|it_goes_on))"
     ),
@@ -99,7 +99,7 @@ RARE: dict[str, str] = {
     "tests/training/auto/test_auto_run.py": r"dry_run",
     "tests/training/checkpoint/test_background.py": r"killed_and_stopped",
     "tests/training/launch/test_restarts.py": r"killed_rank_changes_no_bit",
-    "tests/training/profiler/test_timeline.py": r"dualpipev_has",
+    "tests/options/timeline/test_timeline.py": r"dualpipev_has",
     "tests/models/attention/test_kernels.py": (
         r"\[(mixtral|qwen2|qwen3_moe|phi3|olmo2|glm4?|baichuan2-7b|chatglm3)-.*(cudnn|torch_varlen-False|flash_attention_3)"
     ),

@@ -16,8 +16,8 @@ from data.chat.prompts import Prompts, format_of
 from data.errors import DataError
 from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
-from data.records.sources import Source
 from data.sample_set import SampleSet
+from data.settings import Source
 from data.tokenized.answer_end import answer_end
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.tokenizer import load_tokenizer

@@ -1,7 +1,7 @@
 """What is trained: beside `Task` (on what) and `Callback` (when), the third interface of a run.
 
-Fine-tuning on tokens is the core's (`training.fine_tuning`); every other objective is an option with a key of its own.
-An objective says
+Fine-tuning on tokens is the core's (`training.fine_tuning`); every other objective is an option with a key of its own,
+whose class of the config says `objective`. An objective says
 
 * which records it takes, how many documents a sample has, and which tensors go with a micro-batch (`data.collation`);
 * of which model it trains the weights, and which other models it needs;
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from data.collation import Collation
-from data.records.pairs import Wanted
 from data.sample_set import Sample, SampleSet, documents
+from data.settings import Wanted
 from models.loss import MicroBatchLoss
 from models.process_groups import RankGroup
 from models.spec import ModelSpec
@@ -41,7 +41,6 @@ class Objective(ABC):
     """What a config trains.
 
     Attributes:
-        key: of the config, which asks for it; empty for fine-tuning.
         documents: at most in a sample; each has at most `max_seq_len` tokens.
         unit: what has at most `max_seq_len` tokens, in a word for the log.
         best_by: the number of an evaluation by which the best checkpoint is chosen; the smaller, the better.
@@ -51,7 +50,6 @@ class Objective(ABC):
         says_words: whether it trains a language model, and no model that gives a text numbers instead.
     """
 
-    key: ClassVar[str] = ""
     documents: ClassVar[int] = 1
     unit: ClassVar[str] = "sample"
     best_by: ClassVar[str] = "eval_loss"

@@ -17,7 +17,8 @@ from training.fine_tuning import FineTuning
 from training.objective import Formula
 
 if TYPE_CHECKING:
-    from training.config.objective import DistillationSection
+    from options.distillation.keys import DistillationSection
+    from training.config.keys import TrainConfig
     from training.data_setup import RecordReader
     from training.language_model import LanguageModel
 
@@ -25,12 +26,9 @@ if TYPE_CHECKING:
 class Distillation(FineTuning):
     """Learn what the teacher says of each trained token, and the token itself."""
 
-    key = "distillation"
-
-    @property
-    def section(self) -> DistillationSection:
-        assert self.config.distillation
-        return self.config.distillation
+    def __init__(self, config: TrainConfig, section: DistillationSection) -> None:
+        super().__init__(config)
+        self.section = section
 
     def collation(self, data: SampleSet) -> TaughtCollation:
         return TaughtCollation(data)
@@ -40,7 +38,7 @@ class Distillation(FineTuning):
     ) -> dict[str, tuple[Path, ModelSpec]]:
         from options.distillation.teacher import TEACHER, read_teacher
 
-        return {TEACHER: read_teacher(self.config, spec, reader, read_spec)}
+        return {TEACHER: read_teacher(self.config, self.section, spec, reader, read_spec)}
 
     def loss(self, router_loss_weight: float, rows: RankGroup) -> DistillationLoss:
         mix = self.section.weight, self.section.temperature

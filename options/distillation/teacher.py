@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.quantities import counted
 from data.tokenized.tokenizer import load_tokenizer
@@ -20,20 +20,26 @@ from training.config.precision import FP8
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 
+if TYPE_CHECKING:
+    from options.distillation.keys import DistillationSection
+
 TEACHER = "distillation.teacher"
 
 
 def read_teacher(
-    config: TrainConfig, spec: ModelSpec, reader: RecordReader, read_spec: Callable[[Path], ModelSpec]
+    config: TrainConfig,
+    section: DistillationSection,
+    spec: ModelSpec,
+    reader: RecordReader,
+    read_spec: Callable[[Path], ModelSpec],
 ) -> tuple[Path, ModelSpec]:
     """Find the teacher of the model of `spec`: its folder, and its own spec.
 
     Raises:
         ConfigError: it is no language model of the same vocabulary, or does not fit this run's topology.
     """
-    assert config.distillation
     try:
-        folder = find_model(config.distillation.teacher)
+        folder = find_model(section.teacher)
         teacher = read_spec(folder)
         teacher.check_writes(folder)
         config.with_parts([]).parts_for(teacher.n_layers)
@@ -46,7 +52,7 @@ def read_teacher(
             f"{TEACHER}: {folder}: another vocabulary than that of {reader.folder}: {min(unlike)} and "
             f"{counted(len(unlike) - 1, 'other word')} are in only one of them; expected the same tokenizer"
         )
-    if (top_k := config.distillation.top_k) > (words := shared_words(spec, teacher)):
+    if (top_k := section.top_k) > (words := shared_words(spec, teacher)):
         raise ConfigError(f"distillation.top_k: {top_k}; expected at most the {words:,} words that there are")
     return folder, teacher
 

@@ -55,7 +55,7 @@ from training.plan.resources import check_resources
 if TYPE_CHECKING:
     from data.loader import GlobalBatch
     from models.spec import ModelSpec
-    from training.config.objective import DistillationSection
+    from options.distillation.keys import DistillationSection
     from training.job import Job
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics

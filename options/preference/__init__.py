@@ -1,1 +1,6 @@
 """Learn which of two answers is better, or which answers are good: DPO and its relatives (docs/preferences.md)."""
+
+from options.preference.keys import PreferenceKeys
+from training.option import Option
+
+OPTION = Option(PreferenceKeys, before="freeze")

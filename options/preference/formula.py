@@ -13,7 +13,7 @@ from data.sample_set import Sample, documents
 from training.objective import Formula, Parts, log_probabilities
 
 if TYPE_CHECKING:
-    from training.config.objective import PreferenceSection
+    from options.preference.keys import PreferenceSection
 
 SUMMED = 20  # per beta, by which sums over answers feel their rounding: in bf16 one rounding was seen for 0.1
 

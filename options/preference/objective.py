@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from data.records.pairs import Wanted
 from data.sample_set import SampleSet
+from data.settings import Wanted
 from models.process_groups import RankGroup
 from options.preference.collation import JudgedCollation
 from options.preference.formula import PairsFormula
@@ -15,21 +15,20 @@ from training.errors import ConfigError
 from training.objective import Formula, Objective
 
 if TYPE_CHECKING:
-    from training.config.objective import PreferenceSection
+    from options.preference.keys import PreferenceSection
+    from training.config.keys import TrainConfig
     from training.language_model import LanguageModel
 
 
 class Answers(Objective):
     """Learn which answers are good; the loss is a mean over samples."""
 
-    key = "preference"
     unit = "answer"
     unprinted = UNPRINTED
 
-    @property
-    def section(self) -> PreferenceSection:
-        assert self.config.preference
-        return self.config.preference
+    def __init__(self, config: TrainConfig, section: PreferenceSection) -> None:
+        super().__init__(config)
+        self.section = section
 
     def collation(self, data: SampleSet) -> JudgedCollation:
         return JudgedCollation(data)

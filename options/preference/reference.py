@@ -47,7 +47,6 @@ from options.preference.collation import judged
 from options.preference.mismatch import Mismatched
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.config.objective import PreferenceSection
 from training.data_setup import build_loader
 from training.distributed.processes import agreed, from_first
 from training.engine.trainer import Trainer
@@ -55,6 +54,7 @@ from training.errors import RunRefused
 from training.measures import Measures, loss_of
 
 if TYPE_CHECKING:
+    from options.preference.keys import PreferenceSection
     from training.job import Job
     from training.language_model import LanguageModel
     from training.loop import Run

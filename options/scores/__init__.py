@@ -1,1 +1,6 @@
 """Train a model that gives a text numbers: a reward, or a class (docs/preferences.md#reward-models-and-classes)."""
+
+from options.scores.keys import ScoresKeys
+from training.option import Option
+
+OPTION = Option(ScoresKeys, before="freeze")

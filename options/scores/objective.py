@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from data.records.pairs import Wanted
 from data.sample_set import SampleSet
+from data.settings import Wanted
 from models.process_groups import RankGroup
 from models.spec import ModelSpec
 from options.preference.collation import JudgedCollation
@@ -18,19 +17,23 @@ from training.measures import Measures
 from training.objective import Formula, Objective
 
 if TYPE_CHECKING:
+    from training.config.keys import TrainConfig
     from training.language_model import LanguageModel
 
 
 class Scores(Objective):
-    """Learn numbers of whole texts; the loss is a mean over samples."""
+    """Learn numbers of whole texts; the loss is a mean over samples.
+
+    Attributes:
+        names: of the numbers.
+    """
 
     best_by = "eval_error"
     says_words = False
 
-    @property
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Name the numbers."""
+    def __init__(self, config: TrainConfig, names: list[str]) -> None:
+        super().__init__(config)
+        self.names = names
 
     def collation(self, data: SampleSet) -> JudgedCollation:
         return JudgedCollation(data)
@@ -45,21 +48,16 @@ class Scores(Objective):
 class Reward(Scores):
     """Learn that the better of two answers scores higher (`preference.loss: reward`)."""
 
-    key, right, unprinted = "preference", RIGHT, UNPRINTED
+    right, unprinted = RIGHT, UNPRINTED
     documents, unit = 2, "answer"
 
-    @property
-    def names(self) -> list[str]:
-        return ["reward"]
+    def __init__(self, config: TrainConfig, center_weight: float) -> None:
+        super().__init__(config, ["reward"])
+        self._center_weight = center_weight
 
     @property
     def wanted(self) -> Wanted:
         return Wanted("rewards")
-
-    @property
-    def _center_weight(self) -> float:
-        assert self.config.preference
-        return self.config.preference.center_weight
 
     def loss(self, router_loss_weight: float, rows: RankGroup) -> ScoreLoss:
         return ScoreLoss(True, self._center_weight, router_loss_weight, rows)
@@ -71,11 +69,7 @@ class Reward(Scores):
 class Classes(Scores):
     """Learn the class of each text (`labels`)."""
 
-    key, right = "labels", ACCURACY
-
-    @property
-    def names(self) -> list[str]:
-        return self.config.labels
+    right = ACCURACY
 
     @property
     def wanted(self) -> Wanted:

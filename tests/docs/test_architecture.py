@@ -17,7 +17,7 @@ def test_every_file_that_is_named_is_there() -> None:
 
 
 def test_every_room_is_named() -> None:
-    for wing in ("common", "data", "models", "training"):
+    for wing in ("common", "data", "models", "options", "training"):
         rooms = [path.parent.name for path in (ROOT / wing).glob("*/__init__.py")]
         assert [room for room in rooms if f"`{room}/`" not in TEXT] == []
 

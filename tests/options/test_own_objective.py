@@ -20,7 +20,7 @@ from models.causal_lm import CausalLM
 from tests.closeness import assert_near
 from tests.launching import metrics, topology, write_config
 from tests.ranks import Ranks
-from tests.workers.own_objective import counts, shifts
+from tests.workers.own_objective import WithSlanted, counts, shifts
 
 STEPS, LR = 3, 0.2
 LENGTHS = (9, 40, 17, 5, 31, 22, 12, 27)
@@ -111,3 +111,10 @@ def test_it_is_trained_as_one_process_does(
     ]
     assert [line["count"] for line in steps] == pytest.approx(STEPS * [sum(trained) / len(trained)])
     assert "eval_perplexity" not in evaluations[0] and "eval_count" in evaluations[0]
+
+
+def test_a_key_of_it_goes_with_no_other_objective() -> None:
+    keys: dict[str, Any] = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8, "slope": 0.5}
+    assert WithSlanted.model_validate(keys).objective_keys == ["slope"]
+    with pytest.raises(ValueError, match="preference and slope: each has a loss of its own; expected one of them"):
+        WithSlanted.model_validate(keys | {"preference": {}})

@@ -14,11 +14,10 @@ from data.errors import DataError
 from data.streaming.stream import StreamLoader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from models.api import read_spec
-from options.preference.collation import JudgedCollation
+from options import load_config
 from tests.conftest import FAQ
 from tests.launching import write_config
 from training.command_line import inspect
-from training.config.yaml_file import load_config
 from training.data_setup import RecordReader, build_loader
 from training.plan.inputs import Workload
 from training.streamed import stream_of
@@ -103,7 +102,7 @@ def test_pairs_are_packed_into_rows_that_hold_them(packing: str | bool, model: P
     data, _ = RecordReader(config, model, Log(quiet=True)).read_sets()
     assert 64 < data.lengths.max() <= 128 and data.first.all()
     loader = build_loader(data, config)
-    assert isinstance(loader.collation, JudgedCollation) and len(loader.batch(0).samples) >= 8
+    assert len(loader.collation.documents([0])[0]) == 2 and len(loader.batch(0).samples) >= 8
     assert loader.row_length >= data.lengths.max() and (packing != "dataset" or loader.row_length == 128)
     assert len(loader.batch(0).lengths) == 2 * len(loader.batch(0).samples)
     work = Workload.measured(loader, config)

@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from options import RunConfig
 from tests.launching import metrics, topology
 from tests.models.adapters import save_adapter
 from tests.ranks import Ranks
 from tests.training.starts import steps
 from training.checkpoint.folder import step_folder
-from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 
 pytestmark = pytest.mark.launched
@@ -254,7 +254,7 @@ def outcomes(ranks: Ranks, folder: Path, asked: set[str]) -> dict[str, dict[str,
         possible = []
         for job in Cell(name).jobs(folder):
             try:
-                TrainConfig.model_validate(job["config"])
+                RunConfig.model_validate(job["config"])
                 possible.append(job)
             except ValidationError as error:
                 found[job["name"]] = {"error": error.errors()[0]["msg"].removeprefix("Value error, ")}
@@ -335,7 +335,7 @@ def export_of(cell: Cell, folder: Path, target: Path) -> Any:
 @torch.no_grad()
 def measured(cell: Cell, model: Any, folder: Path) -> tuple[str, float]:
     """Compute what the run calls by a name in its evaluations, one document at a time."""
-    config = TrainConfig.model_validate(cell.config(folder, "x", "cache-of-tests", stream_gb=None, max_steps=None))
+    config = RunConfig.model_validate(cell.config(folder, "x", "cache-of-tests", stream_gb=None, max_steps=None))
     data = RecordReader(config, folder / cell.base, Console(quiet=True)).read_sets()[0]
     found, counts = [], []
     for number in range(len(data)):

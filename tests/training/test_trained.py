@@ -21,9 +21,9 @@ from models.checkpoint.tensor_files import save_state_dict
 from models.conversion.to_huggingface import pp_to_hg
 from models.errors import CheckpointError
 from models.loading import NewScores
+from options import RunConfig
 from tests.models.adapters import RandomFactors, save_adapter, save_run
 from tests.models.test_adapters import ENDLESS
-from training.config.keys import TrainConfig
 from training.config.yaml_file import checked
 from training.errors import ConfigError
 from training.trained import adapter_file, describe_start, describe_trained, initial_states, with_trained
@@ -38,8 +38,8 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def config(model: Path, **keys: Any) -> TrainConfig:
-    return checked(TrainConfig, PLAIN | {"model_path": str(model)} | keys)
+def config(model: Path, **keys: Any) -> RunConfig:
+    return checked(RunConfig, PLAIN | {"model_path": str(model)} | keys)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -24,12 +24,12 @@ from torch.nn.attention import flex_attention
 
 from models.adapters import IDLE
 from models.api import read_spec
+from options import RunConfig
 from options.preference import reference
 from options.preference.collation import judged
 from tests.workers.cases import loader_of
 from tests.workers.preference_faults import FAULTS
 from tests.workers.zero import KINDS
-from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.plan.auto import divide
 from training.trained import with_trained
@@ -40,7 +40,7 @@ def shifted(sums: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
     return sums + numpy.sin(numpy.arange(sums.size, dtype=numpy.float32)).reshape(sums.shape)
 
 
-def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+def run_case(case: dict[str, Any], config: RunConfig, folder: Path) -> None:
     name, loader = case["name"], loader_of(config)
     model_folder = Path(config.model_path)
     spec = with_trained(read_spec(model_folder), config)

@@ -22,12 +22,14 @@ from models.lean_loss import linear_cross_entropy
 from models.loss import MeasuredLoss, for_projection, supervised_positions, trained_rows
 from models.process_groups import RankGroup
 from models.spec import ModelSpec
+from options import RunConfig
 from tests.workers import jobs
 from training.callbacks import Callback
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.measures import Measures
 from training.objective import Formula, Objective
+from training.option import Option
 
 if TYPE_CHECKING:
     from training.language_model import LanguageModel
@@ -40,13 +42,17 @@ def shifts(places: Tensor) -> Tensor:
     return SHIFT * places.clamp(min=0).float()
 
 
-def counts(places: Tensor) -> Tensor:
+def counts(places: Tensor, slope: float = SLOPE) -> Tensor:
     """How often the prediction of tokens counts."""
-    return 1 + SLOPE * places.clamp(min=0).float()
+    return 1 + slope * places.clamp(min=0).float()
 
 
 class SlantedCollation(Collation):
     """Sends both, [B, S] fp32."""
+
+    def __init__(self, data: SampleSet, slope: float) -> None:
+        super().__init__(data)
+        self._slope = slope
 
     def carried(self, loader: Loader, batch: GlobalBatch, replica: int) -> Iterator[Carried]:
         for rows in batch.micro_batches[replica]:
@@ -56,7 +62,7 @@ class SlantedCollation(Collation):
                 lengths = [length for (length,) in self.documents(row)]
                 own = torch.cat([torch.arange(length) for length in lengths])
                 places[index, : len(own)] = own
-            yield Carried((shifts(places),), (counts(places),))
+            yield Carried((shifts(places),), (counts(places, self._slope),))
 
     def part(self, carried: Carried, labels: Tensor, columns: slice, ranks: int) -> Carried:
         return Carried((carried.first[0][:, columns],), (carried.last[0][:, columns],))
@@ -88,8 +94,12 @@ class SlantedLoss(MeasuredLoss):
 
 
 class Slanted(Objective):
+    def __init__(self, config: TrainConfig, slope: float) -> None:
+        super().__init__(config)
+        self._slope = slope
+
     def collation(self, data: SampleSet) -> Collation:
-        return SlantedCollation(data)
+        return SlantedCollation(data, self._slope)
 
     def model(self, spec: ModelSpec) -> ModelSpec:
         return replace(spec, family=replace(spec.family, embeds=ShiftedEmbedding), _shapes={})
@@ -104,13 +114,26 @@ class Slanted(Objective):
         raise ConfigError("--prove: a slanted loss has no formula here")
 
 
-class SlantedConfig(TrainConfig):
-    """A config whose runs train it."""
+class SlantedKeys(TrainConfig):
+    """A run that may train a slanted loss."""
+
+    slope: float | None = None
+    """How often a token counts, by its place."""
 
     @property
     def objective(self) -> Objective:
-        return Slanted(self)
+        return super().objective if self.slope is None else Slanted(self, self.slope)
+
+    @property
+    def objective_keys(self) -> list[str]:
+        return [*super().objective_keys, *(["slope"] if self.slope else [])]
+
+
+class WithSlanted(SlantedKeys, RunConfig):
+    """A whole run, and a slanted loss."""
+
+    options = (*RunConfig.options, Option(SlantedKeys, before="freeze"))
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
-    jobs.run_case(case, SlantedConfig.model_validate(config.dump()), folder)
+    jobs.run_case(case, WithSlanted.model_validate(config.dump() | {"slope": SLOPE}), folder)

@@ -15,7 +15,6 @@ from models.attention.positions import LINEAR
 from models.conversion.check_adapter import dense_beside_experts
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.spec import ModelSpec
-from training.config.keys import TrainConfig
 from training.proof.comparison import Row, choose_bounds
 from training.proof.reference import Reference
 from training.proof.small_run import MODEL, SmallRun
@@ -44,7 +43,7 @@ def compare_exports(small: SmallRun, checkpoint: Path) -> list[Row]:
         values["lora"] |= {"start_from": str(checkpoint), "base": None}  # an export adds it to the base's own weights
     else:
         values["model_path"] = str(checkpoint)
-    expected = list(Reference(TrainConfig.model_validate(values), small.samples, small.evaluated).logits())
+    expected = list(Reference(type(small.config).model_validate(values), small.samples, small.evaluated).logits())
     bound = choose_bounds(torch.float32, small.spec.n_layers, LINEAR in small.spec.positions().kinds)[1]
 
     rows = []

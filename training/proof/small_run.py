@@ -230,7 +230,7 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     }
     if config.packing:
         values["pack_len"] = 2 * config.objective.documents * LENGTH
-    return TrainConfig.model_validate(values), [line for changed, line in changes if changed]
+    return type(config).model_validate(values), [line for changed, line in changes if changed]
 
 
 def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, list[str]]:
@@ -243,11 +243,11 @@ def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, li
             differs.append("lora.base: none, as the small model is not stored in fp8")
         values["lora"] = lora
         try:
-            adapted = with_trained(spec, TrainConfig.model_validate(values))
+            adapted = with_trained(spec, type(config).model_validate(values))
         except ConfigError:
             lora |= {"targets": ALL_LINEAR, "modules_to_save": []}
             differs.append("lora.targets: all-linear, as the small model has none of the layers that are named")
-            adapted = with_trained(spec, TrainConfig.model_validate(values))
+            adapted = with_trained(spec, type(config).model_validate(values))
         shapes = [shape for layer in range(spec.n_layers) for shape in adapted.shapes(layer).items()]
         sizes = [shape[-1 if name.endswith("A") else -2] for name, shape in shapes if is_factor(name)]
         lora["r"] = min(config.lora.r, *sizes)
@@ -267,7 +267,7 @@ def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, li
             differs.append(
                 f"freeze: {embedding}, as the small model has none of the layers that are named, or no others"
             )
-    return TrainConfig.model_validate(values), differs
+    return type(config).model_validate(values), differs
 
 
 def _read_samples(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from data.loader import GlobalBatch, Loader
-from data.packing import Packing
 from data.sample_set import InMemory, Sample, supervised_count
+from data.settings import Packing
 from models.attention.packed import Documents, unmarked
 from options.preference.collation import JudgedCollation, judged
 

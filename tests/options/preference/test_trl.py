@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.chat.prompts import Prompts
-from data.records.pairs import Wanted
+from data.settings import Wanted
 from data.tokenized.dataset import load_dataset
 from models.conversion.to_huggingface import pp_to_hg
 from options.preference.losses import LOSSES, PairLoss

@@ -16,8 +16,8 @@ from rich.console import Console
 from models.adapters import Lora
 from models.conversion import to_huggingface, to_peft
 from models.weight_map import WeightMap
+from options import RunConfig
 from tests.conftest import FAQ
-from training.config.keys import TrainConfig
 from training.proof.exports import compare_exports, plan_exports
 from training.proof.small_run import ADAPTER, EVALUATED, MODEL, SmallRun, write_model
 
@@ -44,7 +44,7 @@ def make_small(make_checkpoint: Callable[..., Path], tmp_path: Path) -> Make:
             needed["data_path"] = str(tmp_path / "texts.json")
         folder = tmp_path / "proof"
         folder.mkdir()
-        small = SmallRun.make(TrainConfig.model_validate(needed | keys), folder, Console(quiet=True))
+        small = SmallRun.make(RunConfig.model_validate(needed | keys), folder, Console(quiet=True))
         checkpoint = folder / "step"
         shutil.copytree(folder / (ADAPTER if small.config.lora else MODEL), checkpoint)
         (checkpoint / "config.json").write_text(json.dumps(small.spec.raw))

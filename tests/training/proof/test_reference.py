@@ -16,10 +16,10 @@ from data.sample_set import Sample
 from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.checkpoint.adapter import peft_name, to_peft
+from options import RunConfig
 from tests.closeness import assert_near
 from tests.models.adapters import save_adapter
 from tests.models.test_scores import save_scoring
-from training.config.keys import TrainConfig
 from training.proof.reference import Reference
 from training.proof.small_run import small_trained
 from training.trained import with_trained
@@ -36,7 +36,7 @@ def test_a_step_is_that_of_transformers_and_torch(samples: list[Sample], make_ch
     folder = make_checkpoint("llama", tie_word_embeddings=True)
     keys = {"model_path": str(folder), "data_path": "d", "save_path": "s", "train_batch_size": 4, "max_steps": 10}
     params = {"lr": 0.01, "weight_decay": 0.1}
-    config = TrainConfig.model_validate(keys | {"gradient_clipping": 0.5, "optimizer": {"params": params}})
+    config = RunConfig.model_validate(keys | {"gradient_clipping": 0.5, "optimizer": {"params": params}})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     supervised = sum(label != -100 for sample in samples for label in sample["labels"][1:])
 
@@ -78,7 +78,7 @@ def test_adapters_are_those_of_peft(family: str, samples: list[Sample], make_che
     lora = {"r": 2, "alpha": 6, "rslora": True}
     spec = read_spec(base).training(Trained(Lora(**lora)))  # type: ignore[arg-type]
     adapter = save_adapter(spec, base)
-    step = Reference(TrainConfig.model_validate(keys | {"lora": lora | {"start_from": str(adapter)}}), samples).step(
+    step = Reference(RunConfig.model_validate(keys | {"lora": lora | {"start_from": str(adapter)}}), samples).step(
         1, {}
     )
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
@@ -161,9 +161,9 @@ def test_preferences_and_scores_are_those_of_transformers(
     loss.backward()
     keys = {"model_path": str(folder), "data_path": "d", "save_path": "s", "train_batch_size": len(judged)}
     keys |= {"max_steps": 10, "optimizer": {"params": {"lr": 0.01}}}
-    reference = Reference(TrainConfig.model_validate(keys | JUDGED[name]), judged)
+    reference = Reference(RunConfig.model_validate(keys | JUDGED[name]), judged)
     for size in (1, len(judged)):
-        cut = TrainConfig.model_validate(keys | JUDGED[name] | {"train_batch_size": size})
+        cut = RunConfig.model_validate(keys | JUDGED[name] | {"train_batch_size": size})
         assert Reference(cut, judged, judged).evaluate() == pytest.approx(loss.item(), rel=1e-5)
     step = reference.step(1, {})
     assert step.loss == pytest.approx(loss.item(), rel=1e-5)
@@ -187,8 +187,8 @@ def test_what_is_trained_fits_the_small_model(make_checkpoint: Callable[..., Pat
         "optimizer": {"params": {"lr": 1}},
     }
     lora = {"r": 64, "dropout": 0.1, "targets": ["layers.30.mlp.up_proj"], "start_from": "a"}
-    small, differs = small_trained(TrainConfig.model_validate(keys | {"lora": lora}), spec)
+    small, differs = small_trained(RunConfig.model_validate(keys | {"lora": lora}), spec)
     assert small.lora and (small.lora.r, small.lora.targets, small.lora.dropout) == (32, "all-linear", 0.0)
     assert [line.partition(":")[0] for line in differs] == ["lora.targets", "lora.r", "lora", "lora.dropout"]
-    small, (line,) = small_trained(TrainConfig.model_validate(keys | {"freeze": [r"layers\.30\."]}), spec)
+    small, (line,) = small_trained(RunConfig.model_validate(keys | {"freeze": [r"layers\.30\."]}), spec)
     assert with_trained(spec, small) and line.startswith("freeze: model.embed_tokens.weight")

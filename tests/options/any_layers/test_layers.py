@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from transformers import T5Config, T5ForConditionalGeneration
 
 from common.log import Log
+from options.any_layers import Pipeline, PipelineConfig, load_trained
+from options.any_layers.samples import SampleLoader
+from options.any_layers.stage import Layer, divide, make, on_no_device, shared_weights
+from options.any_layers.task import Layers
 from tests.launching import topology
-from training import Pipeline, PipelineConfig, load_trained
-from training.any_model.samples import SampleLoader
-from training.any_model.stage import Layer, divide, make, on_no_device, shared_weights
-from training.any_model.task import Layers
 from training.distributed.disk import Disk
 from training.errors import ConfigError
 
@@ -158,6 +160,18 @@ class TestConfig:
     def test_keys_beside_a_config(self) -> None:
         with pytest.raises(ConfigError, match="config: given together with seed, parts"):
             Pipeline([linear(4)], loss=F.mse_loss, config=config(), seed=1, parts=1).config(processes=1)
+
+    def test_no_process_shares_a_layer_or_a_row(self) -> None:
+        grid = {"process_topology": {"axes": ["pipe", "data", "model"], "dims": [1, 1, 2]}}
+        with pytest.raises(ValidationError, match="a Pipeline shards no layers"):
+            config(model_topo=grid)
+        with pytest.raises(ValidationError, match="only language models have sequences to share"):
+            config(model_topo=topology((1, 2)) | {"sequence": 2})
+
+    def test_a_json_file_of_deepspeed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("ds.json").write_text('{"gradient_clipping": 0.25}', encoding="utf-8")
+        assert config(deepspeed_config="ds.json").gradient_clipping == 0.25
 
     def test_the_resolved_config_is_one_again(self) -> None:
         assert PipelineConfig.model_validate(config(bf16={"enabled": True}).dump()) == config(bf16={"enabled": True})

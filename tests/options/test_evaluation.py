@@ -20,12 +20,12 @@ from data.sample_set import InMemory, Sample, documents
 from models import load_model
 from models.causal_lm import CausalLM
 from models.process_groups import NO_GROUPS
+from options import RunConfig
 from options.distillation.collation import taught
 from options.preference.collation import JudgedCollation, judged
 from options.preference.reference import estimate_kl, log_probabilities, mismatched_loader
 from tests.models.test_scores import save_scoring
 from training.bad_steps import find_cause
-from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.evaluation import Evaluation
 from training.measures import measures_of
@@ -60,7 +60,7 @@ class OneProcess:
 
     groups, row_replica = NO_GROUPS, 0
 
-    def __init__(self, model: CausalLM, config: TrainConfig) -> None:
+    def __init__(self, model: CausalLM, config: RunConfig) -> None:
         router_loss_weight = config.aux_router_loss.weight or 0.0
         self._model, self.loss = model, config.objective.loss(router_loss_weight, NO_GROUPS.sequence)
         module = SimpleNamespace(micro_batch_loss=self.loss)
@@ -77,9 +77,9 @@ class OneProcess:
         return float(torch.stack(losses).mean())
 
 
-def config_of(name: str, size: int, **more: Any) -> TrainConfig:
+def config_of(name: str, size: int, **more: Any) -> RunConfig:
     keys = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": size, "max_seq_len": 128}
-    return TrainConfig.model_validate(keys | {"optimizer": {"params": {"lr": 1e-3}}} | OBJECTIVES[name] | more)
+    return RunConfig.model_validate(keys | {"optimizer": {"params": {"lr": 1e-3}}} | OBJECTIVES[name] | more)
 
 
 def make_samples(name: str, count: int = 8) -> list[Sample]:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from data.loader import GlobalBatch, Loader
-from training.any_model.config import PipelineConfig
-from training.any_model.samples import Collate, SampleLoader
-from training.any_model.stage import LayerStage, LayerStageEngine, divide
+from options.any_layers.config import PipelineConfig
+from options.any_layers.samples import Collate, SampleLoader
+from options.any_layers.stage import LayerStage, LayerStageEngine, divide
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.config.deepspeed_config import check_device
 from training.config.gpu import check_gpu
@@ -30,7 +30,7 @@ from training.job import Job, Task
 from training.topology import Division
 
 if TYPE_CHECKING:
-    from training.any_model.pipeline import Pipeline
+    from options.any_layers.pipeline import Pipeline
 
 
 class Layers(Task):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from training import Pipeline, PipelineConfig
+from options.any_layers import Pipeline, PipelineConfig
 from training.config.yaml_file import load_config_of
 
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from common.terminal import reason_of
 from models.checkpoint.layout import layer_file
 from models.pipeline import LaterLayer, SharedWeights
-from training.any_model.config import PipelineConfig
+from options.any_layers.config import PipelineConfig
 from training.checkpoint.deepspeed_files import read_mapped
 from training.config.deepspeed_config import training_dtype
 from training.distributed.processes import agreed, gather
@@ -36,7 +36,7 @@ from training.errors import ConfigError
 from training.plan.partition import best_split
 
 if TYPE_CHECKING:
-    from training.any_model.pipeline import Pipeline
+    from options.any_layers.pipeline import Pipeline
 
 Layer = nn.Module | Callable[[], nn.Module]
 ForwardStep = Callable[[nn.Module, Any], Any]

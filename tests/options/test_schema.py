@@ -11,12 +11,12 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from options import RunConfig, load_config
+from options.reference import SCHEMA, schema
 from pipetune.__main__ import init
 from tests.conftest import ROOT
 from tests.docs.pages import blocks
-from training.config.keys import TrainConfig
-from training.config.reference import SCHEMA, schema
-from training.config.yaml_file import _parse_yaml, load_config
+from training.config.yaml_file import _parse_yaml
 from training.errors import ConfigError
 
 REQUIRED = {"model_path": "m", "data_path": "d.json", "save_path": "s", "train_batch_size": 64}
@@ -44,7 +44,6 @@ scheduler: {type: WSD, params: {decay_ratio: 0.2}}
 optimizer: {type: Lion, params: {lr: 1e-5, betas: [0.9, 0.95]}, no_wd_kws: [bias]}
 optimizer: {type: Adafactor, params: {lr: 1e-3, eps: [null, 0.001]}}
 zero_optimization: {stage: 1, cpu_offload: true, reduce_bucket_size: 5e8}
-profile_steps: [5, 6]
 stream_gb: null
 """
 REFUSED = """
@@ -66,7 +65,6 @@ optimizer: {params: {lr: auto}}
 optimizer: {params: {betas: [0.9, 1.5]}}
 model_topo: {process_topology: {dims: 4}}
 zero_optimization: {stage: 4}
-profile_steps: [1, 2, 3]
 preemption_signals: [SIGKILL]
 """
 
@@ -76,7 +74,7 @@ def faults(keys: dict[str, Any]) -> list[str]:
 
 
 def test_the_file_is_that_of_the_keys() -> None:
-    assert SCHEMA.read_text(encoding="utf-8") == schema(), "expected: python -m training.config.reference --write"
+    assert SCHEMA.read_text(encoding="utf-8") == schema(), "expected: python -m options.reference --write"
     Draft202012Validator.check_schema(json.loads(schema()))
 
 
@@ -107,7 +105,7 @@ def test_wrong_keys_and_types_are_refused(line: str, tmp_path: Path) -> None:
 
 def test_descriptions_are_the_docstrings_of_keys() -> None:
     properties = json.loads(schema())["properties"]
-    described = {name: field.description for name, field in TrainConfig.model_fields.items() if field.description}
+    described = {name: field.description for name, field in RunConfig.model_fields.items() if field.description}
     assert {name: properties[name]["description"] for name in described} == described
     assert len(described) > 40
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from data.records.pairs import Wanted
+from data.settings import Wanted
+from options import RunConfig
+from options.preference.keys import PreferenceSection
 from options.preference.losses import LOSSES, PairLoss
-from training.config.keys import TrainConfig
-from training.config.objective import PreferenceSection
 
 PATHS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
 
 
-def config(**keys: Any) -> TrainConfig:
-    return TrainConfig.model_validate(PATHS | {"optimizer": {"params": {"lr": 1e-5}}} | {"preference": {}} | keys)
+def config(**keys: Any) -> RunConfig:
+    return RunConfig.model_validate(PATHS | {"optimizer": {"params": {"lr": 1e-5}}} | {"preference": {}} | keys)
 
 
 UNPAIRED = ("kto", "apo_zero_unpaired")

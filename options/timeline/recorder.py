@@ -2,7 +2,7 @@
 
 The engine's instruction handlers are wrapped for one step and restored after it, so other steps are not affected. On a
 CPU two clock readings frame an instruction. On a GPU, where instructions only queue work, two CUDA events do, read
-after the step. A send or receive includes the wait for the other rank; `training.profiler.session` separates them once
+after the step. A send or receive includes the wait for the other rank; `options.timeline.session` separates them once
 all ranks' records are together. Cost: some 10 microseconds per instruction, and on a GPU a synchronization per step.
 """
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from models.checkpoint.layout import resolve
+from options.any_layers import load_trained
+from options.any_layers.stage import make
 from tests.conftest import ROOT
 from tests.launching import Launch, error_lines, metrics, start, topology
 from tests.models.helpers import assert_same_bits
-from tests.training.any_model.script import Config, layers
-from training import load_trained
-from training.any_model.stage import make
+from tests.options.any_layers.script import Config, layers
 
 pytestmark = pytest.mark.launched
 
-SCRIPT = ROOT / "tests" / "training" / "any_model" / "script.py"
+SCRIPT = ROOT / "tests" / "options" / "any_layers" / "script.py"
 STEPS = 40
 
 

@@ -1,6 +1,6 @@
 """Write the keys of a config as Markdown into docs/configuration.md, and as a JSON schema for editors into configs/.
 
-`python -m training.config.reference --write` does; without `--write` it prints the Markdown.
+`python -m options.reference --write` does; without `--write` it prints the Markdown.
 
 Names, defaults and order are those of the fields, the text is each field's docstring. A mention of another page, such
 as docs/data.md#records, becomes a link. The Chinese page gets its texts from docs/configuration_CN.yml, which says of
@@ -23,16 +23,17 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
-from data.records.sources import Source
+from data.settings import Source
+from options import RunConfig
 from training.config.foreign_names import OTHERS, TOOLS
-from training.config.keys import ALIASES, TrainConfig
+from training.config.keys import ALIASES
 from training.config.section import sections_in
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 CHINESE = PAGE.with_name("configuration_CN.md")
 FROM = PAGE.with_name("coming-from.md")  # the keys of other tools; in both languages too
 FROM_CHINESE = FROM.with_name("coming-from_CN.md")
-SCHEMA = Path(__file__).parents[2] / "configs" / "pipetune.schema.json"
+SCHEMA = Path(__file__).parents[1] / "configs" / "pipetune.schema.json"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->"
 HEADER = ("key", "default", "meaning")
 GROUPS = {  # by the first key of each
@@ -59,7 +60,7 @@ def written(page: Path = PAGE) -> str:
         return foreign_keys(said)
     header = f"| {' | '.join(said('', word) for word in HEADER)} |\n|---|---|---|\n"
     parts = []
-    for name, field in TrainConfig.model_fields.items():
+    for name, field in RunConfig.model_fields.items():
         if name in GROUPS:
             parts.append(f"\n### {said('', GROUPS[name])}\n\n{header}")
         parts += [_row(said, *each) for each in _keys(name, field)]
@@ -77,10 +78,10 @@ class _Untitled(GenerateJsonSchema):
 
 def schema() -> str:
     """Make the JSON schema of a config file."""
-    made = {"$schema": GenerateJsonSchema.schema_dialect} | TrainConfig.model_json_schema(schema_generator=_Untitled)
+    made = {"$schema": GenerateJsonSchema.schema_dialect} | RunConfig.model_json_schema(schema_generator=_Untitled)
     for alias, key in ALIASES.items():
         section, _, name = key.rpartition(".")
-        inside = f"$defs/{sections_in(TrainConfig.model_fields[section].annotation)[0].__name__}/" if section else ""
+        inside = f"$defs/{sections_in(RunConfig.model_fields[section].annotation)[0].__name__}/" if section else ""
         made["properties"][alias] = {"$ref": f"#/{inside}properties/{name}"}
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 

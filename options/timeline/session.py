@@ -21,11 +21,11 @@ import torch
 
 from common.quantities import duration
 from common.whole_files import replace_text
+from options.timeline.drawing import draw, trace
+from options.timeline.recorder import Record, Recorder
 from training.callbacks import Callback
 from training.distributed.processes import gather
 from training.plan.partition import held_layers
-from training.profiler.drawing import draw, trace
-from training.profiler.recorder import Record, Recorder
 from training.schedule.instructions import WEIGHT_STREAMING, WORK
 from training.schedule.walk import Span
 

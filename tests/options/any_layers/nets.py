@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from training.any_model.stage import ForwardStep, Layer, Loss
+from options.any_layers.stage import ForwardStep, Layer, Loss
 
 Mixed = tuple[Tensor, Tensor, Tensor]
 

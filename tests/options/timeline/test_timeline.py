@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from models.checkpoint.layout import layer_file
+from options.timeline.drawing import draw, trace
+from options.timeline.recorder import Record
+from options.timeline.session import Figures, add_idle_spans
 from tests.conftest import FAQ
-from tests.launching import supervised, topology, write_config
-from training.profiler.drawing import draw, trace
-from training.profiler.recorder import Record
-from training.profiler.session import Figures, add_idle_spans
+from tests.launching import metrics, supervised, topology, write_config
 from training.schedule.instructions import WORK, Message, read_schedule
 from training.schedule.simulation import simulate
 from training.schedule.walk import Span
@@ -145,6 +146,7 @@ class Finished(NamedTuple):
     output: str
     events: list[dict[str, Any]]
     picture: bytes
+    folder: Path
 
     def spans(self, rank: int, step: int, kind: str | None = None) -> list[dict[str, Any]]:
         """The trace's spans in order."""
@@ -170,8 +172,10 @@ def train(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
         result = supervised(2, script, "--config", path, *words)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         written = path.with_suffix("")
+        if "profile_steps" not in keys:
+            return Finished(result.stdout, [], b"", written)
         events = json.loads((written / "timeline.json").read_text())["traceEvents"]
-        return Finished(result.stdout, events, (written / "timeline.png").read_bytes())
+        return Finished(result.stdout, events, (written / "timeline.png").read_bytes(), written)
 
     return run
 
@@ -242,6 +246,18 @@ class TestRun:
         )
         assert "resumed:" in again.output
         assert again.steps() == {4, 5}
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+def test_a_timeline_changes_no_number(finished: Finished, train: Callable[..., Finished]) -> None:
+    plain = train("plain", model_topo=topology([2, 1], [3, 3]))
+    found, expected = metrics(finished.folder), metrics(plain.folder)
+    for key in ("loss", "grad_norm", "lr"):
+        assert [line[key] for line in found] == [line[key] for line in expected]
+    for layer in range(6):
+        one, other = (next(each.folder.glob(f"step-*/{layer_file(layer)}")) for each in (finished, plain))
+        assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.launched

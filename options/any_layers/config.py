@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from training.config.keys import TrainConfig
+from options import RunConfig
 from training.config.section import DataPath
 
 LANGUAGE_MODEL_KEYS = frozenset(
@@ -26,7 +26,7 @@ LANGUAGE_MODEL_KEYS = frozenset(
 )
 
 
-class PipelineConfig(TrainConfig):
+class PipelineConfig(RunConfig):
     """A run of a `Pipeline`."""
 
     model_path: str = ""

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from options import RunConfig
 from training.config.changes import compare, settings_of
-from training.config.keys import TrainConfig
 from training.proof.small_run import small_config
 
 PATHS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
 
 
-def config(distillation: dict[str, Any] | None = None, **keys: Any) -> TrainConfig:
+def config(distillation: dict[str, Any] | None = None, **keys: Any) -> RunConfig:
     section = {"distillation": {"teacher": "t"} | (distillation or {})}
-    return TrainConfig.model_validate(PATHS | {"optimizer": {"params": {"lr": 1e-5}}} | section | keys)
+    return RunConfig.model_validate(PATHS | {"optimizer": {"params": {"lr": 1e-5}}} | section | keys)
 
 
 def test_a_teacher_is_enough() -> None:
@@ -45,7 +45,7 @@ def test_what_it_does_not_go_with_is_refused(section: dict[str, Any], keys: dict
 
 def test_it_may_change_between_two_starts() -> None:
     then, now = settings_of(config()), settings_of(config({"temperature": 2.0}))
-    (line,) = compare(then, now, "step 3")
+    (line,) = compare(then, now, "step 3", RunConfig.rules)
     assert line.endswith("distillation.temperature 1.0 -> 2.0: counts from the next step on")
 
 

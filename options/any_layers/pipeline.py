@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from training.any_model.config import PipelineConfig
+from options.any_layers.config import PipelineConfig
 from training.config.yaml_file import checked
 from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_from_script
@@ -25,8 +25,8 @@ from training.errors import ConfigError, exit_with_one_line
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from training.any_model.samples import Collate
-    from training.any_model.stage import ForwardStep, Layer, Loss
+    from options.any_layers.samples import Collate
+    from options.any_layers.stage import ForwardStep, Layer, Loss
     from training.distributed.rank_monitor import RankMonitor
 
 
@@ -36,7 +36,7 @@ class Pipeline:
     Args:
         layers: an `nn.Sequential`, or a list of layers. A function without arguments that makes a layer
             (`functools.partial(nn.Linear, 64, 64)`) may replace it; only the processes of its stage call it. The input
-            of each layer is the output of the one before, a tensor or a tuple of tensors (`training.any_model.stage`).
+            of each layer is the output of the one before, a tensor or a tuple of tensors (`options.any_layers.stage`).
         forward_step: takes a layer and its input, returns its output; by default `layer(inputs)`.
         loss: takes the last layer's output and the labels of a micro-batch, returns a scalar: a mean over the samples,
             so that the mean over the micro-batches is that of the batch.
@@ -94,12 +94,12 @@ class Pipeline:
         """
 
         def run(config: PipelineConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
-            from training.any_model.task import Layers  # imports DeepSpeed, after the device is set
+            from options.any_layers.task import Layers  # imports DeepSpeed, after the device is set
             from training.job import Job
             from training.options import run_options
 
             task = Layers(self, dataset, collate, eval_dataset)
-            return Job(task, config, process, monitor, run_options(config)).run()
+            return Job(task, config, process, monitor, run_options(config, task)).run()
 
         run_from_script(lambda process: self.config(process.world_size if process else 0), run)
 
@@ -112,7 +112,7 @@ def load_trained(layers: nn.Sequential | nn.ModuleList | Sequence[nn.Module], pa
         CheckpointError: there are none, or they are damaged.
     """
     from models.checkpoint.layout import resolve
-    from training.any_model.stage import load_layers
+    from options.any_layers.stage import load_layers
 
     load_layers(dict(enumerate(as_layers(layers))), resolve(path))
 

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from options.any_layers.config import PipelineConfig
+from options.any_layers.samples import SampleLoader
+from options.any_layers.stage import make
 from tests.launching import topology
+from tests.options.any_layers.nets import NETS
 from tests.ranks import Ranks
-from tests.training.any_model.nets import NETS
-from training.any_model.config import PipelineConfig
-from training.any_model.samples import SampleLoader
-from training.any_model.stage import make
 
 pytestmark = pytest.mark.launched
 
