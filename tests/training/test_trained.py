@@ -80,7 +80,6 @@ def test_what_nf4_evaluates_is_not_what_is_exported(make_checkpoint: Make) -> No
         ({"lora": {"targets": ["q_proj", "lm_head"]}}, ["lora.targets: lm_head", "modules_to_save"]),
         ({"lora": {"targets": r".*\.(q_proj|embed_tokens)"}}, ["lora.targets: model.embed_tokens", "modules_to_save"]),
         ({"lora": {"targets": ["lm_head"], "modules_to_save": ["lm_head"]}}, ["lora.targets: lm_head"]),
-        ({"labels": ["a", "b"], "lora": {"targets": ["q_proj", "score"]}}, ["lora.targets: score", "modules_to_save"]),
         ({"freeze": ["wte"]}, ["freeze: 'wte'", "model.embed_tokens.weight"]),
         ({"freeze": ["."]}, ["freeze: matches all weights"]),
     ],

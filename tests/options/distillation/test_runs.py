@@ -21,6 +21,7 @@ from torch import Tensor
 
 from data.tokenized.dataset import Dataset
 from models import load_model
+from options import RunConfig
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import metrics, topology
@@ -28,7 +29,6 @@ from tests.ranks import Ranks
 from tests.training.kept_files import fill, flip, forge, parts_of
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
 from training.checkpoint.folder import step_folder
-from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader
 
 pytestmark = pytest.mark.launched
@@ -194,9 +194,9 @@ def found_by(folder: Path, name: str, top_k: int = TOP_K) -> tuple[Tensor, Tenso
     return words, bits.contiguous().view(torch.float32)
 
 
-def data_of(folder: Path, models: dict[str, Path]) -> tuple[Dataset, TrainConfig]:
+def data_of(folder: Path, models: dict[str, Path]) -> tuple[Dataset, RunConfig]:
     """The samples of the runs, in the order of the file."""
-    config = TrainConfig.model_validate(describe("alone", "", TOPOLOGIES["alone"][2], models, folder)["config"])
+    config = RunConfig.model_validate(describe("alone", "", TOPOLOGIES["alone"][2], models, folder)["config"])
     return RecordReader(config, models["student"], Console(quiet=True)).read_sets()[0], config
 
 

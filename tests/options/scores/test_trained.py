@@ -20,6 +20,7 @@ from models.loading import NewScores
 from options import RunConfig
 from tests.models.adapters import RandomFactors
 from training.config.yaml_file import checked
+from training.errors import ConfigError
 from training.trained import adapter_file, describe_trained, initial_states, with_trained
 
 Make = Callable[..., Path]
@@ -82,3 +83,10 @@ def test_an_adapter_goes_on_with_the_classes_that_it_learnt(
     with pytest.raises(CheckpointError) as error:
         initial_states(asked, spec, base)
     assert str(error.value).startswith(f"labels: {labels}, but {start} has ['no', 'yes']; expected these")
+
+
+def test_an_adapter_of_a_head_that_is_trained_whole_is_refused(make_checkpoint: Make) -> None:
+    asked = config(model := make_checkpoint("llama"), labels=["a", "b"], lora={"targets": ["q_proj", "score"]})
+    with pytest.raises((ConfigError, CheckpointError)) as refused:
+        with_trained(read_spec(model), asked)
+    assert all(word in str(refused.value) for word in ("lora.targets: score", "modules_to_save"))
