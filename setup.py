@@ -1,9 +1,9 @@
 """Build the package: the packages and entry points of this folder, all under the one name `pipetune`.
 
-In a clone `models`, `data` and `training` are top-level names, as the scripts beside them like it. Installed they would
-collide with other people's, so a copy lies inside of `pipetune`, and its imports say so: `from models.spec import ...`
-becomes `from pipetune.models.spec import ...`. Nothing else changes; what the code imports by a string it names by
-`__name__` or `__package__`. Everything else about the package stands in pyproject.toml.
+In a clone `data`, `models`, `options` and `training` are top-level names, as the scripts beside them like it. Installed
+they would collide with other people's, so a copy lies inside of `pipetune`, and its imports say so: `from models.spec
+import ...` becomes `from pipetune.models.spec import ...`. Nothing else changes; what the code imports by a string it
+names by `__name__` or `__package__`. Everything else about the package stands in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 NAME = "pipetune"
-PACKAGES = ("common", "data", "models", "training")
+PACKAGES = ("common", "data", "models", "options", "training")
 SCRIPTS = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py")
 
 

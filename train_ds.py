@@ -23,9 +23,9 @@ from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
+from options import RunConfig, load_config  # noqa: E402
 from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
-from training.config.yaml_file import load_config  # noqa: E402
 from training.distributed.processes import ProcessInfo  # noqa: E402
 from training.launch.start import Hosts, name_accelerator  # noqa: E402
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    arguments = parse_arguments("Fine-tune a model with DeepSpeed pipeline parallelism.")
+    arguments = parse_arguments(RunConfig, "Fine-tune a model with DeepSpeed pipeline parallelism.")
 
     def load(process: ProcessInfo | None) -> TrainConfig:
         config = load_config(arguments.config, arguments.overrides)
@@ -57,7 +57,7 @@ def auto(arguments: Namespace, hosts: Hosts | None) -> Path:
     name_accelerator()
     from training.auto.command import configure
 
-    return configure(arguments, hosts)
+    return configure(RunConfig, arguments, hosts)
 
 
 def prove(config: TrainConfig) -> None:

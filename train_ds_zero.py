@@ -19,9 +19,10 @@ from argparse import Namespace  # noqa: E402
 from functools import partial  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
+from options import RunConfig, load_config  # noqa: E402
 from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
-from training.config.yaml_file import load_config, load_config_of  # noqa: E402
+from training.config.yaml_file import load_config_of  # noqa: E402
 from training.distributed.processes import ProcessInfo  # noqa: E402
 from training.errors import ConfigError  # noqa: E402
 from training.launch.start import name_accelerator  # noqa: E402
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    arguments = parse_arguments("Fine-tune a model with ZeRO.", in_stages=False)
+    arguments = parse_arguments(RunConfig, "Fine-tune a model with ZeRO.", in_stages=False)
     run_entry_point(
         arguments,
         lambda process: load_spread_config(arguments.config, arguments.overrides, process, arguments.devices),
@@ -78,7 +79,7 @@ def load_spread_config(
     else:
         processes = process.world_size if process else gpus()
     spread = {"process_topology": {"dims": [1, processes]}}
-    config = load_config_of(TrainConfig, path, overrides, {"model_topo": spread})
+    config = load_config_of(RunConfig, path, overrides, {"model_topo": spread})
     config.check_entry_point(in_stages=False)
     return config
 

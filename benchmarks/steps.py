@@ -17,12 +17,13 @@ from torch.utils.data import SequentialSampler
 
 from data.loader import GlobalBatch, Loader
 from data.sample_set import InMemory, SampleSet
+from options import RunConfig
+from options.timeline.recorder import Record, Recorder
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
 from training.engine.turns import slots_of
-from training.profiler.recorder import Record, Recorder
 from training.schedule.weight_streaming import Slot, simulate
 from training.topology import Slots
 
@@ -43,7 +44,7 @@ class Pace(Protocol):
         """Take a step's seconds and its tokens that are not padding."""
 
 
-def run_config(folder: Path, rows: int, length: int, **keys: Any) -> TrainConfig:
+def run_config(folder: Path, rows: int, length: int, **keys: Any) -> RunConfig:
     """Make the config of a run that trains the model of a folder from scratch, on `rows` rows a step.
 
     Args:
@@ -51,7 +52,7 @@ def run_config(folder: Path, rows: int, length: int, **keys: Any) -> TrainConfig
     """
     shape = {"max_seq_len": length, "train_batch_size": rows}
     paths = {"model_path": str(folder), "save_path": str(folder), "data_path": ""}
-    return TrainConfig.model_validate(paths | shape | {"from_scratch": True} | keys)
+    return RunConfig.model_validate(paths | shape | {"from_scratch": True} | keys)
 
 
 def save_random_model(folder: Path) -> None:

@@ -42,7 +42,7 @@ from benchmarks.workers import Turn, Turns
 
 if TYPE_CHECKING:  # the process that compares needs no torch
     from data.sample_set import SampleSet
-    from training.config.keys import TrainConfig
+    from options import RunConfig
     from training.engine.trainer import Trainer
 
 SMALL: dict[str, Any] = {
@@ -285,13 +285,14 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
 
     from benchmarks.steps import joined, run_config, time_turns, topology, train, train_by_transformers
     from models.api import read_spec
+    from options.preference.collation import judged
     from training.data_setup import build_loader
     from training.distributed.processes import gather
     from training.engine.zero import ZeroTrainer
+    from training.measures import loss_of
     from training.metrics.peak_memory import peak_memory
     from training.options import pipeline_trainer
     from training.plan.auto import divide
-    from training.preference import loss_of
     from training.trained import with_trained
 
     asked, model, way = CASES[case], folder.parent, Way(**chosen)
@@ -318,7 +319,8 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     with joined(config):
         torch.set_num_threads(way.threads)  # joining divides the cores among the processes
         loader, spec = build_loader(samples_of(asked, config), config), with_trained(read_spec(model), config)
-        loader.reference = numpy.zeros((len(loader.data.lengths), 2), numpy.float32)
+        if config.preference:
+            judged(loader).reference = numpy.zeros((len(loader.data.lengths), 2), numpy.float32)
         before = peak_memory()
         division = divide(config, spec, engine.in_stages)
         trainer = engine.build(config, spec, model, division)
@@ -330,7 +332,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         train(trainer, loader, Turn(folder), figures)
 
 
-def samples_of(case: Case, config: TrainConfig) -> SampleSet:
+def samples_of(case: Case, config: RunConfig) -> SampleSet:
     """Read the records, or make full rows."""
     from rich.console import Console
 

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Literal
-
-Packing = Literal["batch", "dataset", False]  # what is packed together; `False` pads each sample
 
 MICRO_BATCHES_PER_STAGE = 4  # the pipeline's bubble is then at most a fifth of a step
 ROUNDED = 64  # a chosen length is a multiple, which kernels like

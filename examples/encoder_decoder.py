@@ -27,7 +27,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Pipetune is not installed, it lies one folder up
 
-from training import Pipeline, load_trained
+from options.any_layers import Pipeline, load_trained
 
 LONGEST = 8
 PAD, END, WORDS = 10, 11, 12  # beside the ten digits; T5's decoder begins with PAD

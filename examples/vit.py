@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, default_collate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Pipetune is not installed, it lies one folder up
 
-from training import Pipeline, load_trained
+from options.any_layers import Pipeline, load_trained
 
 SIZE, PATCH, WIDTH, BLOCKS = 24, 6, 48, 4
 SHAPES = 4

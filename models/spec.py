@@ -129,7 +129,7 @@ class ModelSpec:
         """
         module: Embedding | Block | Head
         if layer == 0:
-            module = Embedding(self.family, self.config, positions)
+            module = (self.family.embeds or Embedding)(self.family, self.config, positions)
         elif layer == self.n_blocks + 1:
             module = (self.family.projection or Head)(self.family, self.config)
         else:

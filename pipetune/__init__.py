@@ -3,8 +3,8 @@
     import pipetune
     model = pipetune.load_model("../llm/qwen3-8b")
 
-The packages lie inside as `pipetune.models`, `pipetune.data` and `pipetune.training`. In a clone they lie beside this
-folder, under their own names.
+The packages lie inside as `pipetune.models`, `pipetune.data`, `pipetune.options` and `pipetune.training`. In a clone
+they lie beside this folder, under their own names.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ _PACKAGES = {
     "encode": "data",
     "Callback": "training",
     "train": "training",
-    "Pipeline": "training",
-    "PipelineConfig": "training",
-    "load_trained": "training",
+    "load_config": "options",
+    "Pipeline": "options.any_layers",
+    "PipelineConfig": "options.any_layers",
+    "load_trained": "options.any_layers",
 }
-__all__ = ["Callback", "Pipeline", "PipelineConfig", "__version__", "encode", "load_model", "load_trained", "train"]
+__all__ = ["Callback", "Pipeline", "PipelineConfig", "__version__"]
+__all__ += ["encode", "load_config", "load_model", "load_trained", "train"]
 
 
 def __getattr__(name: str) -> Any:

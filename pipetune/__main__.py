@@ -98,6 +98,7 @@ def whole_parser() -> argparse.ArgumentParser:
     """Gather the options of all commands; files are completed where an option names one."""
     import shtab
 
+    from options import RunConfig
     from training.command_line import make_parser as train_parser
     from training.demo.command_line import make_parser as demo_parser
     from training.report import make_parser as report_parser
@@ -107,7 +108,7 @@ def whole_parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(prog="pipetune")
     commands = whole.add_subparsers()
     for name, command in COMMANDS.items():
-        parent = parsers.get(name) or train_parser(in_stages=name != "train-zero")
+        parent = parsers.get(name) or train_parser(RunConfig, in_stages=name != "train-zero")
         parser = commands.add_parser(name, parents=[parent], add_help=False, help=command.purpose)
         for action in parser._actions:
             if action.dest in ("config", "file") or action.metavar in ("DIR", "FILE"):

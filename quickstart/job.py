@@ -16,9 +16,9 @@ from rich.markup import escape
 
 from common.parent import end_with_this_process
 from common.whole_files import replace_text
+from options import load_config
 from quickstart.questions import Question
 from training.config.keys import TrainConfig
-from training.config.yaml_file import load_config
 from training.distributed.processes import free_port
 
 PIPELINE, RUN, TUNED = "base_pp", "checkpoints", "tuned"

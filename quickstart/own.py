@@ -17,7 +17,8 @@ import torch
 import yaml
 
 from common.whole_files import replace_text
-from data.records.sources import Source, files_of
+from data.records.sources import files_of
+from data.settings import Source
 from models.api import read_spec
 from models.checkpoint.layout import resolve
 from models.spec import ModelSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 from matplotlib.image import imread, imsave
 
-from training.profiler.session import CHART_FILE
+from options.timeline.session import CHART_FILE
 from training.report import draw
 
 PICTURE = "picture.png"

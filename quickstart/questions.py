@@ -20,7 +20,8 @@ from data.records.chat import Chat
 from data.records.raw_records import read_file
 from data.records.reading import parse
 from data.records.record import Conversation, Instruct, Pretrain, Record
-from data.records.sources import Source, files_of
+from data.records.sources import files_of
+from data.settings import Source
 from quickstart.judge import Judge
 
 SHIPPED = Path(__file__).with_name("questions.json")

@@ -13,11 +13,11 @@ import pytest
 
 from tests.conftest import ROOT
 
-PRODUCT = ("common", "data", "models", "training")
+PRODUCT = ("common", "data", "models", "options", "training")
 
 
 def test_no_import_runs_in_a_circle() -> None:
-    packages = "models", "data", "training", "common", "quickstart", "benchmarks"
+    packages = "options", "models", "data", "training", "common", "quickstart", "benchmarks"
     graph = grimp.build_graph(*packages, cache_dir=None, exclude_type_checking_imports=True)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert "models.layers" in imports["models.spec"]

@@ -27,13 +27,13 @@ from models.checkpoint import publish
 from models.checkpoint.layout import MANIFEST, RECORD, Manifest, not_found, resolve, weight_index
 from models.checkpoint.tensor_files import SafetensorsFile, load_archive
 from models.config_json import stop_ids
+from options import load_config
 from tests.data.caches import records, write
 from training.checkpoint.folder import Best, CheckpointRecord
 from training.checkpoint.gather import hosts_of
 from training.checkpoint.run_folder import name_latest
 from training.checkpoint.side_files import read_side_files
 from training.config.keys import TrainConfig
-from training.config.yaml_file import load_config
 from training.distributed import links
 from training.errors import USER_ERRORS
 from training.launch import agent

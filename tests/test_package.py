@@ -18,13 +18,13 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from common.version import VERSION
+from options import load_config
 from tests.conftest import FAQ, ROOT, save_tokenizer
 from tests.environments import environment
 from tests.launching import metrics, run, topology, write_config
-from training.config.yaml_file import load_config
 
 REQUIREMENTS = ROOT / "requirements.txt"
-NEEDED = ("common", "data", "models", "training", "pipetune", "configs")
+NEEDED = ("common", "data", "models", "options", "training", "pipetune", "configs")
 FILES = ("train_ds.py", "train_ds_zero.py", "convert_model.py", "demo.py", "setup.py", "pyproject.toml")
 TEXTS = ("README.md", "LICENSE", "MANIFEST.in", *(each.name for each in ROOT.glob("requirements*.txt")))
 
@@ -64,14 +64,14 @@ def said(*words: str | Path, cwd: Path) -> str:
 @pytest.mark.slow
 def test_its_name_is_the_only_one(pipetune: Path, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """A script beside files of the wings' names gets its own files, and Pipetune's by their long names."""
-    for name in ("common", "data", "models", "training"):
+    for name in ("common", "data", "models", "options", "training"):
         (tmp_path / f"{name}.py").write_text("OWN = True\n")
     (tmp_path / "script.py").write_text(
         "import json, sys\n"
-        "import common, data, models, training\n"
+        "import common, data, models, options, training\n"
         "import pipetune\n"
         "from pipetune.models.spec import ModelSpec\n"
-        "assert common.OWN and data.OWN and models.OWN and training.OWN\n"
+        "assert common.OWN and data.OWN and models.OWN and options.OWN and training.OWN\n"
         "assert pipetune.train.__module__ == 'pipetune.training.api'\n"
         "assert isinstance(pipetune.load_model(sys.argv[1]).spec, ModelSpec)\n"
         "print(json.dumps([pipetune.__version__, pipetune.encode.__module__, str(pipetune.INSTALLED)]))\n"

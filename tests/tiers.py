@@ -29,7 +29,7 @@ KEPT: dict[str, str] = {
     "tests/pretend/test_planted_bugs.py": NOTHING,
     "tests/pretend/test_waits.py": NOTHING,
     "tests/test_quickstart.py": r"^(?!.*words[012])",
-    "tests/training/any_model/test_exactness.py": r"(mixed|tied)-2x1\]",
+    "tests/options/any_layers/test_exactness.py": r"(mixed|tied)-2x1\]",
     "tests/training/auto/test_auto.py": (
         r"^(?!test_(words_that_follow|only_train_ds|what_is_given_up|long_texts|a_batch_of|a_home_folder|adafactor|it_goes_on))"
     ),
@@ -67,7 +67,7 @@ KEPT: dict[str, str] = {
     "tests/training/demo/test_stages.py": r"^(?!.*phi3-long)",
     "tests/training/checkpoint/test_background.py": NOTHING,
     "tests/training/engine/test_adapters.py": r"^test_[^\[]*$|\[(tied-(fp32-2x1-1\+|dualpipev)|mixtral-fp32-2x1)",
-    "tests/training/engine/test_preferences.py": r"\[kto-tied-2x1\]",
+    "tests/options/preference/test_gradients.py": r"\[kto-tied-2x1\]",
     "tests/training/engine/test_weight_streaming.py": NOTHING,
     "tests/data/test_stream.py": r"^(?!test_every_record_comes)",
     "tests/training/distributed/test_communication.py": r"^(?!test_a_grid_of_512)",
@@ -80,11 +80,11 @@ KEPT: dict[str, str] = {
     "tests/data/test_native_tokenizers.py": r"^(?!test_(the_folders|an_export).*(baichuan2|chatglm3))",
     "tests/models/test_costs.py": r"^(?!.*(window.*False|gpt_oss))",
     "tests/benchmarks/test_wheels.py": r"^(?!test_a_private)",
-    "tests/training/test_distillation_runs.py": NOTHING,
+    "tests/options/distillation/test_runs.py": NOTHING,
     "tests/training/test_learned_positions.py": NOTHING,
-    "tests/training/test_preference_runs.py": NOTHING,
+    "tests/options/preference/test_runs.py": NOTHING,
     "tests/training/test_preflight.py": r"^(?!test_what_differs)",
-    "tests/training/test_score_runs.py": NOTHING,
+    "tests/options/scores/test_runs.py": NOTHING,
 }
 RARE: dict[str, str] = {
     "tests/docs/test_api.py": r"test_what_trains\[[02345]\]",
@@ -99,7 +99,7 @@ RARE: dict[str, str] = {
     "tests/training/auto/test_auto_run.py": r"dry_run",
     "tests/training/checkpoint/test_background.py": r"killed_and_stopped",
     "tests/training/launch/test_restarts.py": r"killed_rank_changes_no_bit",
-    "tests/training/profiler/test_timeline.py": r"dualpipev_has",
+    "tests/options/timeline/test_timeline.py": r"dualpipev_has",
     "tests/models/attention/test_kernels.py": (
         r"\[(mixtral|qwen2|qwen3_moe|phi3|olmo2|glm4?|baichuan2-7b|chatglm3)-.*(cudnn|torch_varlen-False|flash_attention_3)"
     ),

@@ -1,6 +1,6 @@
 """Hooks of a run: what a job calls before, during and after its steps.
 
-Options of a run (planner, profiler, trackers, export ...) subclass `Callback` and override what they need. All ranks
+Options of a run (planner, timeline, trackers, export ...) subclass `Callback` and override what they need. All ranks
 have the same callbacks in the same order and call each hook together, so a hook may communicate.
 `training.options` lists those of a run; the core imports none of them.
 """

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,8 @@ NEEDED = {"dry_run": "auto", "include": "hostfile", "exclude": "hostfile", "html
 NEEDED |= {"calibrate": "plan", "links": "plan", "per_host": "links"}
 
 
-def make_parser(description: str = "", in_stages: bool = True) -> argparse.ArgumentParser:
-    """Make the parser; without a pipeline, hide the options that need one."""
+def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool = True) -> argparse.ArgumentParser:
+    """Make the parser, with the flags of the options of `kind`; without a pipeline, hide those that need one."""
 
     def staged(text: str) -> str:
         return text if in_stages else argparse.SUPPRESS
@@ -67,19 +68,26 @@ def make_parser(description: str = "", in_stages: bool = True) -> argparse.Argum
     parser.add_argument("--prove", action="store_true", help=staged("compare a small run with one process, and exit"))
     parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and exit")
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where ranks of a proof record steps
+    for option in kind.options:
+        option.add_flags(parser)
     # DeepSpeed's launcher passes the first spelling, torch.distributed.launch the second.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")
     return parser
 
 
-def parse_arguments(description: str, in_stages: bool = True) -> argparse.Namespace:
-    """Parse the command line and check that its options go together."""
-    parser = make_parser(description, in_stages)
+def parse_arguments(kind: type[TrainConfig], description: str, in_stages: bool = True) -> argparse.Namespace:
+    """Parse the command line and check that its options go together.
+
+    Args:
+        kind: of the config; overrides name its keys.
+    """
+    parser = make_parser(kind, description, in_stages)
+    is_override = partial(_is_override, kind)
     arguments = parser.parse_intermixed_args()
     if arguments.data:  # has swallowed the overrides behind it
-        arguments.overrides += filter(_is_override, arguments.data)
-        arguments.data = [word for word in arguments.data if not _is_override(word)]
+        arguments.overrides += filter(is_override, arguments.data)
+        arguments.data = [word for word in arguments.data if not is_override(word)]
     actions = "--inspect, --plan, --prove and --check"
     acts = sum(map(bool, (arguments.inspect, arguments.plan, arguments.prove, arguments.check)))
     if acts > 1:
@@ -102,10 +110,10 @@ def _count(word: str) -> int:
     return int(word)
 
 
-def _is_override(word: str) -> bool:
+def _is_override(kind: type[TrainConfig], word: str) -> bool:
     """Return whether the word is `key.sub=value` of an existing key."""
     key, equals, _ = word.partition("=")
-    return bool(equals) and key.split(".")[0] in (*TrainConfig.model_fields, *ALIASES)
+    return bool(equals) and key.split(".")[0] in (*kind.model_fields, *ALIASES)
 
 
 def run_entry_point(
@@ -150,6 +158,8 @@ def run_entry_point(
         if process is None and not hosts and not (arguments.plan and shape_of(config.model_path)):
             alone = arguments.plan or arguments.prove or arguments.inspect or config.from_scratch
             find_model(config.model_path, weights=not alone)
+        if any(option.act(config, arguments) for option in config.options):
+            return
         if arguments.plan:
             if process is None or process.rank == 0:
                 plan(config, arguments)

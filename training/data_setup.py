@@ -16,8 +16,8 @@ from data.chat.prompts import Prompts, format_of
 from data.errors import DataError
 from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
-from data.records.sources import Source
 from data.sample_set import SampleSet
+from data.settings import Source
 from data.tokenized.answer_end import answer_end
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.tokenizer import load_tokenizer
@@ -47,7 +47,7 @@ class RecordReader:
         self.prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
         self.how: dict[str, Any] = {"on_bad_record": config.on_bad_record, "truncate": config.truncate}
         self.how |= {"seed": config.seed, "log": log}
-        self.how["preference"] = config.wanted
+        self.how["preference"] = config.objective.wanted
         self._config = config
         self.folder = folder
         self._log = log
@@ -142,7 +142,7 @@ def build_loader(
         config.least_micro_batches,
         router_loss,
         (FP8_MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
-        config.wanted is not None,
+        config.objective.collation(data),
     )
 
 

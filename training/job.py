@@ -1,7 +1,7 @@
 """The whole job of one rank, whatever it trains: read, resume, build, train, finish.
 
 A `Task` is what is trained and on what: a language model on records (`training.language_model`), or a script's layers
-on its samples (`training.any_model.task`). Everything optional is a callback (`training.callbacks`).
+on its samples (`options.any_layers.task`). Everything optional is a callback (`training.callbacks`).
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def train_step(run: Run, step: int) -> None:
         loss=loss,
         lr=lr,
         grad_norm=0.0 if norm is None else float(norm),
-        samples=batch.pairs,
+        samples=len(batch.samples),
         tokens=batch.tokens,
         supervised=batch.supervised,
         tokens_per_s=batch.tokens / seconds,

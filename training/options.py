@@ -11,21 +11,18 @@ from models.api import read_spec
 from training.bad_steps import BadSteps
 from training.callbacks import Callback
 from training.config.keys import TrainConfig
-from training.distillation import Distillation
 from training.distributed.freed_memory import BoundedMemory
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.engine.weight_streaming import WeightStreamingTrainer
-from training.job import Job
+from training.job import Job, Task
 from training.language_model import LanguageModel
 from training.metrics.utilization import Mfu
 from training.model_card import ExportHF
 from training.plan.auto import Planning
 from training.plan.feedback import Feedback
-from training.preference import Preferences
-from training.profiler.session import ProfiledSteps
 from training.reporting import DataSummary, Reporting
 from training.schedule.instructions import WEIGHT_STREAMING
 from training.streamed import StreamedLanguageModel
@@ -62,14 +59,12 @@ def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
 def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
     """List the callbacks of a language model's run."""
     planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
-    preferences: list[Callback] = [Preferences(task)] if config.wanted else []
-    taught: list[Callback] = [Distillation(task)] if config.distillation else []
     measured: list[Callback] = [Feedback(task)] if task.in_stages and config.schedule != WEIGHT_STREAMING else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
-    return [*planned, *preferences, *taught, *run_options(config), *measured, *exported]
+    return [*planned, *config.objective.callbacks(task), *run_options(config, task), *measured, *exported]
 
 
-def run_options(config: TrainConfig) -> list[Callback]:
+def run_options(config: TrainConfig, task: Task) -> list[Callback]:
     """List the callbacks of any run."""
-    timeline: list[Callback] = [ProfiledSteps(config.profile_steps)] if config.profile_steps else []
-    return [Reporting(), BadSteps(), *timeline, BoundedMemory()]
+    optional = [callback for option in config.options for callback in option.callbacks(config, task)]
+    return [Reporting(), BadSteps(), *optional, BoundedMemory()]

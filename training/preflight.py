@@ -32,7 +32,7 @@ from training.distributed.processes import agreed, gather
 from training.errors import ConfigError, RunRefused
 from training.metrics.run_info import CODE, CONFIG_FILE, RUN_FILE, versions
 
-SOURCE = ("common", "data", "models", "training")
+SOURCE = ("common", "data", "models", "training", "options")
 WEIGHTS = (".safetensors", ".bin", ".pt")
 CONFIG = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 PATIENCE = 10.0  # seconds until a file of one host must appear on the others

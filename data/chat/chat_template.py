@@ -48,12 +48,13 @@ from data.chat.loss_mask import (
     trained_ranges,
 )
 from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
-from data.chat.prompts import CHAT_TEMPLATE, Prompts, end_of_sequence, template_in_file
+from data.chat.prompts import Prompts, end_of_sequence, template_in_file
 from data.chat.rendered import RenderedText, joined
 from data.chat.sandbox import SlowTemplate, generated_spans, render
 from data.chat.template_check import agreement, check_survival, named_by_id
 from data.chat.word_marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.errors import DataError
+from data.settings import CHAT_TEMPLATE
 
 REFUSED = "the chat template refuses the record: {reason}"
 NOT_TAKEN = "the chat template takes no {feature}; template_fallback: rewrite says it {replacement}"

@@ -14,9 +14,9 @@ from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from data.chat.messages import JSON, Call, Said, answer, call_id_of, in_questions, runs_merged
-from data.chat.prompts import Fallback
 from data.chat.rendered import Span
 from data.prompt_texts import API_CALL, API_FINAL, API_RESULT, API_THOUGHT, API_TITLE, THINKING
+from data.settings import Fallback
 
 Rewrite = Callable[[Sequence[Said], list[JSON]], tuple[list[Said], list[JSON]]]
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from data import prompt_texts as texts
-from data.chat.prompts import Mask
 from data.chat.rendered import Span
 from data.records.chat import Chat
 from data.records.record import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
+from data.settings import Mask
 
 JSON = dict[str, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
@@ -17,15 +17,10 @@ from pydantic_core import PydanticCustomError
 from common.terminal import reason_of
 from data.errors import DataError
 from data.paths import read_small
+from data.settings import CHAT_TEMPLATE, GDGPT, NAMED, PLAIN, Fallback, Mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CHAT_TEMPLATE, PLAIN, GDGPT = "chat_template", "plain", "gdgpt"
-NAMED = (CHAT_TEMPLATE, PLAIN, GDGPT)  # any other format is the path of a Jinja file
-Fallback = Literal["rewrite", "refuse"]
-Mask = Literal["assistant", "last_turn", "all"]
-Truncate = Literal["turns", "oldest", "refuse"]
 
 
 def check_prompt_format(value: str) -> str:

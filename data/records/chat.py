@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import from_json
 
-from data.records.fields import SWITCHES, TemplateArguments, check_grades, from_text, unused_fields
+from data.records.fields import SWITCHES, check_grades, from_text, unused_fields
+from data.settings import TemplateArguments
 
 ROLES = {
     **dict.fromkeys(["system", "developer"], "system"),

@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import from_json
 
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # to a chat template, by Pipetune
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 ALONE = "expected the key preference, or good answers alone, as prompt and completion"
 # A field grades an answer if it has one of the first words, and nothing but the second beside them.
@@ -51,24 +49,6 @@ QUIET = frozenset(
     "category created_at date dataset domain file hash id idx index lang language license meta metadata model name "
     "n_tokens number origin score source split tags task timestamp title topic type url uuid version".split()
 )
-
-
-def _check_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    if taken := sorted(value.keys() & GIVEN):
-        raise PydanticCustomError("taken", "expected others than {name}, which Pipetune gives", {"name": taken[0]})
-    return {name: _as_json(name, each) for name, each in value.items()}
-
-
-def _as_json(name: str, value: Any) -> Any:
-    """Make the value that the cache's key holds; YAML reads 2024-07-26 as a date, and a template has to write it so."""
-    try:
-        return json.loads(json.dumps(value, default=lambda date: date.isoformat(), allow_nan=False))
-    except (AttributeError, TypeError, ValueError):
-        raise PydanticCustomError("no_json", "{name}: expected a value of JSON or a date", {"name": name}) from None
-
-
-# What a chat template gets beside the messages; pydantic checks it.
-TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
 def from_text(value: Any, expected: str) -> Any:

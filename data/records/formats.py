@@ -18,8 +18,9 @@ from data.records import layouts
 from data.records.chat import SPELLINGS, Chat
 from data.records.fields import EMPTY, SECOND_TEXT, check_columns, check_grades, unused_fields
 from data.records.layouts import Layout
-from data.records.pairs import ASKED, FIELDS, Judged, Wanted, answers_alone, split, unpaired
+from data.records.pairs import ASKED, Judged, answers_alone, split, unpaired
 from data.records.record import KINDS, Record, explain, json_type
+from data.settings import FormatName, Wanted
 
 Names = Mapping[str, str]  # what a file calls our fields
 
@@ -64,7 +65,7 @@ def _names(name: str, alias: Any) -> tuple[str, ...]:
 
 
 OWN = {kind: Format(model) for kind, model in KINDS.items()}  # known by their `type`
-FORMATS: dict[str, Format] = {
+FORMATS: dict[FormatName, Format] = {
     "openai": Format(layouts.OpenAI),
     "sharegpt": Format(layouts.ShareGPT),
     "function_calls": Format(layouts.FunctionCalls),
@@ -79,10 +80,6 @@ FORMATS: dict[str, Format] = {
     "tokens": Format(layouts.ReadyTokens),
     "text": Format(layouts.Text),
 }
-FORMAT_NAMES = ("pipetune", *FORMATS)
-# What `columns` may name: the fields of all formats, and the parts of messages.
-COLUMNS = {name for each in [*FORMATS.values(), *OWN.values()] for names in each.fields.values() for name in names}
-COLUMNS |= {*PARTS, *FIELDS}
 
 
 def convert(
@@ -91,7 +88,7 @@ def convert(
     """Convert one object of any known layout into records.
 
     Args:
-        format_name: of `FORMAT_NAMES`; recognised by the fields where absent.
+        format_name: of `data.settings.FORMAT_NAMES`; recognised by the fields where absent.
         columns: what the object calls the fields; then it is up to the user which of the others are not used.
         preference: which kind is expected; none where absent.
 

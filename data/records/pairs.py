@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from data.records.chat import ROLES, Chat, Unanswered
 from data.records.fields import EMPTY, graded
 from data.records.record import ConverHasApi, Conversation, Instruct, Passage, Pretrain, Record, RefQA, Tokenized
+from data.settings import PAIRED, Wanted
 
 Fields = dict[str, Any]
 
-PAIRED = ("pairs", "rewards")  # the kinds whose samples are two documents; rewards are scores of both
 CHOSEN = ("chosen", "chosen_response", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 MARKS = ("label", "kto_tag")
@@ -28,25 +28,12 @@ SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")
 RANKED = ("responses", "completions", "answers", "outputs", "generations")
 BY_SCORE, BY_RANK = ("scores", "ratings"), ("ranks", "rank")  # of each of them; rank 1 is the best
 OF_ENTRY = {"score": 1, "overall_score": 1, "rating": 1, "rank": -1}  # in an entry; the sign of what is better
-FIELDS = {*CHOSEN, *REJECTED, *MARKS, "margin", *RANKED, *BY_SCORE, *BY_RANK, *(name for two in SCORES for name in two)}
 DIALOGUES = ("messages", "conversations", "conversation")
 ASKED = ("prompt", "instruction", "question", "query", "input")
 ONE_ANSWER = frozenset("answer completion output response target".split())  # where a plain record has it
 TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # of HH-RLHF, whose dialogues are one text
 WHOLE = re.compile(r"-?[0-9]{1,9}(?:\.0+)?")
 TRUTHS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "desirable": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0, "undesirable": 0.0}
-
-
-class Wanted(NamedTuple):
-    """Hold which kind of preference records are expected to have."""
-
-    kind: Literal["pairs", "rewards", "marked", "classes"]
-    labels: tuple[str, ...] = ()  # names of classes, in the order of their numbers
-
-    @property
-    def scored(self) -> bool:
-        """Say whether whole documents are scored, so that no token is one to predict."""
-        return self.kind in ("rewards", "classes")
 
 
 class Judged(NamedTuple):

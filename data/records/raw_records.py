@@ -25,7 +25,8 @@ from common.quantities import counted
 from common.terminal import reason_of
 from data.records.files import SURROGATE, Unpacked, foreign
 from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, Kind, split
-from data.records.sources import TEXT_FILE, TEXT_SUFFIXES, bare_suffix
+from data.records.sources import TEXT_SUFFIXES, bare_suffix
+from data.settings import TEXT_FILE
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
 ROWS = 256  # of a Parquet file, made at once

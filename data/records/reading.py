@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from io import BytesIO
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -18,11 +18,8 @@ from common.terminal import safe_line
 from data.errors import DataError
 from data.records.formats import Converted, convert
 from data.records.json_values import split
-from data.records.pairs import Wanted
 from data.records.raw_records import RawRecord
-from data.records.sources import TEXT_FILE
-
-OnBadRecord = Literal["stop", "skip"]
+from data.settings import TEXT_FILE, OnBadRecord, Wanted
 
 SHOWN = 20
 LONGEST_LINE = 1000

@@ -24,15 +24,13 @@ from pathlib import Path
 
 import numpy
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from common.hub import hub_name
 from data.errors import DataError
 from data.paths import expanded
-from data.records.formats import COLUMNS, FORMAT_NAMES
 from data.records.hub import find_split
+from data.settings import Source
 
-TEXT_FILE = "text_file"  # a format of files, not of records: one file is one text
 TEXT_SUFFIXES = (".txt",)
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", *TEXT_SUFFIXES)
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of a data set's files
@@ -43,59 +41,6 @@ SHARD = re.compile(r"(\d+)([-_. ]*of[-_. ]*)(\d{1,6})(?!\d)", re.IGNORECASE)  # 
 MAX_NAMES = 5  # in a line
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")  # whoever reads a file says which of them it cannot unpack
 MOST_PLACES = 100_000  # files and folders that a glob may lead through
-
-
-class Source(BaseModel):
-    """Hold one entry of `data_path`."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    path: str | list[str] = Field(min_length=1)
-    """A file, a folder, a glob or the name of a data set on the HuggingFace hub, or a list of them."""
-
-    split: str | None = Field(default=None, pattern=r"^[\w.-]+$")
-    """Which split of a data set on the hub; `train` without the key."""
-
-    subset: str | None = None
-    """Which subset of a data set on the hub, where it has several."""
-
-    repeat: float = Field(default=1, gt=0, le=10_000, allow_inf_nan=False)
-    """How often an epoch holds each record; fractions are allowed."""
-
-    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """The share of the epoch, relative to the weights of the other entries, which then need one each; not together with
-    `repeat`."""
-
-    format: str | None = None
-    """The format of the records (docs/data.md#records), or `text_file`: a whole file is one text. Recognised without
-    the key."""
-
-    columns: dict[str, str] = {}
-    """What the records call a format's fields, `{prompt: my_question}`; of messages also what their `role` and
-    `content` are called, and who speaks as `user`, `assistant`, `system` and `tool`."""
-
-    @field_validator("format", mode="after")
-    @classmethod
-    def _known(cls, name: str | None) -> str | None:
-        names = [*FORMAT_NAMES, TEXT_FILE]
-        if name is not None and name not in names:
-            raise ValueError(f"expected one of {', '.join(names)}, found {name!r}")
-        return name
-
-    @field_validator("columns", mode="after")
-    @classmethod
-    def _fields(cls, columns: dict[str, str]) -> dict[str, str]:
-        if unknown := sorted(columns.keys() - COLUMNS):
-            raise ValueError(f"{unknown[0]}: no format has this field; expected some of {', '.join(sorted(COLUMNS))}")
-        if repeated := [theirs for theirs, count in Counter(columns.values()).items() if count > 1]:
-            raise ValueError(f"{repeated[0]}: expected it for one field, found it for several")
-        return columns
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> Source:
-        if self.weight is not None and "repeat" in self.model_fields_set:
-            raise ValueError("expected either repeat or weight, found both")
-        return self
 
 
 def as_sources(data_path: str | Path | Source | Sequence[str | Path | Source]) -> list[Source]:

@@ -20,12 +20,11 @@ import numpy
 from numpy.typing import NDArray
 from rich.console import Console
 
-from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
+from data.chat.prompts import PromptFormat, Prompts, as_prompts
 from data.errors import DataError
 from data.loader import GlobalBatch, Loader
-from data.records.pairs import Wanted
-from data.records.reading import OnBadRecord
-from data.records.sources import Source, as_sources, files_of
+from data.records.sources import as_sources, files_of
+from data.settings import OnBadRecord, Source, Truncate, Wanted
 from data.streaming.windows import MadeWindow, Windows, WindowStart
 from data.tokenized.dataset import Dataset
 from data.tokenized.recipe import DataFile, Recipe

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import GDGPT, Prompts
+from data.chat.prompts import Prompts
 from data.errors import DataError
+from data.settings import GDGPT
 from data.tokenized.tokenize import encode_tokens
 
 QUESTION = {"role": "user", "content": "?"}

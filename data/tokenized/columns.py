@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from data.chat.prompts import Truncate
 from data.chat.rendered import joined
 from data.errors import DataError
 from data.records.chat import Chat
 from data.records.record import TYPES, ConverHasApi, Conversation, Pretrain, Record, RefQA
+from data.settings import Truncate
 from data.tokenized.sample_file import INDEX, sample_digest
 from data.tokenized.tokenize import Tokens
 

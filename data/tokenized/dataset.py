@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import PromptFormat, Prompts, Truncate, as_prompts
+from data.chat.prompts import PromptFormat, Prompts, as_prompts
 from data.errors import DataError
-from data.records.pairs import Wanted
-from data.records.reading import OnBadRecord, origin
+from data.records.reading import origin
 from data.records.record import TYPES
-from data.records.sources import Source, as_sources, files_of, mixture
+from data.records.sources import as_sources, files_of, mixture
+from data.settings import OnBadRecord, Source, Truncate, Wanted
 from data.tokenized.columns import Tally
 from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import SampleFile

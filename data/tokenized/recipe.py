@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.digests import stamp as stamp_of
-from data.chat.prompts import NAMED, Prompts, Truncate, template_in_file
+from data.chat.prompts import Prompts, template_in_file
 from data.errors import DataError
-from data.records.pairs import Wanted
-from data.records.reading import OnBadRecord
+from data.settings import NAMED, OnBadRecord, Truncate, Wanted
 
 LAYOUT = 4  # of the cache's files
 TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken tekken.json *.jinja config.json".split()

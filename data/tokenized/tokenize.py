@@ -28,7 +28,7 @@ from data.chat.chat_template import ChatTemplate, chat_template
 from data.chat.gdgpt import write_gdgpt
 from data.chat.messages import JSON, Said, each_said_in, said_in, with_mask, without_end
 from data.chat.plain import write_plain
-from data.chat.prompts import GDGPT, AnyPrompts, Prompts, as_prompts, end_of_sequence, format_of, templated
+from data.chat.prompts import AnyPrompts, Prompts, as_prompts, end_of_sequence, format_of, templated
 from data.chat.rendered import RenderedText, Span, join
 from data.chat.sandbox import SlowTemplate
 from data.errors import DataError
@@ -38,6 +38,7 @@ from data.records.files import SURROGATE
 from data.records.formats import convert
 from data.records.record import Passage, Pretrain, Record, Segments, Tokenized
 from data.sample_set import IGNORED, Sample
+from data.settings import GDGPT
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 NO_TEMPLATE = "chat_template_kwargs are not used, as this prompt_format has no template"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import Prompts, Truncate
-from data.records.pairs import Wanted
+from data.chat.prompts import Prompts
+from data.settings import Truncate, Wanted
 from data.tokenized import store
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.recipe import Recipe

@@ -19,6 +19,7 @@ from data.errors import DataError
 from data.records.record import KINDS
 from data.records.sources import DATA_SUFFIXES
 from models.architectures import FAMILIES
+from options import load_config
 from tests.conftest import ROOT
 from tests.data.helpers import parse_record
 from tests.data.program import (
@@ -30,7 +31,6 @@ from tests.data.program import (
     takes,
     understood,
 )
-from training.config.yaml_file import load_config
 from training.errors import ConfigError
 
 Claims = Callable[["Texts"], Iterator[str]]

@@ -14,18 +14,23 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.messages import said_in
 from data.chat.prompts import PromptFormat, Prompts
 from data.errors import DataError
+from data.records import pairs
 from data.records.chat import Chat
 from data.records.formats import convert
 from data.records.raw_records import read_file
-from data.records.reading import BadRecords, OnBadRecord, origin, parse
+from data.records.reading import BadRecords, origin, parse
 from data.records.record import Pretrain, Record, Segments, Tokenized
-from data.records.sources import Source, files_of
+from data.records.sources import files_of
 from data.sample_set import Sample
+from data.settings import OnBadRecord, Source
 from data.tokenized.tokenize import encode, encode_question, encode_tokens
 from tests.data.template_styles import Style
 
 Runs = list[tuple[bool, str]]
 REWRITING = Prompts("chat_template", template_fallback="rewrite")
+# The fields of preferences.
+FIELDS = {"margin", *pairs.CHOSEN, *pairs.REJECTED, *pairs.MARKS, *pairs.RANKED, *pairs.BY_SCORE, *pairs.BY_RANK}
+FIELDS |= {name for two in pairs.SCORES for name in two}
 
 ACTION = {
     "inner_thought": "先查层数 🤔.",

@@ -20,13 +20,12 @@ from deepspeed.launcher import runner
 from pydantic import BaseModel, ValidationError
 
 import convert_model
-from data.chat.prompts import CHAT_TEMPLATE
-from data.records.formats import COLUMNS, FORMAT_NAMES
 from data.records.record import KINDS
+from data.settings import CHAT_TEMPLATE, COLUMNS, FORMAT_NAMES
 from models.checkpoint.layout import LATEST, MANIFEST, layer_file
+from options import RunConfig
 from tests.conftest import ROOT
 from training.command_line import parse_arguments as of_training
-from training.config.keys import TrainConfig
 from training.demo.command_line import parse_arguments as of_demo
 from training.metrics.reporter import METRICS_FILE
 from training.metrics.step_metrics import StepMetrics
@@ -38,7 +37,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 def config_keys() -> dict[str, list[type[BaseModel]]]:
     """The sections that have a key of this name."""
     found: dict[str, list[type[BaseModel]]] = {}
-    waiting: list[type[BaseModel]] = [TrainConfig]
+    waiting: list[type[BaseModel]] = [RunConfig]
     while waiting:
         section = waiting.pop()
         for name, field in section.model_fields.items():
@@ -56,7 +55,7 @@ def kinds_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def takes(section: type[BaseModel], name: str, value: Any) -> bool:
     needed = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 1}
-    given = (needed if section is TrainConfig else {}) | {name: value}
+    given = (needed if section is RunConfig else {}) | {name: value}
     try:
         section.model_validate(given)
         return True
@@ -86,7 +85,7 @@ def known_files() -> frozenset[str]:
 
 @cache
 def known_options() -> frozenset[str]:
-    parsers: list[tuple[Callable[[], Any], list[str]]] = [(lambda: of_training(""), []), (of_demo, [])]
+    parsers: list[tuple[Callable[[], Any], list[str]]] = [(lambda: of_training(RunConfig, ""), []), (of_demo, [])]
     parsers += [(lambda: runner.parse_args(["--help"]), [])]
     parsers += [(convert_model.parse_arguments, [name]) for name in ("hg_to_pp", "pp_to_hg", "download", "check")]
     found: list[str] = []
@@ -112,7 +111,7 @@ def understood(words: list[str]) -> bool:
                 arguments = runner.parse_args(words[1:])
                 words = ["python", arguments.user_script, *arguments.user_args]
             parsers = {"demo": of_demo, "convert_model": convert_model.parse_arguments}
-            parse = parsers.get(Path(words[1]).stem, lambda: of_training(""))
+            parse = parsers.get(Path(words[1]).stem, lambda: of_training(RunConfig, ""))
             with patch.object(sys, "argv", words[1:]):
                 given = parse()
     except SystemExit:

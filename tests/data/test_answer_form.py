@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.chat_template import chat_template
 from data.chat.messages import Said
-from data.chat.prompts import PLAIN, Prompts
+from data.chat.prompts import Prompts
+from data.settings import PLAIN
 from data.tokenized.answer_end import answer_end
 from tests.data.helpers import REWRITING
 from tests.data.template_families import FAMILIES

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from data.errors import DataError
 from data.inspection import summary
 from data.inspection.summary import draw_lengths
-from data.records.sources import Source
 from data.sample_set import supervised_count
+from data.settings import Source
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.parallel import has_empty_answer
 from data.tokenized.tokenize import encode, encode_tokens

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import CHAT_TEMPLATE, PLAIN, Prompts
+from data.chat.prompts import Prompts
+from data.settings import CHAT_TEMPLATE, PLAIN
 from data.tokenized.tokenize import RENDERED, TWICE, Tokens, encode_tokens
 from data.tokenized.tokenizer import load_tokenizer
 from tests.data.helpers import RECORDS, chat

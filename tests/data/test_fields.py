@@ -12,7 +12,7 @@ import pytest
 from data.errors import DataError
 from data.records.formats import convert
 from data.records.record import Pretrain, Record
-from data.records.sources import Source
+from data.settings import Source
 from tests.data.caches import Load
 from tests.data.format_cases import ANSWER, USER, chat, instruct, refusal
 

@@ -11,10 +11,11 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerBase
 
-from data.records.formats import FORMAT_NAMES, FORMATS, convert
+from data.records.formats import FORMATS, OWN, PARTS, convert
 from data.records.raw_records import read_file
 from data.records.reading import parse
 from data.records.record import Record
+from data.settings import COLUMNS, FORMAT_NAMES
 from data.tokenized.tokenize import encode_many
 from tests.data.format_cases import (
     ANSWER,
@@ -32,7 +33,7 @@ from tests.data.format_cases import (
     refusal,
     sent,
 )
-from tests.data.helpers import ACTION, RECORDS, REWRITING, parse_record
+from tests.data.helpers import ACTION, FIELDS, RECORDS, REWRITING, parse_record
 
 # Parts of messages: Anthropic's, and a model's refusal.
 THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
@@ -53,6 +54,13 @@ def said(role: str, *parts: JSON) -> JSON:
 
 def test_every_format_is_tested() -> None:
     assert set(CASES) == set(FORMAT_NAMES)
+
+
+def test_the_settings_name_the_formats_and_the_fields_that_there_are() -> None:
+    assert ("pipetune", *FORMATS) == FORMAT_NAMES
+    every = [*FORMATS.values(), *OWN.values()]
+    fields = {name for each in every for names in each.fields.values() for name in names}
+    assert fields | {*PARTS} | FIELDS == COLUMNS
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,11 @@ from pyarrow import parquet
 
 from data.errors import DataError
 from data.records.files import GZIP, MARKS, ZSTD
-from data.records.formats import FORMAT_NAMES
 from data.records.json_values import REST_IS_LOST
 from data.records.raw_records import ARROW, ARROW_STREAM, PARQUET, RawRecord
 from data.records.reading import LONGEST_LINE, SHOWN, parse
 from data.records.record import Pretrain, Record
-from data.records.sources import TEXT_FILE, Source
+from data.settings import FORMAT_NAMES, TEXT_FILE, Source
 from tests.data.format_cases import CASES
 from tests.data.helpers import RECORDS, read
 

@@ -10,8 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.messages import Said
-from data.chat.prompts import GDGPT, Mask, Prompts
+from data.chat.prompts import Prompts
 from data.errors import DataError
+from data.settings import GDGPT, Mask
 from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode, encode_beginning, encode_question
 from tests.data.helpers import chat, parse_record, question_ids, runs, supervised_texts

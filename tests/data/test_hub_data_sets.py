@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from data.errors import DataError
-from data.records.sources import Source, files_of
+from data.records.sources import files_of
+from data.settings import Source
 from tests.environments import environment
 from tests.hub import COMMIT, NAME, TAGGED, serving
 from tests.launching import run
@@ -103,7 +104,8 @@ def test_a_missing_package_or_one_that_runs_code_is_named(
 
 LISTED = """
 import sys
-from data.records.sources import Source, files_of
+from data.records.sources import files_of
+from data.settings import Source
 for words in sys.argv[1:]:
     path, _, split = words.partition(":")
     print(*files_of(Source(path=path, split=split or None)))

@@ -9,7 +9,7 @@ import pytest
 from data.errors import DataError
 from data.inspection.summary import warnings
 from data.records.formats import convert
-from data.records.pairs import Wanted
+from data.settings import Wanted
 from data.tokenized.dataset import Dataset
 from tests.data.caches import JUDGED_LIMIT
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from data.errors import DataError
 from data.loader import GlobalBatch, Loader
-from data.packing import Packing
 from data.sample_set import InMemory, Sample, supervised_count
+from data.settings import Packing
 
 ROW = 48
 PACKINGS: list[Packing] = [False, "batch", "dataset"]

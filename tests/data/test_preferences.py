@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import Prompts, Truncate
+from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.inspection.inspect import documents, show_samples, write_page
 from data.inspection.summary import table, warnings
 from data.records.formats import convert
-from data.records.pairs import FIELDS, Wanted
 from data.records.record import type_of
 from data.sample_set import Sample
+from data.settings import Truncate, Wanted
 from data.tokenized.columns import OLDEST
 from data.tokenized.recipe import Recipe
 from data.tokenized.tokenize import encode
 from tests.data.caches import JUDGED_LIMIT, caches
-from tests.data.helpers import as_lists, runs_of, supervised, whole_text
+from tests.data.helpers import FIELDS, as_lists, runs_of, supervised, whole_text
 
 JSON = dict[str, Any]
 PAIRS, MARKED, CLASSES = Wanted("pairs"), Wanted("marked"), Wanted("classes")

@@ -10,10 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from data.chat.chat_template import MOST_TEMPLATES, NEEDS_TOOLS
-from data.chat.prompts import Mask, Prompts
+from data.chat.prompts import Prompts
 from data.chat.template_check import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.errors import DataError
-from data.records.fields import TemplateArguments
+from data.settings import Mask, TemplateArguments
 from data.tokenized.tokenize import NO_TEMPLATE, Tokens, encode_many, encode_tokens
 from tests.data.helpers import chat, rendered, runs_of, supervised, whole_text
 from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, QWEN3, QWEN25, SMOLLM2, Style

@@ -17,7 +17,8 @@ from data.records.chat import Chat
 from data.records.raw_records import read_file
 from data.records.reading import SHOWN, parse
 from data.records.record import Instruct, Pretrain, Record, RefQA
-from data.records.sources import Source, as_sources
+from data.records.sources import as_sources
+from data.settings import Source
 from tests.conftest import FAQ
 from tests.data.helpers import good, parse_record, read
 

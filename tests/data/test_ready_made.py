@@ -9,11 +9,12 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data import encode
-from data.chat.prompts import CHAT_TEMPLATE, PLAIN, PromptFormat
+from data.chat.prompts import PromptFormat
 from data.errors import DataError
 from data.inspection.summary import facts
 from data.records.formats import convert
 from data.sample_set import Sample
+from data.settings import CHAT_TEMPLATE, PLAIN
 from data.tokenized.dataset import load_dataset
 from data.tokenized.tokenize import PADDED, encode_tokens
 from tests.data.helpers import runs

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import PLAIN, Prompts
+from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.inspection.summary import warnings
 from data.records.formats import convert
-from data.records.pairs import Wanted
+from data.settings import PLAIN, Wanted
 from tests.data.caches import JUDGED_LIMIT
 
 JSON = dict[str, Any]

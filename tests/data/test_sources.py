@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from data.errors import DataError
 from data.records import sources
-from data.records.sources import Source, as_sources, files_of, mixture
+from data.records.sources import as_sources, files_of, mixture
+from data.settings import Source
 from tests.data.helpers import read
 
 

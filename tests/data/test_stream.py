@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from data.errors import DataError
-from data.records.sources import Source
+from data.settings import Source
 from data.streaming.stream import Stream, StreamLoader, open_stream
 from data.tokenized import parallel, store
 from data.tokenized.recipe import Recipe

@@ -9,9 +9,10 @@ from typing import Any, get_args
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import Mask, Prompts, Truncate
+from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.inspection.summary import warnings
+from data.settings import Mask, Truncate
 from data.tokenized.columns import OLDEST
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.tokenize import encode_tokens

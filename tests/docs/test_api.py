@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from models import load_model
+from options import load_config
 from tests.conftest import FAQ, ROOT
 from tests.docs.pages import blocks
 from tests.launching import metrics, run, topology, write_config
-from training.config.yaml_file import load_config
 from training.data_setup import RecordReader, build_loader
 
 TEXT = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")

@@ -11,13 +11,13 @@ TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_every_file_that_is_named_is_there() -> None:
-    named = re.findall(r"`((?:common|data|models|training)/[\w/]+(?:\.py|/))`", TEXT)
+    named = re.findall(r"`((?:common|data|models|options|training)/[\w/]+(?:\.py|/))`", TEXT)
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_room_is_named() -> None:
-    for wing in ("common", "data", "models", "training"):
+    for wing in ("common", "data", "models", "options", "training"):
         rooms = [path.parent.name for path in (ROOT / wing).glob("*/__init__.py")]
         assert [room for room in rooms if f"`{room}/`" not in TEXT] == []
 

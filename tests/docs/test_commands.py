@@ -20,10 +20,10 @@ from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 
 import convert_model
+from options import RunConfig, load_config
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, Block, blocks, commands, without_blocks
 from training.command_line import parse_arguments
-from training.config.yaml_file import load_config
 from training.demo import command_line as demo
 from training.metrics.devices import parse_devices
 
@@ -50,7 +50,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, entry_point: str, words: list[str]) 
     monkeypatch.setattr(sys, "argv", [entry_point, *words])
     monkeypatch.setattr(argparse.ArgumentParser, "_get_option_tuples", lambda *_: [])  # no beginnings of options
     if entry_point in (PIPELINE, ZERO):
-        return lambda: parse_arguments("")
+        return lambda: parse_arguments(RunConfig, "")
     return convert_model.parse_arguments if entry_point == "convert_model.py" else demo.parse_arguments
 
 

@@ -16,12 +16,12 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from options import RunConfig, load_config
 from tests.conftest import ROOT
 from tests.docs.pages import blocks, commands
 from tests.environments import environment
 from tests.launching import deepspeed, run
 from training.command_line import parse_arguments
-from training.config.yaml_file import load_config
 
 EXAMPLES = {"vit": r"right on 200 other images: (\d+)%", "encoder_decoder": r"sorted right: (\d+) of 40"}
 LEAST = {"vit": 60, "encoder_decoder": 20}  # by chance 25 %, and none
@@ -48,7 +48,7 @@ def test_the_job_of_kubernetes_fits_the_launcher_the_door_and_the_config(monkeyp
     assert name == "torchrun"
     launched = get_args_parser().parse_args([word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in words])
     monkeypatch.setattr(sys, "argv", [launched.training_script, *launched.training_script_args])
-    asked = parse_arguments("")
+    asked = parse_arguments(RunConfig, "")
     ports = load_config(ROOT / "configs/ds_config_pp.yml", asked.overrides).ports
     opened = {ports.meeting or launched.master_port, ports.failure_detector}
     assert opened == {each["port"] for each in service["spec"]["ports"]}

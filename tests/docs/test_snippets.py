@@ -15,13 +15,12 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from data.records.formats import FORMAT_NAMES, convert
-from data.records.pairs import Wanted
+from data.records.formats import convert
+from data.settings import FORMAT_NAMES, Wanted
+from options import RunConfig, load_config
+from options.reference import BEGIN, CHINESE, END, FROM, FROM_CHINESE, PAGE, translated, written
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, Block, blocks, text_of
-from training.config.keys import TrainConfig
-from training.config.reference import BEGIN, CHINESE, END, FROM, FROM_CHINESE, PAGE, translated, written
-from training.config.yaml_file import load_config
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": 64}
 LANGUAGES = {"", "text", "bash", "json", "yaml", "python"}
@@ -89,22 +88,22 @@ def test_python_is_valid_and_imports_what_is_there(block: Block) -> None:
 @pytest.mark.parametrize("page", [PAGE, CHINESE], ids=lambda page: page.name)
 def test_the_page_of_keys_is_that_of_the_config(page: Path) -> None:
     there = text_of(f"docs/{page.name}").partition(BEGIN)[2].partition(END)[0]
-    assert there == written(page), "expected: python -m training.config.reference --write"
-    for name in TrainConfig.model_fields:
+    assert there == written(page), "expected: python -m options.reference --write"
+    for name in RunConfig.model_fields:
         assert f"| `{name}` |" in there or f"| `{name}." in there, name
 
 
 @pytest.mark.parametrize("page", [FROM, FROM_CHINESE], ids=lambda page: page.name)
 def test_the_page_of_other_tools_has_the_names_that_errors_know(page: Path) -> None:
     there = text_of(f"docs/{page.name}").partition(BEGIN)[2].partition(END)[0]
-    assert there == written(page), "expected: python -m training.config.reference --write"
+    assert there == written(page), "expected: python -m options.reference --write"
     assert "| `max_seq_len` | `model_max_length` | `max_length`, `max_seq_length` | `sequence_len` |" in there
 
 
 @pytest.mark.parametrize("template", sorted((ROOT / "configs").glob("ds_config_*.yml")), ids=lambda path: path.name)
 def test_a_template_names_all_optimizers_and_what_one_needs(template: Path) -> None:
     (comment,) = re.findall(r"^  type: AdamW +# (.*)$", template.read_text(encoding="utf-8"), re.MULTILINE)
-    field = TrainConfig.model_fields["optimizer"].annotation
+    field = RunConfig.model_fields["optimizer"].annotation
     assert re.findall(r"[A-Z]\w+", comment) == list(get_args(get_type_hints(field)["type"]))
     assert re.search(r"Adafactor *[(（].*stage 0.*fp32", comment)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from options import load_config
 from tests.conftest import ROOT
 from tests.data.program import understood
 from tests.launching import Launch
-from training.config.yaml_file import load_config
 
 EXAMPLES = ROOT / "examples"
 STORIES = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))

@@ -10,9 +10,9 @@ import pytest
 
 from models.checkpoint.publish import publish_folder
 from models.errors import CheckpointError
+from options import load_config
 from tests.conftest import ROOT
 from tests.docs.pages import text_of
-from training.config.yaml_file import load_config
 from training.errors import ConfigError, RunRefused, describe_error
 from training.plan.command import DOES_NOT_FIT
 

@@ -36,6 +36,7 @@ import models.offload
 from models import load_model
 from models.api import read_spec
 from models.generation import Sampling, generate
+from options import RunConfig
 from tests.pretend import kernels, planted
 from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch
@@ -69,7 +70,7 @@ def run_cases(path: Path, watch: Watch) -> None:
     host_sums.PIECE = 1000
     kernels.install(watch)
     for case in json.loads(path.read_text()):
-        config = TrainConfig.model_validate(case["config"])
+        config = RunConfig.model_validate(case["config"])
         if not torch.distributed.is_initialized():
             processes.start(process, config.model_topo)
         remembered = dict(vars(groups))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from options import load_config
 from tests.launching import write_config
 from training import train
-from training.config.yaml_file import load_config
 
 
 def own(logits: Tensor, targets: Tensor) -> Tensor:

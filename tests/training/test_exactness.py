@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.packing import Packing
 from data.sample_set import Sample
+from data.settings import Packing
 from tests.launching import topology
 from tests.ranks import Ranks
 from tests.training.engine.test_gradients import Outcome, folder, reference, samples  # noqa: F401

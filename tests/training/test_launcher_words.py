@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from options import RunConfig
 from tests.conftest import FAQ
 from tests.launching import run, topology, write_config
 from training import command_line
@@ -17,8 +18,8 @@ from training.demo import command_line as demo
 from training.distributed.processes import free_port
 
 PARSERS: dict[str, Callable[[], Namespace]] = {
-    "train_ds.py": partial(command_line.parse_arguments, ""),
-    "train_ds_zero.py": partial(command_line.parse_arguments, "", in_stages=False),
+    "train_ds.py": partial(command_line.parse_arguments, RunConfig, ""),
+    "train_ds_zero.py": partial(command_line.parse_arguments, RunConfig, "", in_stages=False),
     "demo.py": demo.parse_arguments,
 }
 

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from models.api import read_spec
+from options import load_config
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, torchrun, write_config
 from tests.training.metrics.test_tracking import curves
-from training.config.yaml_file import load_config
 from training.plan.inputs import MEASURED_FILE, Calibration, Measured
 
 pytestmark = pytest.mark.launched

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from options import load_config
 from tests.launching import topology, write_config
 from tests.training.checkpoint.test_resume import finished, kill_after, losses
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.resume import check_resumable
-from training.config.yaml_file import load_config
 from training.errors import ConfigError
 
 STEPS = 10

@@ -16,12 +16,12 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 
-from tests.training.any_model.nets import NETS
-from training.any_model.config import PipelineConfig
-from training.any_model.pipeline import Pipeline
-from training.any_model.samples import SampleLoader
-from training.any_model.stage import divide
-from training.any_model.task import LayerTrainer
+from options.any_layers.config import PipelineConfig
+from options.any_layers.pipeline import Pipeline
+from options.any_layers.samples import SampleLoader
+from options.any_layers.stage import divide
+from options.any_layers.task import LayerTrainer
+from tests.options.any_layers.nets import NETS
 from training.config.keys import TrainConfig
 from training.evaluation import Evaluation
 

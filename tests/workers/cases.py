@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 
 from data.loader import Loader
 from data.sample_set import InMemory
+from options import RunConfig
 from tests.workers.leaving import leave
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
@@ -66,7 +67,7 @@ def run_cases(worker: str, path: Path) -> None:
     assert process is not None
     run_case = import_module(f"tests.workers.{worker}").run_case
     for case in json.loads(path.read_text()):
-        config = TrainConfig.model_validate(case["config"])
+        config = RunConfig.model_validate(case["config"])
         if not torch.distributed.is_initialized():
             processes.start(process, config.model_topo)
         remembered = dict(vars(groups))

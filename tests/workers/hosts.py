@@ -20,10 +20,6 @@ from torch import nn
 from torch.nn import functional
 
 from tests.workers import jobs
-from training.any_model.config import LANGUAGE_MODEL_KEYS, PipelineConfig
-from training.any_model.pipeline import Pipeline
-from training.any_model.stage import Layer
-from training.any_model.task import Layers
 from training.config.keys import TrainConfig
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
@@ -33,13 +29,18 @@ from training.options import train_language_model as run_job
 
 
 def train_layers(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor, _: object) -> None:
+    from options.any_layers import Pipeline, PipelineConfig
+    from options.any_layers.config import LANGUAGE_MODEL_KEYS
+    from options.any_layers.stage import Layer
+    from options.any_layers.task import Layers
+
     random = torch.Generator().manual_seed(1)
     dataset: Any = [tuple(torch.randn(2, 8, generator=random)) for _ in range(16)]
     layers: list[Layer] = [partial(nn.Linear, 8, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 8)]
     keys = {key: value for key, value in config.dump().items() if key not in LANGUAGE_MODEL_KEYS}
     own = PipelineConfig.model_validate(keys)
     task = Layers(Pipeline(layers, loss=functional.mse_loss), dataset)
-    Job(task, own, process, monitor, run_options(own)).run()
+    Job(task, own, process, monitor, run_options(own, task)).run()
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

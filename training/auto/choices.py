@@ -42,14 +42,15 @@ class Choices:
     """Values chosen so far.
 
     Args:
+        kind: of the config.
         words: `key.sub=value` of the command line.
 
     Raises:
         ConfigError: a word is malformed.
     """
 
-    def __init__(self, words: list[str]) -> None:
-        self._words = words
+    def __init__(self, kind: type[TrainConfig], words: list[str]) -> None:
+        self._kind, self._words = kind, words
         self._chosen: dict[str, tuple[Any, str]] = {}
         self.own = dict(leaves(self._raw()))  # the user's
 
@@ -70,7 +71,7 @@ class Choices:
         Raises:
             ConfigError: the user's own values are unusable.
         """
-        return checked(TrainConfig, missing | self._raw(), "command line: ")
+        return checked(self._kind, missing | self._raw(), "command line: ")
 
     def as_yaml(self, heading: Iterable[str]) -> str:
         """Write a config file.

@@ -30,7 +30,7 @@ from models.checkpoint.layout import layout_of
 from training.auto.choices import APART, Choices, fill, precision, sample_length, text_length
 from training.auto.search import Machine, Search
 from training.config.keys import TrainConfig
-from training.config.yaml_file import load_config
+from training.config.yaml_file import load_config_of
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.launch.start import Hosts
@@ -51,8 +51,11 @@ DIMS = "model_topo.process_topology.dims"
 AXIS_NAMES = {"pipe": "stages", "data": "replicas", "model": "processes to a layer"}
 
 
-def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
+def configure(kind: type[TrainConfig], arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
     """Return the config file of a run: that of an earlier start, or a new one.
+
+    Args:
+        kind: of the config.
 
     Raises:
         ConfigError, CheckpointError, DataError: no model, no record, or not enough memory.
@@ -61,7 +64,7 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
     arguments.save, arguments.model, *arguments.data = map(
         with_home, (arguments.save, arguments.model, *arguments.data)
     )
-    choices = Choices(arguments.overrides)
+    choices = Choices(kind, arguments.overrides)
     for key, option in (("model_path", "--model"), ("save_path", "--save")):
         if key in choices.own:
             raise ConfigError(f"command line: {key}: given by {option}; remove it here")
@@ -69,7 +72,7 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
     save = Path(arguments.save)
     path = save / FILE
     if path.exists():
-        _check_same(path, arguments, "data_path" in choices.own)
+        _check_same(load_config_of(kind, path), path, arguments, "data_path" in choices.own)
         log.print(f"auto: {path} is there, so the run goes on with it as it stands; remove it to choose anew")
         return path
     check_writable("--save", save)
@@ -86,13 +89,12 @@ def configure(arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
     return path
 
 
-def _check_same(path: Path, arguments: argparse.Namespace, own_data: bool) -> None:
+def _check_same(config: TrainConfig, path: Path, arguments: argparse.Namespace, own_data: bool) -> None:
     """Check that an earlier start's config is for this model, these data and this folder.
 
     Args:
         own_data: whether the command line overrides data_path.
     """
-    config = load_config(path)
     paths = [source.path for source in as_sources(config.data_path)]
     data = [with_home(each) for path in paths for each in ([path] if isinstance(path, str) else path)]
     for name, given, known in (

@@ -132,11 +132,12 @@ def check_resumable(
         now = {key: now.get(key) for key in then}
         noted = f"an earlier version saved it and noted only {', '.join(then)}; nothing else was compared"
         lines.append(f"{folder.name}: {noted}")
-    lines += compare(then, now, folder)
+    lines += compare(then, now, folder, config.rules)
     check(folder)
     if before.fingerprint != data.fingerprint:
         if "mask" in then:  # earlier versions did not note these
-            keys = [key for key in then.keys() | now.keys() if not (rule_of(key).free or rule_of(key).counts)]
+            rules = {key: rule_of(key, config.rules) for key in then.keys() | now.keys()}
+            keys = [key for key, rule in rules.items() if not (rule.free or rule.counts)]
             # The same files may lie elsewhere now, so the paths explain nothing.
             for key in sorted(key for key in keys if key not in ("model_path", "data_path")):
                 if then.get(key) != now.get(key):

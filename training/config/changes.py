@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from training.config.keys import TrainConfig
 from training.config.section import leaves
 from training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from training.config.keys import TrainConfig
 
 
 class Rule(NamedTuple):
@@ -36,6 +38,7 @@ class Rule(NamedTuple):
         return bool(self.effect) == self.free
 
 
+FREE = Rule(True)
 NEXT = "counts from the next step on"
 NEW_SCHEDULE = "the learning rate is that of the new schedule from the next step on"
 ROUNDING = "sums are rounded in another order"
@@ -49,11 +52,11 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(False, "the samples that come of it"), "template_args template_fallback mask truncate on_bad_record"),
     (Rule(False, "the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
     (Rule(False, "the samples that are left to train on"), "eval_share"),
-    (Rule(False), "stream_gb train_batch_size dataloader_drop_last seed lora freeze preference labels"),
+    (Rule(False), "stream_gb train_batch_size dataloader_drop_last seed lora freeze"),
     # Of the parameters of an optimizer, all but these four may decide which states there are.
     (Rule(False), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
     (Rule(True, NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
-    (Rule(True, NEXT), "gradient_clipping aux_max_z_loss aux_router_loss distillation"),
+    (Rule(True, NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
     (Rule(True, NEW_SCHEDULE), "scheduler n_epoches max_steps"),
     (Rule(True, MICRO_BATCHES), "train_micro_batch_size_per_gpu"),
     (Rule(True, MICRO_BATCHES, but="`dataset` stays `dataset`, in rows of the same length"), "packing pack_len"),
@@ -65,38 +68,45 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(True), "save_path storage from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error"),
     (Rule(True), "save_async lora.start_from deepspeed_config"),
     (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start"),
-    (Rule(True), "trackers tensorboard wandb swanlab mlflow profile_steps"),
+    (Rule(True), "trackers tensorboard wandb swanlab mlflow"),
     (Rule(True), "rebalance steps_per_print use_grad_ckpt offload_activations offload_gradients"),
     (Rule(True), "zero_allow_untested_optimizer gradient_accumulation_steps preemption_signals ports max_restarts"),
 ]
 CHANGES = {key: rule for rule, keys in _RULES for key in keys.split()}
 
 
-def rule_of(key: str) -> Rule:
+def rule_of(key: str, rules: Mapping[str, Rule] = CHANGES) -> Rule:
     """Find the rule of a key: its own, or that of the section around it."""
-    while key and key not in CHANGES:
+    while key and key not in rules:
         key = key.rpartition(".")[0]
-    return CHANGES.get(key, Rule(free=False))  # a key of a later version
+    return rules.get(key, Rule(free=False))  # a key of a later version
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """Collect the values that a later start is compared with, by key."""
-    return {key: value for key, value in leaves(config.dump()) if rule_of(key).counts or not rule_of(key).free}
+    values = dict(leaves(config.dump()))
+    rules = {key: rule_of(key, config.rules) for key in values}
+    return {key: value for key, value in values.items() if rules[key].counts or not rules[key].free}
 
 
-def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> list[str]:
+def compare(
+    then: Mapping[str, Any], now: Mapping[str, Any], where: object, rules: Mapping[str, Rule] = CHANGES
+) -> list[str]:
     """Describe the changed settings, a line for each effect.
 
     Args:
         where: the checkpoint, for the message.
+        rules: `config.rules` of the start.
 
     Raises:
         ConfigError: a setting differs that must agree.
     """
     by_effect: dict[str, list[str]] = defaultdict(list)
-    keys = [key for key in {**now, **then} if rule_of(key).counts and then.get(key) != now.get(key)]
+    of = {key: rule_of(key, rules) for key in {**now, **then}}
+    keys = [key for key, rule in of.items() if rule.counts and then.get(key) != now.get(key)]
     changed = [key for key in keys if (key, now.get(key)) != AUTO_ROWS]
-    fixed = [key for key in changed if not rule_of(key).free]
+    fixed = [key for key in changed if not of[key].free]
+
     # In the config's order, which has the kind before its numbers; what an earlier version did not know is empty.
     for key in (key for key in fixed if then.get(key) or now.get(key)):
         section = key.partition(".")[0]
@@ -104,8 +114,9 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: object) -> l
         if section != key and None in (before, after):
             raise differs(section, after, before, where)
         raise differs(key, now.get(key), then.get(key), where)
+
     for key in sorted(set(changed).difference(fixed)):
-        by_effect[rule_of(key).effect].append(f"{key} {_shown(then.get(key))} -> {_shown(now.get(key))}")
+        by_effect[of[key].effect].append(f"{key} {_shown(then.get(key))} -> {_shown(now.get(key))}")
     return [f"changed since the checkpoint: {', '.join(keys)}: {effect}" for effect, keys in by_effect.items()]
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from data.chat.prompts import GDGPT, PLAIN
+from data.settings import GDGPT, PLAIN
 from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
 from training.config.section import suggest
 from training.schedule.instructions import WEIGHT_STREAMING
+
+if TYPE_CHECKING:
+    from training.config.keys import TrainConfig
+    from training.config.optimization import Zero
 
 LARGEST = 10**12  # any whole number of a config
 ADAM = "lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused".split()
@@ -28,7 +32,7 @@ OFFLOADED = {  # DeepSpeed's own for the CPU
 }
 
 
-def contradictions(config: Any) -> Iterator[str]:
+def contradictions(config: TrainConfig) -> Iterator[str]:
     """Yield a line for each contradiction, the plainest first; `config` is a `TrainConfig`, which calls this."""
     for name, value in config:
         if type(value) is int and value > LARGEST:
@@ -44,9 +48,6 @@ def contradictions(config: Any) -> Iterator[str]:
         )
     yield from _of_precision(config)
     yield from _of_adapters(config)
-    yield from _of_preference(config)
-    yield from _of_scores(config)
-    yield from _of_distillation(config)
     yield from of_optimizer(config)
     yield from (
         f"{name}: without effect, as prompt_format: {config.prompt_format} has no template; expected it left out"
@@ -74,7 +75,7 @@ def contradictions(config: Any) -> Iterator[str]:
                 yield f"max_restarts: expected {expected}, or max_restarts: 0"
 
 
-def _of_zero(zero: Any, streaming: bool) -> Iterator[str]:
+def _of_zero(zero: Zero, streaming: bool) -> Iterator[str]:
     for key in sorted(REFUSED & {f"zero_optimization.{name}" for name in zero.model_extra or {}}):
         yield f"{key}: {WHY_REFUSED}"
     for name in (name for name, value in (zero.model_extra or {}).items() if value == "auto"):  # HF Trainer fills it in
@@ -83,7 +84,7 @@ def _of_zero(zero: Any, streaming: bool) -> Iterator[str]:
         yield "zero_optimization.offload_optimizer: stage 0 keeps the optimizer where it is; expected stage 1 or more"
 
 
-def _of_weight_streaming(config: Any) -> Iterator[str]:
+def _of_weight_streaming(config: TrainConfig) -> Iterator[str]:
     """Yield a line for each key that turns at all layers leave nothing to do, or that they do not know yet."""
     topo, needless = config.model_topo, "weight_streaming keeps in host memory anyway"
     masters = "the optimizer's weights and states are fp32"
@@ -98,13 +99,12 @@ def _of_weight_streaming(config: Any) -> Iterator[str]:
         (config.offload_gradients, "offload_gradients", f"false, as {needless} sums of gradients"),
         (config.data_types, "data_types", "none, as sums are fp32"),
         (config.rebalance, "rebalance", "false, as GPUs take turns at all layers"),
-        (config.distillation, "distillation", "none"),
     ):
         if unlike:
             yield f"{key}: not with schedule: weight_streaming; expected {expected}, or another schedule"
 
 
-def _of_precision(config: Any) -> Iterator[str]:
+def _of_precision(config: TrainConfig) -> Iterator[str]:
     if config.bf16.enabled and config.fp16.enabled:
         yield "bf16.enabled: expected at most one of bf16 and fp16"
     if config.tf32 and (config.bf16.enabled or config.fp16.enabled):
@@ -123,7 +123,7 @@ def _of_precision(config: Any) -> Iterator[str]:
         yield "fp8.enabled: ZeRO stage 3 gathers weights inside of the blocks; expected false or stage <= 2"
 
 
-def _of_adapters(config: Any) -> Iterator[str]:
+def _of_adapters(config: TrainConfig) -> Iterator[str]:
     if not config.lora:
         return
     if config.freeze:
@@ -140,42 +140,7 @@ def _of_adapters(config: Any) -> Iterator[str]:
         yield "lora.base: products with packed weights are not compiled; expected compile: auto or false"
 
 
-def _of_preference(config: Any) -> Iterator[str]:
-    if not config.preference:
-        return
-    if config.mask == "all":
-        yield "mask: a preference is one of answers, so that prompts never count; expected another mask"
-    if config.aux_max_z_loss.weight:
-        yield "aux_max_z_loss.weight: has no effect on preferences; leave it out"
-    if config.from_scratch:
-        yield "from_scratch: preferences need a model that answers; expected false, or no preference"
-    if config.stream_gb and config.preference.needs_reference:
-        yield (
-            f"stream_gb: {config.preference.loss} compares each answer with the model before training, which needs all "
-            "records at once; expected no stream_gb, or loss: simpo or orpo"
-        )
-
-
-def _of_scores(config: Any) -> Iterator[str]:
-    if len(set(config.labels)) < max(2, len(config.labels)) and config.labels:
-        yield f"labels: expected at least two different names, found {', '.join(config.labels)}"
-    if config.labels and config.preference:
-        yield "labels: a classifier learns from classes, not from preferences; expected labels or preference"
-    if config.labels and config.aux_max_z_loss.weight:
-        yield "aux_max_z_loss.weight: has no effect on classes; leave it out"
-
-
-def _of_distillation(config: Any) -> Iterator[str]:
-    if not config.distillation:
-        return
-    for key in ("preference", "labels"):
-        if getattr(config, key):
-            yield f"distillation: a teacher says what comes next, and {key} has a loss of its own; expected one of them"
-    if config.stream_gb:
-        yield "stream_gb: a teacher reads all records before the first step; expected no stream_gb, or no distillation"
-
-
-def of_optimizer(config: Any) -> Iterator[str]:
+def of_optimizer(config: TrainConfig) -> Iterator[str]:
     """Yield a line for each setting that an optimizer does not support.
 
     Adafactor keeps a row and a column for a matrix, but a number for each element of a vector, and scales its steps by
@@ -205,7 +170,7 @@ def of_optimizer(config: Any) -> Iterator[str]:
         )
 
 
-def _of_evaluation(config: Any) -> Iterator[str]:
+def _of_evaluation(config: TrainConfig) -> Iterator[str]:
     evaluates = config.eval_interval or config.eval_at_start
     held_out = config.eval_data_path or config.eval_share
     if evaluates and config.data_path and not held_out:  # what a Pipeline trains on stands in no config
@@ -216,7 +181,7 @@ def _of_evaluation(config: Any) -> Iterator[str]:
         yield "eval_share: nobody knows all samples of a stream; expected eval_data_path"
 
 
-def _of_batches_and_parts(config: Any) -> Iterator[str]:
+def _of_batches_and_parts(config: TrainConfig) -> Iterator[str]:
     rows, replicas = config.micro_batch_size, config.model_topo.row_replicas
     unit = rows * replicas
     each = " with rows of their own" if config.model_topo.sequence > 1 else ""
@@ -240,7 +205,7 @@ def _of_batches_and_parts(config: Any) -> Iterator[str]:
         )
 
 
-def _of_rebalance(config: Any) -> Iterator[str]:
+def _of_rebalance(config: TrainConfig) -> Iterator[str]:
     for unlike, expected in (
         (config.model_topo.stages == 1, "several stages"),
         (config.model_topo.parts is not None, "model_topo.parts: auto"),
@@ -252,6 +217,6 @@ def _of_rebalance(config: Any) -> Iterator[str]:
             yield f"rebalance: expected {expected}, or rebalance: false"
 
 
-def _from_own_checkpoint(config: Any, why: str) -> Iterator[tuple[bool, str]]:
+def _from_own_checkpoint(config: TrainConfig, why: str) -> Iterator[tuple[bool, str]]:
     yield config.resume != "auto", "resume: auto, as the run goes on from its own checkpoint"
     yield not (config.save_interval or config.save_minutes), f"save_interval or save_minutes, {why}"

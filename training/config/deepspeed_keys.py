@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.terminal import reason_of
 from data.paths import read_small, with_home
 from training.config.section import leaves, place_of
 from training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from training.config.keys import TrainConfig
 
 # Without effect in a pipeline, or a change of what is trained that nobody has tested.
 REFUSED = frozenset(
@@ -114,10 +117,13 @@ def _changes_nothing(value: Any) -> bool:
     return value is None or value is False
 
 
-def describe_ignored_keys(config: Any, in_stages: bool = True, plan: bool = False) -> list[str]:
+def describe_ignored_keys(config: TrainConfig, in_stages: bool = True, plan: bool = False) -> list[str]:
     """List the given keys without effect in one line, and with `plan` those that a plan ignores in another."""
     zero = config.zero_optimization
-    given = {"zero_optimization": zero.model_extra or {}, "bf16": config.bf16.model_fields_set}
+    given: dict[str, Any] = {
+        "zero_optimization": zero.model_extra or {},
+        "bf16": config.bf16.model_fields_set,
+    }
     given |= {"fp16": config.fp16.model_fields_set}
     if zero.offload_optimizer:
         given["zero_optimization.offload_optimizer"] = zero.offload_optimizer.model_extra or {}

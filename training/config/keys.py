@@ -6,22 +6,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from annotated_types import Predicate
 from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, model_validator
 from typing_extensions import Self
 
-from data.chat.prompts import Fallback, Mask, PromptFormat, Truncate
-from data.packing import Packing
-from data.records.fields import TemplateArguments
-from data.records.pairs import PAIRED, Wanted
-from data.records.reading import OnBadRecord
+from data.chat.prompts import PromptFormat
+from data.settings import Fallback, Mask, OnBadRecord, Packing, TemplateArguments, Truncate
+from training.config.changes import CHANGES, Rule
 from training.config.contradictions import contradictions
 from training.config.deepspeed_keys import OVERRIDES, take_up
 from training.config.model_topo import ModelTopo
-from training.config.objective import DistillationSection, LoraSection, PreferenceSection, RouterLoss, ZLoss
+from training.config.objective import LoraSection, RouterLoss, ZLoss
 from training.config.optimization import Optimizer, Scheduler, Zero
 from training.config.precision import BF16, FP8, FP16, DataTypes, Precision
 from training.config.section import DataPath, NewPathText, PathText, Section, expected
@@ -29,6 +27,10 @@ from training.config.services import Ports, TrackerProject, TrackerSwitch
 from training.errors import ConfigError
 from training.schedule.instructions import WEIGHT_STREAMING, Schedule
 from training.topology import Topology
+
+if TYPE_CHECKING:  # which need torch
+    from training.objective import Objective
+    from training.option import Option
 
 # Keys of zero_optimization by which DeepSpeed itself sums the replicas' gradients.
 SUM_KEYS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
@@ -44,7 +46,15 @@ ALIASES = {"n_epochs": "n_epoches", "parts": "model_topo.parts"}  # other spelli
 
 
 class TrainConfig(Section):
-    """A whole run."""
+    """A whole run without options; `options.RunConfig` has their keys as well.
+
+    Attributes:
+        options: those whose keys the class has.
+        rules: how each key, or all of a section, may change between two starts.
+    """
+
+    options: ClassVar[tuple[Option[Any], ...]] = ()
+    rules: ClassVar[Mapping[str, Rule]] = CHANGES
 
     model_path: PathText
     """The folder of the model to start from, in either layout; the `save_path` of a run stands for its newest
@@ -64,12 +74,6 @@ class TrainConfig(Section):
     are enough then."""
 
     lora: LoraSection | None = None
-    preference: PreferenceSection | None = None
-    distillation: DistillationSection | None = None
-    labels: list[str] = []
-    """Train a classifier with these classes instead of a language model; each record has a `label`, one of these names
-    or its number, from 0 (docs/preferences.md#reward-models-and-classes)."""
-
     freeze: list[re.Pattern[str]] = []
     """Regular expressions; weights whose names in transformers' model match one are not trained, such as
     `[embed_tokens, 'layers\\.[0-7]\\.']`."""
@@ -292,18 +296,26 @@ class TrainConfig(Section):
     """Compute the products of an fp32 run on tensor cores (GPUs from Ampere on), with 10 bits of each factor; the
     log of an fp32 run says how much faster they are. Angles of positions stay exact."""
 
-    profile_steps: Annotated[
-        tuple[PositiveInt, PositiveInt] | None,
-        Predicate(lambda steps: not steps or steps[0] <= steps[1]),
-        expected("[first, last], two steps from 1"),
-    ] = None
-    """`[a, b]`: draw a timeline of steps a to b, counted from 1 (docs/memory-and-speed.md#see-where-the-time-goes)."""
-
     steps_per_print: int = Field(default=1, ge=1)
     """Print a line of metrics every N steps, where the output is not a terminal and so has no progress bar."""
 
     _left_out: list[str] = []  # keys of DeepSpeed's that are off
     _read_otherwise: list[str] = []  # a line for each value of its file that means something else here
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **named: Any) -> None:
+        """Put the keys of each option where they belong; pydantic has inherited keys in the order of the classes."""
+        super().__pydantic_init_subclass__(**named)
+        if not cls.options:
+            return
+        order, rules = list(TrainConfig.model_fields), dict(CHANGES)
+        for option in cls.options:
+            place = order.index(option.before)
+            order[place:place] = [name for name in option.keys.model_fields if name not in order]
+            rules |= option.rules
+        cls.rules = rules
+        cls.__pydantic_fields__ = {name: cls.model_fields[name] for name in dict.fromkeys([*order, *cls.model_fields])}
+        cls.model_rebuild(force=True)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -325,11 +337,17 @@ class TrainConfig(Section):
             if section.enabled is not None:
                 self.trackers = [each for each in self.trackers if each != name] + [name] * section.enabled
             setattr(self, name, section.model_copy(update={"enabled": name in self.trackers}))
-        for contradiction in contradictions(self):
+        for contradiction in self.contradictions():
             raise ValueError(contradiction)
+        if len(self.objective_keys) > 1:
+            raise ValueError(f"{' and '.join(self.objective_keys)}: each has a loss of its own; expected one of them")
         if self.schedule == WEIGHT_STREAMING:  # in place of ZeRO, each process updates layers of its own
             self.zero_optimization = self.zero_optimization.model_copy(update={"stage": 0})
         return self
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a line for each two keys that contradict each other, the plainest first."""
+        yield from contradictions(self)
 
     @property
     def micro_batch_size(self) -> int:
@@ -361,25 +379,21 @@ class TrainConfig(Section):
         return self.model_topo.stages * (2 if self.v_schedule else 1)
 
     @property
-    def wanted(self) -> Wanted | None:
-        """Which judged records are trained on; None for plain ones."""
-        if self.labels:
-            return Wanted("classes", tuple(self.labels))
-        if self.preference and self.preference.unpaired:
-            return Wanted("marked")
-        if self.preference:
-            return Wanted("rewards" if self.preference.loss == "reward" else "pairs")
-        return None
+    def objective(self) -> Objective:
+        """What is trained, which keeps nothing but this config; the class of an option's keys may say another one."""
+        from training.fine_tuning import FineTuning  # which needs torch
+
+        return FineTuning(self)
 
     @property
-    def scores(self) -> list[str]:
-        """Name the numbers that the model gives a text; empty for a language model."""
-        return self.labels or (["reward"] if self.preference and self.preference.loss == "reward" else [])
+    def objective_keys(self) -> list[str]:
+        """Name the keys that ask for another objective than fine-tuning: each option's class adds its own."""
+        return []
 
     @property
     def sample_limit(self) -> int:
-        """Most tokens of a sample: a pair is two documents."""
-        return self.max_seq_len * (2 if self.wanted and self.wanted.kind in PAIRED else 1)
+        """Most tokens of a sample, which may be several documents."""
+        return self.max_seq_len * self.objective.documents
 
     @property
     def least_micro_batches(self) -> int:

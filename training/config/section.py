@@ -25,7 +25,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from data.paths import with_home
-from data.records.sources import Source
+from data.settings import Source
 from training.config.foreign_names import FOREIGN
 from training.errors import ConfigError
 

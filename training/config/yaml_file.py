@@ -28,19 +28,18 @@ MERGE = "tag:yaml.org,2002:merge"
 Config = TypeVar("Config", bound=TrainConfig)
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
+def load_config_of(
+    kind: type[Config], path: str | Path, overrides: list[str] | None = None, otherwise: dict[str, Any] | None = None
+) -> Config:
     """Read a YAML file, apply `key.sub=value` overrides and check the result.
+
+    Args:
+        kind: which keys there are.
+        otherwise: values of keys that are not given, instead of their defaults.
 
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown or has a wrong value.
     """
-    return load_config_of(TrainConfig, path, overrides)
-
-
-def load_config_of(
-    kind: type[Config], path: str | Path, overrides: list[str] | None = None, otherwise: dict[str, Any] | None = None
-) -> Config:
-    """Do the same for a config with keys of its own, or with other values `otherwise` of keys that are not given."""
     raw = _read_yaml(Path(path))
     overridden = [override(raw, word) for word in overrides or []]
     beside = f" with {raw[FILE]}" if raw.get(FILE) else ""

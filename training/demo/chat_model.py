@@ -16,8 +16,9 @@ from data.chat.answer_form import AnswerForm, CallForm
 from data.chat.chat_template import chat_template
 from data.chat.messages import JSON, Said
 from data.chat.native.kinds import end_tokens
-from data.chat.prompts import PLAIN, AnyPrompts, as_prompts, check_prompt_format, templated
+from data.chat.prompts import AnyPrompts, as_prompts, check_prompt_format, templated
 from data.errors import DataError
+from data.settings import PLAIN
 from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question
 from data.tokenized.tokenizer import load_tokenizer

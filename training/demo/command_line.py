@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from common.terminal import safe_line, safe_text, typed_name
-from data.chat.prompts import GDGPT, PLAIN, Prompts, check_prompt_format
+from data.chat.prompts import Prompts, check_prompt_format
 from data.errors import DataError
-from data.records.fields import TemplateArguments
+from data.settings import GDGPT, PLAIN, TemplateArguments
 from training.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -249,6 +249,19 @@ def gather(value: Value) -> list[Value]:
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+def from_first(make: Callable[[], Value]) -> Value:
+    """Return what rank 0 makes, on all ranks, which call it together."""
+    import torch
+
+    made: list[Any] = [None]
+    with agreed():
+        if torch.distributed.get_rank() == 0:
+            made = [make()]
+    torch.distributed.broadcast_object_list(made)
+    result: Value = made[0]
+    return result
 
 
 @contextmanager

@@ -233,9 +233,7 @@ def plan_summary(plan: Plan) -> list[str]:
         lines.append(f"speed: {_speed(plan)}")
         if work.steps:
             lines.append(f"the whole run: {counted(work.steps, 'step')}, {duration(work.steps * plan.seconds)}")
-    if config.distillation:
-        lines.append(f"distillation: the pass of {config.distillation.teacher} before the first step is not planned")
-    return [*lines, f"memory: {_room(plan)}"]
+    return [*lines, *config.objective.unplanned(), f"memory: {_room(plan)}"]
 
 
 def _speed(plan: Plan) -> str:

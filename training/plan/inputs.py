@@ -71,7 +71,7 @@ class Workload:
     def assumed(cls, config: TrainConfig) -> Workload:
         """Assume that every document has `max_seq_len` tokens, all supervised."""
         length, (rows, micro_batches) = config.sample_limit, divide_rows(config.train_batch_size, config)
-        what = "answer" if config.preference else "sample"
+        unit = config.objective.unit
         return cls(
             rows=rows,
             length=length,
@@ -81,7 +81,7 @@ class Workload:
             micro_batches=micro_batches,
             tokens=config.train_batch_size * length,
             steps=config.max_steps,
-            source=f"assumed: every {what} has max_seq_len, {config.max_seq_len}, tokens, all supervised",
+            source=f"assumed: every {unit} has max_seq_len, {config.max_seq_len}, tokens, all supervised",
         )
 
     @classmethod

@@ -15,7 +15,6 @@ from models.attention.positions import LINEAR
 from models.conversion.check_adapter import dense_beside_experts
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.spec import ModelSpec
-from training.config.keys import TrainConfig
 from training.proof.comparison import Row, choose_bounds
 from training.proof.reference import Reference
 from training.proof.small_run import MODEL, SmallRun
@@ -44,7 +43,7 @@ def compare_exports(small: SmallRun, checkpoint: Path) -> list[Row]:
         values["lora"] |= {"start_from": str(checkpoint), "base": None}  # an export adds it to the base's own weights
     else:
         values["model_path"] = str(checkpoint)
-    expected = list(Reference(TrainConfig.model_validate(values), small.samples, small.evaluated).logits())
+    expected = list(Reference(type(small.config).model_validate(values), small.samples, small.evaluated).logits())
     bound = choose_bounds(torch.float32, small.spec.n_layers, LINEAR in small.spec.positions().kinds)[1]
 
     rows = []
@@ -69,11 +68,11 @@ def _load(small: SmallRun, folder: Path, name: str) -> Any:
     """Load an export in fp32, an adapter on top of its exported base."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    whole, scores = folder, len(small.spec.labels)
+    whole, labels = folder, len(small.spec.labels)
     if name == ADAPTER:
         pp_to_hg(small.folder / MODEL, whole := folder.with_name("exported-base"))
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    options: dict[str, Any] = {"num_labels": scores} if scores else {}
+    kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    options: dict[str, Any] = {"num_labels": labels} if labels else {}
     model = kind.from_pretrained(whole, dtype=torch.float32, attn_implementation="eager", **options)
     if name == ADAPTER:
         from peft import PeftModel  # which need not be installed

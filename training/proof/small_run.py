@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
-from data.sample_set import IGNORED, Sample
+from data.sample_set import IGNORED, Sample, documents
 from data.tokenized.dataset import check_vocabulary
 from models.adapters import ALL_LINEAR, is_factor
 from models.api import read_spec
@@ -38,7 +38,6 @@ from training.config.model_topo import ModelTopo
 from training.data_setup import RecordReader, training_loader
 from training.errors import ConfigError
 from training.proof.launches import Start
-from training.proof.preferences import documents, record
 from training.streamed import stream_of
 from training.trained import adapter_file, with_trained
 
@@ -103,8 +102,9 @@ class SmallRun:
         differs += lines
         words = int(spec.config.vocab_size)
         samples, evaluated = (distinct([shorten(sample, words) for sample in each]) for each in (samples, evaluated))
+        formula = small.objective.formula()
         for name, each in ((DATA, samples), (EVALUATION, evaluated)):
-            lines = [json.dumps(record(sample, bool(config.labels))) + "\n" for sample in each]
+            lines = [json.dumps(formula.record(sample)) + "\n" for sample in each]
             (folder / name).write_text("".join(lines), encoding="utf-8")
         sizes = [f"{spec.n_layers} of {whole.n_layers} layers"]
         for name, meaning in (("hidden_size", "hidden"), ("vocab_size", "vocabulary")):
@@ -165,17 +165,12 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     """Make the config of the small run in `folder`, and a line for each difference from the user's.
 
     Raises:
-        ConfigError: the run keeps no fp32 weights to compare, or its loss has no formula here.
+        ConfigError: the run keeps no fp32 weights to compare, or its objective has no formula.
     """
     for name in ("bf16", "fp16"):
         if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
             raise ConfigError(f"--prove: {name}.{key} leaves no fp32 weights to compare; expected none of it")
-    if config.preference and config.preference.unpaired:
-        raise ConfigError(
-            f"--prove: preference.loss: {config.preference.loss} has no formula here; expected one of pairs"
-        )
-    if config.distillation:
-        raise ConfigError("--prove: no distillation; expected distillation=null beside it, to prove all other keys")
+    config.objective.formula()  # refuses what has none
     values, before, lr = config.dump(), config.model_topo, config.optimizer.params.get("lr", LR)
     exact_router = spec.has_experts and training_dtype(config) is not torch.float32
     ordered = torch.cuda.is_available() and not config.deterministic
@@ -234,8 +229,8 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         "trackers": [],
     }
     if config.packing:
-        values["pack_len"] = (4 if config.preference else 2) * LENGTH
-    return TrainConfig.model_validate(values), [line for changed, line in changes if changed]
+        values["pack_len"] = 2 * config.objective.documents * LENGTH
+    return type(config).model_validate(values), [line for changed, line in changes if changed]
 
 
 def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, list[str]]:
@@ -248,11 +243,11 @@ def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, li
             differs.append("lora.base: none, as the small model is not stored in fp8")
         values["lora"] = lora
         try:
-            adapted = with_trained(spec, TrainConfig.model_validate(values))
+            adapted = with_trained(spec, type(config).model_validate(values))
         except ConfigError:
             lora |= {"targets": ALL_LINEAR, "modules_to_save": []}
             differs.append("lora.targets: all-linear, as the small model has none of the layers that are named")
-            adapted = with_trained(spec, TrainConfig.model_validate(values))
+            adapted = with_trained(spec, type(config).model_validate(values))
         shapes = [shape for layer in range(spec.n_layers) for shape in adapted.shapes(layer).items()]
         sizes = [shape[-1 if name.endswith("A") else -2] for name, shape in shapes if is_factor(name)]
         lora["r"] = min(config.lora.r, *sizes)
@@ -272,7 +267,7 @@ def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, li
             differs.append(
                 f"freeze: {embedding}, as the small model has none of the layers that are named, or no others"
             )
-    return TrainConfig.model_validate(values), differs
+    return type(config).model_validate(values), differs
 
 
 def _read_samples(

@@ -18,7 +18,7 @@ class Span(NamedTuple):
     """An interval in which a rank does one thing.
 
     Attributes:
-        kind: `forward`, `backward` or `weights`; a measured timeline has more (`training.profiler`).
+        kind: `forward`, `backward` or `weights`; a measured timeline has more.
         micro_batch: from 0; None if the work belongs to none.
         begin, end: in seconds.
         stage: in the order of the layers; with dualpipev a rank holds two.

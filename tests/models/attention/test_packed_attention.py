@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.loader import Loader
-from data.packing import Packing
 from data.sample_set import InMemory
+from data.settings import Packing
 from models.attention import packed
 from models.attention.packed import Documents, by_cudnn, by_document, unmarked
 from tests.closeness import assert_near

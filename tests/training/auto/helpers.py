@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from options import RunConfig
 from tests.conftest import FAQ, save_tokenizer
 from tests.training.plan.helpers import llama
 from training.auto.command import configure
@@ -19,7 +20,7 @@ def auto(
 ) -> Path:
     """The file that `--auto` gives."""
     asked = Namespace(model=str(model), data=[str(data)], save=str(save), overrides=list(words), devices=devices)
-    return configure(asked, None)
+    return configure(RunConfig, asked, None)
 
 
 def outline(folder: Path, name: str = "llama-7b", **changes: Any) -> Path:

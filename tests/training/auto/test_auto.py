@@ -18,12 +18,12 @@ from common.log import Log
 from data.errors import DataError
 from models.api import read_spec
 from models.errors import CheckpointError
+from options import load_config
 from tests.conftest import FAQ
 from tests.launching import DEEPSPEED, error_lines, run, write_config
 from tests.training.auto.helpers import UNTRAINED, auto, outline, texts
 from training.auto.choices import precision
 from training.auto.search import Machine, Search
-from training.config.yaml_file import load_config
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from options import load_config
 from tests.conftest import FAQ
 from tests.launching import metrics, run
-from training.config.yaml_file import load_config
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

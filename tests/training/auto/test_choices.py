@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from options import RunConfig
 from training.auto.choices import Choices
 from training.errors import ConfigError
 
@@ -11,7 +12,7 @@ PATHS = {"model_path": "m", "data_path": ["d"], "save_path": "s"}
 
 
 def choices(*words: str) -> Choices:
-    made = Choices(list(words))
+    made = Choices(RunConfig, list(words))
     for key, value in PATHS.items():
         made.add(key, value, "given")
     return made

@@ -13,6 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from pydantic import BaseModel
 
+from options import load_config
 from tests.conftest import ROOT
 from training.config.deepspeed_config import check_device, deepspeed_config
 from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
@@ -22,7 +23,6 @@ from training.config.model_topo import ModelTopo, ProcessTopology
 from training.config.optimization import ConstantParams, LinearParams, WarmUp, WarmupCosineParams, WSDParams
 from training.config.precision import BF16, FP16
 from training.config.section import Section
-from training.config.yaml_file import load_config
 from training.errors import ConfigError
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": "8"}

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from options import load_config
 from tests.conftest import FAQ
 from tests.launching import run, write_config
 from tests.training.config.test_config import REQUIRED, refusal
-from training import PipelineConfig
 from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.keys import TrainConfig
-from training.config.yaml_file import load_config
 from training.errors import ConfigError
 
 # As FlagAI's page has it, but for the batch.
@@ -69,7 +68,7 @@ def test_a_whole_file_is_the_same_config_as_its_keys(write: Any) -> None:
 def test_what_a_run_writes_needs_no_other_file(write: Any, tmp_path: Path) -> None:
     config = load_config(write(FLAGAI, **with_file(FLAGAI)))
     (tmp_path / "ds.json").unlink()
-    again = TrainConfig.model_validate(config.dump())
+    again = type(config).model_validate(config.dump())
     assert again.dump() == config.dump() and "deepspeed_config" not in config.dump()
     assert describe_ignored_keys(again, in_stages=False) == []
 
@@ -147,12 +146,6 @@ def test_what_is_off_is_passed_over_in_the_config_itself_too(key: str, value: An
     assert describe_ignored_keys(config) == [f"no effect here: {key}"]
     assert config.model_copy(update={"seed": 7})._left_out == [key]
     assert key not in config.dump()
-
-
-def test_a_script_of_own_layers_takes_such_a_file(write: Any) -> None:
-    write({"gradient_clipping": 0.25})
-    keys = {"save_path": "s", "train_batch_size": 4, "deepspeed_config": "ds.json"}
-    assert PipelineConfig.model_validate(keys).gradient_clipping == 0.25
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from options import load_config
 from tests.conftest import ROOT
 from tests.launching import run, topology
 from tests.training.config.test_config import REQUIRED
@@ -26,12 +27,12 @@ from training.config.deepspeed_config import check_device, deepspeed_config
 from training.config.deepspeed_keys import BELOW_3, IDLE, ONLY_BELOW_3, REFUSED, describe_ignored_keys
 from training.config.keys import TrainConfig
 from training.config.optimization import Zero
-from training.config.yaml_file import load_config
 from training.distributed.processes import free_port
 from training.errors import ConfigError
 from training.plan.memory import StateBytes
 
-SOURCES = [path for package in ("common", "data", "models", "training") for path in (ROOT / package).rglob("*.py")]
+PACKAGES = "common", "data", "models", "options", "training"
+SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
 DECLARED = {"keys.py", "sections.py", "model_topo.py", "changes.py", "foreign_names.py", "deepspeed_keys.py"}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}

@@ -22,6 +22,7 @@ from models.api import read_spec
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from models.generation import GREEDY, generate_many
+from options import load_config
 from tests.conftest import FAQ, ORIGINALS, VOCABULARY, save_original
 from tests.data.template_styles import HARMONY, STYLES
 from tests.launching import run, write_config
@@ -29,7 +30,6 @@ from tests.models.cases import CASES
 from tests.models.helpers import change_weights, oracle
 from tests.models.originals import answer_of_original
 from tests.training.demo.conftest import END, Make, RunDemo, make_recite
-from training.config.yaml_file import load_config
 from training.demo.chat import Chat
 from training.demo.chat_model import INCOMPLETE, AnswerOptions, ChatModel
 from training.demo.command_line import HELP

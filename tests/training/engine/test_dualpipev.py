@@ -16,8 +16,8 @@ import pytest
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from data.loader import Loader
-from data.packing import Packing
 from data.sample_set import InMemory
+from data.settings import Packing
 from tests.conftest import FAQ
 from tests.launching import metrics, topology, write_config
 from tests.ranks import Ranks

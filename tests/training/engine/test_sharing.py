@@ -12,8 +12,6 @@ import torch
 from pydantic import ValidationError
 
 from models.api import read_spec
-from tests.launching import topology
-from training.any_model.config import PipelineConfig
 from training.config.deepspeed_config import check_sharing, deepspeed_config
 from training.config.keys import TrainConfig
 from training.engine.building import make_groups
@@ -63,10 +61,6 @@ def test_what_cannot_be_shared_is_refused(make_checkpoint: Callable[..., Path]) 
         config([1, 4], ["pipe", "model"], 1)
     with pytest.raises(ValidationError, match=r"dims: expected one number for each of the axes"):
         config([1, 4, 2], ["pipe", "data"], 1)
-    with pytest.raises(ValidationError, match="only language models have sequences to share"):
-        PipelineConfig.model_validate(
-            {"save_path": "s", "train_batch_size": 2, "model_topo": topology((1, 2)) | {"sequence": 2}}
-        )
     llama = read_spec(make_checkpoint("llama"))
     check_sharing(config([1, 4], ["pipe", "data"], 4), llama)
     with pytest.raises(ConfigError, match="sequence: 8 does not divide the 4 heads of attention that llama has; exp"):

@@ -13,12 +13,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from models import load_model
+from options import load_config
 from tests.conftest import FAQ
 from tests.launching import error_lines, metrics, run, supervised, write_config
 from tests.ranks import Ranks
-from training.any_model.config import PipelineConfig
 from training.checkpoint.folder import step_folder
-from training.config.yaml_file import checked, load_config
 from training.errors import ConfigError
 
 AXES = ["pipe", "data", "model"]
@@ -39,7 +38,7 @@ def keys(make_checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]
 @pytest.mark.launched
 @pytest.mark.slow
 def test_a_run_and_what_comes_of_it(ranks: Ranks, keys: dict[str, Any], tmp_path: Path) -> None:
-    more = {"save_interval": 2, "keep_last": 5, "eval_interval": 2, "profile_steps": [2, 3], "export_hf": True}
+    more = {"save_interval": 2, "keep_last": 5, "eval_interval": 2, "export_hf": True}
     path = write_config(tmp_path / "run.yml", **keys, **more, model_topo=grid(1, 1, 2))
     save_path = path.with_suffix("")
     assert ranks.train(2, path)["error"] is None
@@ -79,11 +78,6 @@ def test_zero_has_no_model_axis(keys: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(tmp_path / "run.yml", **keys, model_topo=grid(1, 1, 2))
     with pytest.raises(ConfigError, match="2 processes to a layer are a pipeline's; expected no model axis"):
         load_config(str(path), []).check_entry_point(in_stages=False)
-
-
-def test_layers_of_ones_own_have_no_model_axis() -> None:
-    with pytest.raises(ConfigError, match="a Pipeline shards no layers"):
-        checked(PipelineConfig, {"save_path": "run", "train_batch_size": 8, "model_topo": grid(1, 1, 2)})
 
 
 def test_peers_of_any_order_of_axes(keys: dict[str, Any], tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from models.api import read_spec
+from options import load_config
 from tests.conftest import FAQ
 from tests.launching import metrics, supervised, topology, write_config
-from training.config.yaml_file import load_config
 from training.plan.inputs import Workload
 from training.plan.timing import calibrate
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from options import load_config
 from tests.launching import write_config
-from training.config.yaml_file import load_config
 from training.metrics.run_info import machine
 from training.proof.command import CERTIFICATE, table, write_certificate
 from training.proof.comparison import Row, choose_bounds, compare, compare_bits, is_flat, relative_difference

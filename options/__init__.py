@@ -1,0 +1,42 @@
+"""What a run may have besides: a folder for each option, with its code, keys, rules and flags; this is their list.
+
+An option's first lines name its page of the docs, and `tests/options/` has its tests. Take one out by removing both
+folders and its names here. Entry points read configs as `RunConfig` and hand the class on, so the core (`models/`,
+`data/`, `training/`, `common/`) knows no option; `training.option` has the interface.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from options import distillation, preference, scores, timeline
+from training.config.keys import TrainConfig
+from training.config.yaml_file import load_config_of
+from training.option import Option
+
+
+class RunConfig(
+    scores.ScoresKeys,
+    preference.PreferenceKeys,
+    distillation.DistillationKeys,
+    timeline.TimelineKeys,
+    title=TrainConfig.__name__,
+):
+    """A whole run."""
+
+    options: ClassVar[tuple[Option[Any], ...]] = (
+        preference.OPTION,
+        distillation.OPTION,
+        scores.OPTION,
+        timeline.OPTION,
+    )
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file, apply `key.sub=value` overrides and check the result.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown or has a wrong value.
+    """
+    return load_config_of(RunConfig, path, overrides)

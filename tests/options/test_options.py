@@ -1,0 +1,155 @@
+"""An option is one folder: it comes and goes without an edit of the core."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from options import RunConfig
+from options.reference import SCHEMA, schema
+from tests.conftest import ROOT
+from tests.launching import write_config
+from training.callbacks import Callback
+from training.command_line import make_parser
+from training.config.changes import FREE, compare, settings_of
+from training.config.keys import TrainConfig
+from training.config.yaml_file import load_config_of
+from training.errors import ConfigError
+from training.job import Task
+from training.option import Option
+from training.options import run_options
+
+GREETED = "hello from the flag"
+
+
+class DummyKeys(TrainConfig):
+    """A run with a dummy."""
+
+    dummy_size: int = 3
+    """How large the dummy is."""
+
+    dummy_mode: str | None = None
+    """Which dummy."""
+
+    def contradictions(self) -> Any:
+        yield from super().contradictions()
+        if self.dummy_size > self.train_batch_size:
+            yield f"dummy_size: {self.dummy_size} is more than train_batch_size; expected less"
+
+
+class DummyCallback(Callback):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def dummy_callbacks(config: DummyKeys, _: Task) -> Sequence[Callback]:
+    return [DummyCallback(config.dummy_size)] if config.dummy_mode else []
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--greet", action="store_true")
+
+
+def greet(config: DummyKeys, arguments: argparse.Namespace) -> bool:
+    if arguments.greet:
+        print(GREETED, config.dummy_size)
+    return bool(arguments.greet)
+
+
+DUMMY: Option[Any] = Option(
+    DummyKeys,
+    before="save_path",
+    rules={"dummy_mode": FREE},
+    callbacks=dummy_callbacks,
+    add_flags=add_flag,
+    act=greet,
+)
+
+
+class WithDummy(DummyKeys, RunConfig):
+    """A whole run, and a dummy."""
+
+    options = (*RunConfig.options, DUMMY)
+
+
+def read(tmp_path: Path, kind: type[TrainConfig] = WithDummy, **keys: Any) -> TrainConfig:
+    return load_config_of(kind, write_config(tmp_path / "run.yml", model_path="m", data_path="d", **keys))
+
+
+def test_a_new_option_has_keys_where_it_wants_them(tmp_path: Path) -> None:
+    config = read(tmp_path, dummy_size=2)
+    names = list(config.dump())
+    assert names[names.index("save_path") - 1] == "dummy_size"  # a key that is none is left out
+    rest = [name for name in WithDummy.model_fields if not name.startswith("dummy")]
+    assert rest == list(RunConfig.model_fields)
+    with pytest.raises(ConfigError, match=r"run\.yml: dummy_size: 99 is more than train_batch_size; expected less$"):
+        read(tmp_path, dummy_size=99)
+    with pytest.raises(ConfigError, match=r"unknown key dummy_sise; did you mean dummy_size\?$"):
+        read(tmp_path, dummy_sise=2)
+
+
+def test_a_new_option_has_rules(tmp_path: Path) -> None:
+    then = settings_of(read(tmp_path))
+    assert then["dummy_size"] == 3
+    same = settings_of(read(tmp_path, dummy_mode="other"))
+    assert compare(then, same, "step-1", WithDummy.rules) == []
+    with pytest.raises(ConfigError, match=r"^dummy_size: 4, but step-1 was trained with 3"):
+        compare(then, settings_of(read(tmp_path, dummy_size=4)), "step-1", WithDummy.rules)
+
+
+def test_a_new_option_has_callbacks(tmp_path: Path) -> None:
+    def sizes(config: TrainConfig) -> list[int]:
+        return [each.size for each in run_options(config, cast(Task, None)) if isinstance(each, DummyCallback)]
+
+    assert sizes(read(tmp_path, dummy_mode="one")) == [3]
+    assert sizes(read(tmp_path)) == []
+
+
+def test_a_new_option_has_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = make_parser(WithDummy).parse_args(["--config", "run.yml", "--greet"])
+    (acting,) = [option for option in WithDummy.options if option.act(read(tmp_path), asked)]
+    assert acting is DUMMY and capsys.readouterr().out == f"{GREETED} 3\n"
+
+
+@pytest.mark.parametrize("option", RunConfig.options, ids=lambda option: option.keys.__name__)
+def test_a_key_of_an_option_that_is_gone_is_unknown(option: Option[Any], tmp_path: Path) -> None:
+    left = tuple(each for each in RunConfig.options if each is not option)
+    bases = tuple(each.keys for each in left) or (TrainConfig,)
+    kind = cast(type[TrainConfig], type("Without", bases, {"options": left, "__module__": __name__}))
+    for key in option.keys.model_fields.keys() - TrainConfig.model_fields.keys():
+        with pytest.raises(ConfigError, match=rf"run\.yml: unknown key {key}(;|$)") as refused:
+            read(tmp_path, kind, **{key: 1})
+        assert "\n" not in str(refused.value)
+    assert read(tmp_path, kind)
+
+
+def test_the_config_has_the_keys_of_the_list() -> None:
+    assert set(RunConfig.__bases__) == {option.keys for option in RunConfig.options}
+    named = [name for option in RunConfig.options for name in option.keys.model_fields]
+    assert {*TrainConfig.model_fields, *named} == RunConfig.model_fields.keys()
+    assert SCHEMA.read_text(encoding="utf-8") == schema()
+
+
+FOLDERS = sorted(path.parent for path in (ROOT / "options").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_an_option_names_its_page(folder: Path) -> None:
+    first = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or "").splitlines()[0]
+    page = re.search(r"docs/[\w-]+\.md", first)
+    assert page and (ROOT / page[0]).is_file()
+    assert (ROOT / "tests" / "options" / folder.name).is_dir()
+
+
+@pytest.mark.parametrize("folder", ["common", "data", "models", "training"])
+def test_the_tests_of_the_core_need_no_option(folder: str) -> None:
+    """`options` alone they may import, where they want a config as users write it."""
+    needed = re.compile(rf"^\s*(?:from|import) options\.(?:{'|'.join(each.name for each in FOLDERS)})\b", re.MULTILINE)
+    files = (ROOT / "tests" / folder).rglob("*.py")
+    assert [str(file) for file in files if needed.search(file.read_text(encoding="utf-8"))] == []

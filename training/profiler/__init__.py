@@ -1,1 +1,0 @@
-"""Record what every rank did, and when it waited (`profile_steps`)."""
