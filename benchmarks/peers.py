@@ -30,7 +30,7 @@ from benchmarks.workers import Turn, Turns
 
 if TYPE_CHECKING:  # the process that compares needs no torch
     from data.loader import GlobalBatch
-    from training.config.keys import TrainConfig
+    from options import RunConfig
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
 
@@ -164,10 +164,10 @@ def write_records(folder: Path, case: Case) -> None:
     (folder / "records.json").write_text(json.dumps(records), encoding="utf-8")
 
 
-def config_of(folder: Path, case: Case, stages: int) -> TrainConfig:
+def config_of(folder: Path, case: Case, stages: int) -> RunConfig:
     """Write down what a user would."""
     from benchmarks.steps import topology
-    from training.config.keys import TrainConfig
+    from options import RunConfig
 
     keys: dict[str, Any] = {
         "model_path": str(folder.parent),
@@ -184,7 +184,7 @@ def config_of(folder: Path, case: Case, stages: int) -> TrainConfig:
         "trackers": [],
         "timeout_minutes": 60,  # the others' steps
     }
-    return TrainConfig.model_validate(keys | topology(stages, 1) | case.keys)
+    return RunConfig.model_validate(keys | topology(stages, 1) | case.keys)
 
 
 def train_own(folder: Path, case: str, stages: int) -> None:
