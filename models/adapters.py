@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import regex
@@ -98,7 +99,7 @@ class Trained:
 
     def _trains(self, name: str, paths: list[str]) -> bool:
         if self.lora is None:
-            return not any(re.search(each, path) for each in self.freeze for path in paths)
+            return not any(re.search(pattern, path) for pattern, path in product(self.freeze, paths))
         owners = (path.rpartition(".")[0] for path in paths)
         return is_factor(name) or any(ends_with(owner, self.lora.modules_to_save) for owner in owners)
 

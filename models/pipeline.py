@@ -16,7 +16,7 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, chain, product, repeat
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class PipelineModel(SharedWeights):
         self.positions = [spec.positions(groups) for _ in parts]
         self.share = TensorShare(spec, groups.tensor, spread_experts)
         device = torch.device(get_accelerator().current_device_name())
-        chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
+        chunks = list(chain.from_iterable(repeat(chunk, size) for chunk, size in enumerate(parts)))  # of each layer
         layers = [
             LaterLayer(self._build_layer, layer, states, self.positions[chunk], device)
             for layer, chunk in enumerate(chunks)

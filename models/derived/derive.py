@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -260,8 +261,11 @@ def _unreached(model: Any, outline: Outline) -> tuple[str, ...]:
     """Find the weights of a block that no gradient reaches."""
     ids = torch.arange(FIRST, FIRST + LENGTH)[None]
     model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+
+    # A weight that no gradient reaches in one block may have one in another of its kind.
     blocks = getattr(model, outline.base).get_submodule(outline.blocks)
-    named = [(name, weight) for block in blocks for name, weight in block.named_parameters() if weight.requires_grad]
+    parameters = chain.from_iterable(block.named_parameters() for block in blocks)
+    named = [(name, weight) for name, weight in parameters if weight.requires_grad]
     reached = {_general(name) for name, weight in named if weight.grad is not None}
     model.zero_grad()
     return tuple(dict.fromkeys(name for name, _ in named if _general(name) not in reached))
@@ -284,5 +288,6 @@ def _router(model: Any, outline: Outline) -> str | None:
         return None
     kind, index = getattr(recorded, "target_class", recorded), getattr(recorded, "index", 0)
     blocks = getattr(model, outline.base).get_submodule(outline.blocks)
-    names = {name for block in blocks for name, child in block.named_modules() if isinstance(child, kind)}
+    modules = chain.from_iterable(block.named_modules() for block in blocks)
+    names = {name for name, child in modules if isinstance(child, kind)}
     return names.pop() if len(names) == 1 and index == 0 else None

@@ -282,11 +282,11 @@ def packed(ours: CausalLM, model: Any, ids: Tensor) -> float:
     """Compare two documents in each row with each alone."""
     positions = two_documents()
     together = ours(ids, positions)
-    return max(
-        apart(together[row, part], alone(model, ids[row : row + 1, part])[0])
-        for row, end in enumerate(CUTS)
-        for part in (slice(0, end), slice(end, LENGTH))
-    )
+    differences = []
+    for row, end in enumerate(CUTS):
+        for part in (slice(0, end), slice(end, LENGTH)):
+            differences.append(apart(together[row, part], alone(model, ids[row : row + 1, part])[0]))
+    return max(differences)
 
 
 def rows_in_parts(ours: CausalLM, ids: Tensor) -> float:
