@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -149,7 +150,8 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     Args:
         unit: a batch is a multiple of this.
     """
-    weights = sum(shape.numel() for layer in range(spec.n_layers) for shape in spec.shapes(layer).values())
+    shapes = chain.from_iterable(spec.shapes(layer).values() for layer in range(spec.n_layers))
+    weights = sum(shape.numel() for shape in shapes)
     if spec.tied:
         weights -= spec.shapes(0)[EMBEDDING_WEIGHT].numel()
     samples = counted = len(data)

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -93,8 +94,8 @@ def _check_same(path: Path, arguments: argparse.Namespace, own_data: bool) -> No
         own_data: whether the command line overrides data_path.
     """
     config = load_config(path)
-    paths = [source.path for source in as_sources(config.data_path)]
-    data = [with_home(each) for path in paths for each in ([path] if isinstance(path, str) else path)]
+    paths = (source.path for source in as_sources(config.data_path))
+    data = list(map(with_home, chain.from_iterable([path] if isinstance(path, str) else path for path in paths)))
     for name, given, known in (
         ("model", [arguments.model], [config.model_path]),
         ("data", arguments.data, arguments.data if own_data else data),

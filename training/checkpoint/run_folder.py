@@ -67,7 +67,7 @@ def _newest(save_path: Path, disk: Disk, log: Console) -> Path | None:
             folders = step_folders(save_path)
             begun = any(save_path.glob(f".step-*.partial-*/{NEW}/{RECORD}"))  # it died before it could rename
     disks = [each for each, owns in gather(((disk.host, folders, begun), disk.owns_folder)) if owns]
-    steps = {int(folder.name[5:]): folder for _, folders, _ in disks for folder in folders}
+    steps = {int(folder.name[5:]): folder for folder in chain.from_iterable(folders for _, folders, _ in disks)}
     newest_first = [steps[step] for step in sorted(steps, reverse=True)]
     for host, folders, begun in disks:
         if newest_first and not folders and not begun:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,8 @@ class WeightStreamingTrainer(Trainer):
         documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.replica)]
         shapes = loader.shapes(batch, self.replica)
         like = self.engine.module.activations_like
-        sizes = [bytes_of(like(*shape)) for each in range(loader.replicas) for shape in loader.shapes(batch, each)]
+        of_replicas = (loader.shapes(batch, replica) for replica in range(loader.replicas))
+        sizes = [bytes_of(like(*shape)) for shape in chain.from_iterable(of_replicas)]
         sent: Iterator[Any] = self.send(loader, batch)
         if seed:
             sent = self.timings.each("data", sent)

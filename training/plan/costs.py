@@ -135,7 +135,9 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     device = this_device() if calibrated else basis.device  # a calibration holds for the device that it was made on
     passes = {kind: _passes(basis, kind, device) for kind in set(kinds)}
     offloaded = kept_bytes(basis)[1] if config.offload_activations else [0] * len(kinds)
-    sent = {kind: [Spent(**each.seconds(basis)) for each in layer_messages(basis, kind)] for kind in passes}
+    sent = {}
+    for kind in passes:
+        sent[kind] = [Spent(**message.seconds(basis)) for message in layer_messages(basis, kind)]
     update = (calibrated.update if calibrated else 1.0) * update_time(config, device)
     update /= config.model_topo.replicas if config.zero_optimization.stage else 1
     times = []

@@ -33,11 +33,14 @@ def choose_rows(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed
         device: of each process.
         feed: the workload of a config.
     """
-    candidates = [config.model_copy(update={ROWS: rows}) for rows in SIZES]
+    # As many rows as leave the schedule its micro-batches, and divide the global batch.
     replicas = config.model_topo.row_replicas
     enough = max(1, config.train_batch_size // (replicas * max(1, config.least_micro_batches)))
-    possible = [each for each in candidates if each.micro_batch_size <= enough and _divides(each)]
-    bases = [replace(Basis(each, spec, feed(each), device), in_stages=in_stages) for each in possible]
+    candidates = [config.model_copy(update={ROWS: rows}) for rows in SIZES if rows <= enough]
+    bases = [
+        replace(Basis(candidate, spec, feed(candidate), device), in_stages=in_stages)
+        for candidate in filter(_divides, candidates)
+    ]
     if not device.known and len(bases) > 1:
         bases = _timed(bases)
 
@@ -69,12 +72,16 @@ def _seconds(basis: Basis) -> float | None:
 
 def _timed(bases: list[Basis]) -> list[Basis]:
     """Time layers with one row and with several, and correct the plan's times of any number of rows by both."""
-    few, many = (next(each for each in order if _rows(each) <= TIMED_ROWS) for order in (bases, bases[::-1]))
-    first, last = (_calibrated(each) for each in (few, many))
+    timed = [each for each in bases if _rows(each) <= TIMED_ROWS]
+    few, many = timed[0], timed[-1]
+    first, last = _calibrated(few), _calibrated(many)
+
     span = max(1, _rows(many) - _rows(few))
-    return [
-        replace(each, calibration=_between(first, last, min(1.0, (_rows(each) - _rows(few)) / span))) for each in bases
-    ]
+    corrected = []
+    for basis in bases:
+        share = min(1.0, (_rows(basis) - _rows(few)) / span)
+        corrected.append(replace(basis, calibration=_between(first, last, share)))
+    return corrected
 
 
 def _rows(basis: Basis) -> int:
@@ -91,8 +98,8 @@ def _between(first: Calibration, last: Calibration, share: float) -> Calibration
     def mixed(one: float, other: float) -> float:
         return one + share * (other - one)
 
-    layers = {
-        kind: (mixed(times[0], last.layers[kind][0]), mixed(times[1], last.layers[kind][1]))
-        for kind, times in first.layers.items()
-    }
+    layers = {}
+    for kind, (forward, backward) in first.layers.items():
+        last_forward, last_backward = last.layers[kind]
+        layers[kind] = mixed(forward, last_forward), mixed(backward, last_backward)
     return first.model_copy(update={"layers": layers})
