@@ -121,16 +121,13 @@ FEATURES = (
 def with_short_ids(said: Sequence[Said]) -> list[Said]:
     """Number calls by ids of nine letters and digits, the only ones that Mistral's templates accept."""
     new: dict[str, str] = {}
-    for each in said:
-        for call_id in each.ids:
+    renamed = []
+    for message in said:
+        for call_id in message.ids:
             new.setdefault(call_id, call_id_of(len(new) + 1))
-    return [
-        each._replace(
-            calls=tuple(call._replace(id=new[call.id]) for call in each.calls),
-            call_id=new.get(each.call_id or ""),
-        )
-        for each in said
-    ]
+        calls = tuple(call._replace(id=new[call.id]) for call in message.calls)
+        renamed.append(message._replace(calls=calls, call_id=new.get(message.call_id or "")))
+    return renamed
 
 
 def thoughts_as_text(said: Sequence[Said]) -> list[Said]:

@@ -150,11 +150,7 @@ def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
         if each.reasoning:  # templates read one of these
             message["reasoning_content"] = message["reasoning"] = message["thinking"] = each.reasoning
         if each.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-                for call in each.calls
-                for arguments in [json.dumps(call.arguments, ensure_ascii=False) if form.text else call.arguments]
-            ]
+            message["tool_calls"] = [_call_as_dict(call, form) for call in each.calls]
         if each.call_id is not None:
             message["tool_call_id"] = each.call_id
         if each.name is not None:
@@ -163,10 +159,18 @@ def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
     return messages
 
 
+def _call_as_dict(call: Call, form: Form) -> JSON:
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if form.text else call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
 def as_record(said: Sequence[Said]) -> list[JSON]:
     """Write messages as a chat record with one name for everything."""
     messages = as_dicts(in_questions(said), Form())
-    return [{name: each[name] for name in each if name not in ("reasoning", "thinking")} for each in messages]
+    for message in messages:
+        for other_name in ("reasoning", "thinking"):
+            message.pop(other_name, None)
+    return messages
 
 
 def as_text(value: Any, indent: int | None = None) -> str:

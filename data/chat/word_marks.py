@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import count
+from itertools import chain, count, product
 from typing import Any, NamedTuple
 
 from data.chat.messages import Call, Said
@@ -102,6 +102,8 @@ class Markers:
             found.append((int(mark.group(2)), mark.group(1) == "a", length))
         pieces.append(text[last:])
         plain = "".join(pieces)
+
+        # The white space of words stands outside of their marks; a template may strip some of it.
         marks = []
         for number, opens, at in found:
             lead, trail = self._around[number]
@@ -168,10 +170,13 @@ def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Fra
     messages = {message for *_, message in words}
     if len(whole.marks) != 2 * len(messages) or not {turn.message for turn in turns} <= messages:
         return None
+
     # A turn that begins or ends among words does so elsewhere in each dialogue.
-    places = [place for turn in turns for part in turn.parts for place in part]
-    among = any(begin < place < end for place in places for begin, end, _ in words)
-    return None if among else Frame(whole.text, words, list(turns), notes)
+    parts = chain.from_iterable(turn.parts for turn in turns)
+    borders = chain.from_iterable(parts)
+    if any(begin < border < end for border, (begin, end, _) in product(borders, words)):
+        return None
+    return Frame(whole.text, words, list(turns), notes)
 
 
 def turns_in(frame: Frame, said: Sequence[Said], text: str) -> tuple[list[Turn], dict[str, str]] | None:
@@ -179,6 +184,7 @@ def turns_in(frame: Frame, said: Sequence[Said], text: str) -> tuple[list[Turn],
 
     None where this is not the frame with the dialogue's words.
     """
+    # The frame's text with these words in it, and how far what stands behind each of them is moved.
     pieces, ends, shifts, last = [], [], [0], 0
     for begin, end, message in frame.words:
         words = said[message].text

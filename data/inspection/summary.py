@@ -37,10 +37,14 @@ def table(dataset: Dataset) -> str:
         rows.append((f"{len(groups) - ROWS} more", "", *_numbers(rest)))
     if len(groups) > 1:
         rows.append(("together", "", *_numbers(dataset.total)))
+
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust, str.ljust, *[str.rjust] * (len(COLUMNS) - 2)]
-    aligned = [[pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True)] for row in rows]
-    return "\n".join("  ".join(row).rstrip() for row in aligned)
+    lines = []
+    for row in rows:
+        cells = (pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def facts(dataset: Dataset, max_seq_len: int, what: str = "an epoch") -> list[str]:

@@ -140,34 +140,40 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
     contents: list[bytes] = []
     rows: list[tuple[float, ...]] = []
     place = 0
-    for each in encoded:
-        kind = ("desirable" if each.value else "undesirable") if each.kind == "marked" else each.kind
-        tally = tallies.get((each.file, kind)) or tallies.setdefault((each.file, kind), Tally())
+    for record in encoded:
+        kind = record.kind
+        if kind == "marked":
+            kind = "desirable" if record.value else "undesirable"
+        tally = tallies.get((record.file, kind)) or tallies.setdefault((record.file, kind), Tally())
         tally.records += 1
-        tally.empty += each.empty
-        tally.control += each.control
-        tally.longest = max(tally.longest, *(len(tokens.ids) for tokens in each.documents))
-        made = 0
-        equal = tally.equal
-        for ids, runs, first in _cut(each, limit, tally):
-            counts = [_trained(runs, begin, end) for begin, end in ((0, first), (first, len(ids)))]
-            counts = [first, len(ids) - first] if each.scored else counts
-            supervised = sum(counts)
-            if all(counts) if first else supervised:
-                made += 1
-                tally.tokens += len(ids)
-                tally.supervised += supervised
-                tally.largest_id = max(tally.largest_id, *ids)
-                borders = list(chain.from_iterable(runs))
-                content = pack(f"<{len(ids) + len(borders)}i", *ids, *borders)  # in half the time of an array
-                origin = TYPES.index(each.kind), each.file, each.number
-                about = first, counts[0], each.value, sample_digest(content, first, each.value)
-                rows.append((place, len(ids), len(borders), supervised, *origin, *about))
-                contents.append(content)
-                place += len(ids) + len(borders)
-        tally.samples += made
+        tally.empty += record.empty
+        tally.control += record.control
+        tally.longest = max(tally.longest, *(len(tokens.ids) for tokens in record.documents))
+
+        samples_before, equal_before = tally.samples, tally.equal
+        for ids, runs, first in _cut(record, limit, tally):
+            # How many tokens count in the first of two documents, and in the other; of one document in the latter.
+            counts = [_trained(runs, 0, first), _trained(runs, first, len(ids))]
+            if record.scored:
+                counts = [first, len(ids) - first]
+            if not sum(counts) or (first and not all(counts)):
+                continue
+
+            tally.samples += 1
+            tally.tokens += len(ids)
+            tally.supervised += sum(counts)
+            tally.largest_id = max(tally.largest_id, *ids)
+            borders = list(chain.from_iterable(runs))
+            content = pack(f"<{len(ids) + len(borders)}i", *ids, *borders)  # in half the time of an array
+            origin = TYPES.index(record.kind), record.file, record.number
+            about = first, counts[0], record.value, sample_digest(content, first, record.value)
+            rows.append((place, len(ids), len(borders), sum(counts), *origin, *about))
+            contents.append(content)
+            place += len(ids) + len(borders)
+
+        made = tally.samples - samples_before
         tally.split += made > 1
-        tally.silent += not made and equal == tally.equal
+        tally.silent += not made and equal_before == tally.equal
     return b"".join(contents), numpy.array(rows, dtype=INDEX), tallies
 
 
@@ -186,6 +192,7 @@ def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], l
     if len(ids) <= limit:
         yield ids, loss, 0
         return
+
     if each.kind == SPLIT_KIND:
         borders = [*range(0, len(ids), limit), len(ids)]
     else:

@@ -58,7 +58,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 def _published(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load the folder's tokenizer with transformers."""
-    if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
+    if not any(any(Path(folder).glob(pattern)) for pattern in VOCABULARIES):
         # transformers makes an empty one for some families
         raise DataError(f"{folder}: no usable tokenizer: expected one of the files {', '.join(VOCABULARIES)}")
     try:
