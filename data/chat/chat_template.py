@@ -44,7 +44,6 @@ from data.chat.loss_mask import (
     TurnFinder,
     Unplaceable,
     Vocabulary,
-    check_order,
     generated,
     trained_ranges,
 )
@@ -52,7 +51,7 @@ from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
 from data.chat.prompts import CHAT_TEMPLATE, Prompts, end_of_sequence, template_in_file
 from data.chat.rendered import RenderedText, joined
 from data.chat.sandbox import SlowTemplate, generated_spans, render
-from data.chat.template_check import agreement, check_survival, named_by_id
+from data.chat.template_check import agreement, check_order, check_survival, named_by_id
 from data.chat.word_marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.errors import DataError
 

@@ -14,7 +14,7 @@ Cost: turns with the same text beside them are looked at once. The rest is one w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from data.chat.control_tokens import one_of
 from data.chat.messages import Said, last_question
 from data.chat.rendered import Range, join, joined, without
 from data.chat.template_check import CHANGED, EXAMPLE, agreement, differences, refusal
-from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn
+from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn, own_marks
 from data.errors import DataError
 
 Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt
@@ -33,13 +33,6 @@ MOST_KNOWN = 10_000  # kinds of turns remembered
 VALUES = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\b(?:true|false|null|True|False|None)\b")
 
 NO_END = "no token ends an answer that is not the last one: the model does not learn to stop there"
-
-
-RESULTS_WITHIN = (
-    "the chat template writes the result of a call into the middle of the answer that calls (message {number}), so that"
-    " the rest of it stands behind the result; expected calls without words, one at a time, weight: 0 there, or a "
-    "template that writes results behind the answer (prompt_format: a Jinja file)"
-)
 MARKED_PROMPT = "the template's generation marks put loss on the end of the prompt, which a server sends itself"
 UNMARKED_ANSWER = "the template's generation marks leave a part of an answer without loss, which the model has to write"
 
@@ -122,8 +115,7 @@ class TurnFinder:
         Raises:
             Unplaceable: a turn cannot be told from what is around it.
         """
-        text, marks = whole
-        own = _own_marks(marks)
+        text = whole.text
         asked = last_question(said)
         shapes = [_shape(message) for message in said]
         # Without what each turn has of its own, but for its length: a kind's places are counted in characters.
@@ -133,16 +125,7 @@ class TurnFinder:
         turns = []
         notes: dict[str, str] = {}
         thoughts = False  # whether an earlier answer has some
-        last_before = -1  # the place of the last mark before the turn; -1 where there is none
-        for number, message in enumerate(said):
-            first, last = own.get(number, (None, None))
-            if message.role != "assistant":
-                last_before = last_before if last is None else last
-                continue
-            if first is not None:
-                last_before = first - 1
-            gap = _gap(whole, last_before, first, last)
-
+        for number, gap, own_words in _gaps(whole, said):
             # Turns that have the same text and messages beside them are of one kind, which is looked at once.
             left = text[gap.anchor.edge if gap.anchor else 0 : gap.words]
             right = text[gap.last.edge : gap.stop] if gap.last else ""
@@ -162,14 +145,12 @@ class TurnFinder:
             begin, end = kind.range_in(gap)
             if not gap.start <= begin <= end:
                 raise Unplaceable
-            turns.append(Turn(number, [(begin, end)], kind.ended, _words(marks, first, last)))
+            turns.append(Turn(number, [(begin, end)], kind.ended, own_words))
 
             notes |= kind.notes
             if not kind.ended and number < len(said) - 1:
                 notes[NO_END] = text[max(0, end - EXAMPLE) : end + EXAMPLE]
-
-            thoughts = thoughts or bool(message.reasoning) or "</think>" in message.text
-            last_before = last_before if last is None else last
+            thoughts = thoughts or bool(said[number].reasoning) or "</think>" in said[number].text
         return turns, notes
 
     def _look(self, text: str, gap: _Gap, said: Sequence[Said], render: Render, strict: bool) -> _Kind:
@@ -254,16 +235,26 @@ class TurnFinder:
         return place + len(behind[:agreed].rstrip() if last else behind[:agreed]), False
 
 
-def _gap(whole: Marked, last_before: int, first: int | None, last: int | None) -> _Gap:
-    """Bound a turn by the places of the last mark before it, and of its own first and last."""
+def _gaps(whole: Marked, said: Sequence[Said]) -> Iterator[tuple[int, _Gap, Range | None]]:
+    """Yield the number of each assistant's message, what bounds its turn, and where its words are."""
     text, marks = whole
-    after = (last_before if last is None else last) + 1
-    return _Gap(
-        anchor=marks[last_before] if last_before >= 0 else None,
-        first=None if first is None else marks[first],
-        last=None if last is None else marks[last],
-        stop=marks[after].edge if after < len(marks) else len(text),
-    )
+    own = own_marks(marks)
+    before = -1  # the place of the last mark before the turn; -1 where there is none
+    for number, message in enumerate(said):
+        first, last = own.get(number, (None, None))
+        if message.role == "assistant":
+            if first is not None:
+                before = first - 1
+            after = (before if last is None else last) + 1
+            gap = _Gap(
+                anchor=marks[before] if before >= 0 else None,
+                first=None if first is None else marks[first],
+                last=None if last is None else marks[last],
+                stop=marks[after].edge if after < len(marks) else len(text),
+            )
+            yield number, gap, _words(marks, first, last)
+        if last is not None:
+            before = last
 
 
 def _hidden(value: re.Match[str]) -> str:
@@ -323,31 +314,6 @@ def trained_ranges(said: Said, turn: Turn) -> list[Range]:
 
     untrained = without(turn.words, trained)
     return list(chain.from_iterable(without(part, untrained) for part in turn.parts))
-
-
-def _own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
-    """Find each message's first and last mark, up to where one is repeated (as in a result's header)."""
-    own: dict[int, tuple[int, int]] = {}
-    seen: set[tuple[int, bool]] = set()
-    for place, mark in enumerate(marks):
-        if (mark.number, mark.opens) in seen:
-            continue
-        seen.add((mark.number, mark.opens))
-        message = mark.leaf.message
-        own[message] = (own[message][0] if message in own else place, place)
-    return own
-
-
-def check_order(marks: Sequence[Mark], said: Sequence[Said]) -> None:
-    """Check that nobody else's words stand inside a trained answer.
-
-    Raises:
-        DataError: they do, as where the words beside a call follow its result.
-    """
-    for number, (first, last) in _own_marks(marks).items():
-        trained = said[number].supervised or said[number].pieces
-        if trained and any(mark.leaf.message != number for mark in marks[first:last]):
-            raise DataError(RESULTS_WITHIN.format(number=number + 1))
 
 
 def _shape(said: Said) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def said_in(record: Dialogue) -> list[Said]:
     said = each_said_in(record)
     if isinstance(record, (Chat, Instruct)):
         return said
-    return runs_merged(said[: max(place for place, each in enumerate(said) if each.role == "assistant") + 1])
+    return runs_merged(said[: max(place for place, message in enumerate(said) if message.role == "assistant") + 1])
 
 
 def each_said_in(record: Dialogue) -> list[Said]:
@@ -88,30 +88,30 @@ def each_said_in(record: Dialogue) -> list[Said]:
 
 def last_question(said: Sequence[Said]) -> int:
     """Find the last question's index; -1 if there is none."""
-    return max((place for place, each in enumerate(said) if each.role == "user"), default=-1)
+    return max((place for place, message in enumerate(said) if message.role == "user"), default=-1)
 
 
 def with_mask(said: Sequence[Said], mask: Mask) -> Sequence[Said]:
     """Set which messages are trained, as the config says; `all` is handled elsewhere."""
     if mask != "last_turn":
         return said
-    answers = [place for place, each in enumerate(said) if each.role == "assistant"]
+    answers = [place for place, message in enumerate(said) if message.role == "assistant"]
     asked = last_question(said[: answers[-1]])
-    return [each._replace(supervised=False, pieces=()) for each in said[: asked + 1]] + list(said[asked + 1 :])
+    return [message._replace(supervised=False, pieces=()) for message in said[: asked + 1]] + list(said[asked + 1 :])
 
 
 def runs_merged(said: Sequence[Said]) -> list[Said]:
     """Merge consecutive questions into one, and consecutive answers."""
     done: list[Said] = []
-    for each in said:
+    for message in said:
         last = done[-1] if done else None
-        if last and last.role == each.role == "user":
-            done[-1] = last._replace(text=f"{_asked(last)}\n{_asked(each)}", input=None)
-        elif last and last.role == each.role == "assistant" and not last.calls and not each.reasoning:
-            spans = (*last.spans, Span("\n", last.supervised and each.supervised), *each.spans)
-            done[-1] = answer(spans, each.supervised)._replace(reasoning=last.reasoning, calls=each.calls)
+        if last and last.role == message.role == "user":
+            done[-1] = last._replace(text=f"{_asked(last)}\n{_asked(message)}", input=None)
+        elif last and last.role == message.role == "assistant" and not last.calls and not message.reasoning:
+            spans = (*last.spans, Span("\n", last.supervised and message.supervised), *message.spans)
+            done[-1] = answer(spans, message.supervised)._replace(reasoning=last.reasoning, calls=message.calls)
         else:
-            done.append(each)
+            done.append(message)
     return done
 
 
@@ -119,14 +119,15 @@ def in_questions(said: Sequence[Said]) -> list[Said]:
     """Move contexts into the question that follows, as several templates refuse system messages."""
     done: list[Said] = []
     context = ""
-    for each in said:
-        if each.role == "context":
-            context += texts.CHAT_CONTEXT.format(title=each.name, text=each.text)
+    for message in said:
+        if message.role == "context":
+            context += texts.CHAT_CONTEXT.format(title=message.name, text=message.text)
             continue
-        if context and each.role != "user":  # an answer that nobody asked for
+        if context and message.role != "user":  # an answer that nobody asked for
             done.append(Said("user", context.rstrip("\n")))
             context = ""
-        done.append(each._replace(text=context + _asked(each), input=None) if context or each.input else each)
+        is_plain = not (context or message.input)
+        done.append(message if is_plain else message._replace(text=context + _asked(message), input=None))
         context = ""
     return done
 

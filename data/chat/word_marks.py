@@ -86,8 +86,8 @@ class Markers:
         self._salt = "zq0x" if "zq0x" not in text else next(s for n in count(1) if (s := f"zq{n}x") not in text)
         self._pattern = re.compile(self._salt + r"([ab])(\d+)q")
         self.said = [  # with marks
-            self._mark(number, each) if everybody or each.role == "assistant" else each
-            for number, each in enumerate(said)
+            self._mark(number, message) if everybody or message.role == "assistant" else message
+            for number, message in enumerate(said)
         ]
 
     def read(self, text: str) -> Marked:
@@ -148,16 +148,30 @@ class Markers:
         )
 
 
+def own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
+    """Find each message's first and last mark, up to where one is repeated (as in a result's header)."""
+    own: dict[int, tuple[int, int]] = {}
+    seen: set[tuple[int, bool]] = set()
+    for place, mark in enumerate(marks):
+        if (mark.number, mark.opens) in seen:
+            continue
+        seen.add((mark.number, mark.opens))
+        message = mark.leaf.message
+        own[message] = (own[message][0] if message in own else place, place)
+    return own
+
+
 def frame_key(said: Sequence[Said]) -> tuple[str, ...] | None:
     """Return the key of dialogues that may share a frame; None if there is more than plain words."""
     if len(said) > MOST_MESSAGES:
         return None
-    for each in said:
-        text = each.text
-        # A result of a tool has an id and a name.
-        if not text or text[0].isspace() or text[-1].isspace() or each.reasoning or each.calls or each.role == "tool":
+    for message in said:
+        text = message.text
+        if not text or text[0].isspace() or text[-1].isspace():
             return None
-    return tuple([each.role for each in said])
+        if message.reasoning or message.calls or message.role == "tool":  # a result of a tool has an id and a name
+            return None
+    return tuple([message.role for message in said])
 
 
 def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Frame | None:

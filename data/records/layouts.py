@@ -112,8 +112,8 @@ class SquadQuestion(BaseModel):
         """Read a list of objects (in a file), an object of lists (in a table), or a list of texts (CMRC)."""
         if isinstance(answers, dict):
             return answers.get("text", answers)
-        objects = isinstance(answers, list) and all(isinstance(each, dict) and "text" in each for each in answers)
-        return [each["text"] for each in answers] if objects else answers
+        objects = isinstance(answers, list) and all(isinstance(answer, dict) and "text" in answer for answer in answers)
+        return [answer["text"] for answer in answers] if objects else answers
 
     def rounds(self) -> list[tuple[str, str]]:
         """Return the question and its answer."""

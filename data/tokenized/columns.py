@@ -28,7 +28,17 @@ from data.chat.prompts import Truncate
 from data.chat.rendered import joined
 from data.errors import DataError
 from data.records.chat import Chat
-from data.records.record import TYPES, ConverHasApi, Conversation, Pretrain, Record, RefQA
+from data.records.record import (
+    TYPES,
+    ConverHasApi,
+    Conversation,
+    Instruct,
+    Pretrain,
+    Record,
+    RefQA,
+    Segments,
+    Tokenized,
+)
 from data.tokenized.sample_file import INDEX, sample_digest
 from data.tokenized.tokenize import Tokens
 
@@ -73,6 +83,19 @@ class Encoded(NamedTuple):
 
 
 Tallies = dict[tuple[int, str], Tally]  # what became of the records, by file and type
+
+
+def has_empty_answer(record: Record) -> bool:
+    """Test whether a record trains the model to say nothing."""
+    if isinstance(record, (Pretrain, Segments, Tokenized)):
+        return False
+    if isinstance(record, Instruct):
+        return not record.output.strip()
+    if isinstance(record, Chat):
+        spoken = [message for message in record.messages if message.role == "assistant" and message.weight]
+        return any(not message.content.strip() and not message.tool_calls for message in spoken)
+    answers = [content for role, content in record.rounds if role != "ask"]
+    return any(not (answer if isinstance(answer, str) else answer.ans).strip() for answer in answers)
 
 
 def fit(
@@ -182,18 +205,18 @@ def _trained(runs: Sequence[tuple[int, int]], start: int, stop: int) -> int:
     return sum(max(min(end, stop) - max(begin, start + 1), 0) for begin, end in runs)
 
 
-def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
+def _cut(record: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
     """Return the ids and the runs of a record's samples, and the tokens of the first of two documents, or 0."""
-    if len(each.documents) > 1:
-        yield from _cut_alike(each, limit, tally)
+    if len(record.documents) > 1:
+        yield from _cut_alike(record, limit, tally)
         return
-    (tokens,) = each.documents
+    (tokens,) = record.documents
     ids, loss = tokens.ids, joined(tokens.loss)
     if len(ids) <= limit:
         yield ids, loss, 0
         return
 
-    if each.kind == SPLIT_KIND:
+    if record.kind == SPLIT_KIND:
         borders = [*range(0, len(ids), limit), len(ids)]
     else:
         turns = [end for _, end in loss if 1 < end <= limit]
@@ -204,12 +227,12 @@ def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], l
         yield ids[start:stop], _inside(loss, start, stop), 0
 
 
-def _cut_alike(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
+def _cut_alike(record: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
     """Return a pair's sample, unless its documents are equal."""
-    ids = [tokens.ids[:limit] for tokens in each.documents]
-    chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in each.documents)
-    tally.cut += max(len(tokens.ids) for tokens in each.documents) > limit
-    if (chosen or each.scored) and ids[0] == ids[1]:
+    ids = [tokens.ids[:limit] for tokens in record.documents]
+    chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in record.documents)
+    tally.cut += max(len(tokens.ids) for tokens in record.documents) > limit
+    if (chosen or record.scored) and ids[0] == ids[1]:
         tally.equal += 1
         return
     first = len(ids[0])

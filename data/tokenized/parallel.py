@@ -30,12 +30,11 @@ from common.parent import end_with_parent
 from common.whole_files import replace_text
 from data.chat.control_tokens import ControlWords, words_of
 from data.errors import DataError
-from data.records.chat import Chat
 from data.records.pairs import WRONG_WAY, Judged
 from data.records.raw_records import RawRecord, read_file
 from data.records.reading import BadRecords, origin, parse
-from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized, type_of
-from data.tokenized.columns import Encoded, Tallies, Tally, fit, pack_samples
+from data.records.record import Record, type_of
+from data.tokenized.columns import Encoded, Tallies, Tally, fit, has_empty_answer, pack_samples
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleFile, SampleWriter
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
@@ -240,13 +239,17 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         total.notes[OTHERWISE] = len(odd)
         number, record = (int(samples.column(name)[odd[0]]) for name in ("file", "record"))
         total.examples[OTHERWISE] = origin(recipe.files[number].path, record)
+    _write_meta(folder, samples, total, bad.count, skipped)
 
+
+def _write_meta(folder: Path, samples: SampleFile, total: Answer, n_bad: int, skipped: list[str]) -> None:
+    """Write what there is to say about the samples beside them."""
     digests = samples.column("digest")
     meta = {
         "fingerprint": sha256(digests.tobytes()).hexdigest(),
         "duplicates": len(digests) - len(numpy.unique(digests)),
         "tallies": [[file, kind, asdict(tally)] for (file, kind), tally in total.tallies.items()],
-        "n_bad": bad.count,
+        "n_bad": n_bad,
         "skipped": skipped,
         "unused": dict(total.unused.most_common()),
         "notes": [[note, count, total.examples[note]] for note, count in total.notes.most_common()],
@@ -312,19 +315,6 @@ def _size(record: RawRecord) -> int:
     if isinstance(record.value, dict):  # a row of a table
         return sum(len(field) for field in record.value.values() if isinstance(field, (str, list)))
     return len(record.value)
-
-
-def has_empty_answer(record: Record) -> bool:
-    """Test whether a record trains the model to say nothing."""
-    if isinstance(record, (Pretrain, Segments, Tokenized)):
-        return False
-    if isinstance(record, Instruct):
-        return not record.output.strip()
-    if isinstance(record, Chat):
-        spoken = [message for message in record.messages if message.role == "assistant" and message.weight]
-        return any(not message.content.strip() and not message.tool_calls for message in spoken)
-    answers = [content for role, content in record.rounds if role != "ask"]
-    return any(not (answer if isinstance(answer, str) else answer.ans).strip() for answer in answers)
 
 
 def _in_order(

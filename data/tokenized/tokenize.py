@@ -156,7 +156,7 @@ class Writer:
             return written._replace(loss=loss, notes=notes), []
 
         said = with_mask(said_in(record), self._prompts.mask)
-        bare = [without_end(each, end) for each in said]
+        bare = [without_end(message, end) for message in said]
         if twice := [one.text for one, other in zip(said, bare, strict=True) if one is not other]:
             notes[TWICE] = repr(twice[0][-SHOWN:])
 

@@ -163,7 +163,9 @@ class HuggingFaceSource:
         bindings = self.weight_map.bindings(layer, self.spec.shapes(layer))
         if not (tied and self.spec.tied):
             return bindings
-        return [each._replace(disk=(self._shared,)) if each.disk[0] in self._ends else each for each in bindings]
+        return [
+            binding._replace(disk=(self._shared,)) if binding.disk[0] in self._ends else binding for binding in bindings
+        ]
 
     def _names_on_disk(self, tied: bool = True) -> Iterator[str]:
         """List the stored names of all layers' weights; if `tied`, both ends have the one stored weight."""

@@ -81,18 +81,21 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         raise Underivable("some angles depend on a document's length and are of several kinds; expected one kind")
     if rate := getattr(config, "layerdrop", 0.0):
         raise Underivable(f"layerdrop: {rate}, but blocks are not left out at random; expected 0.0 in config.json")
+
     model = small_model(config, fields)
     outline = outline_of(model)
     embedding, block, head = tables_of(model, outline)
     in_whole: tuple[Rule, ...] = ()
     with suppress(Exception):  # whatever a mapping for other modules beside these makes of them
         in_whole = tables_of(model, outline, whole)[1] if whole else ()
+
     made: dict[str, Made] = {}
-    for number, each in enumerate(map(Made, outline.classes, outline.mixers, outline.arguments)):
+    for number, block_made in enumerate(map(Made, outline.classes, outline.mixers, outline.arguments)):
         kind = attention_kind(model.config, number)
-        if made.setdefault(kind, each) != each:
+        if made.setdefault(kind, block_made) != block_made:
             raise Underivable(f"blocks of {kind} are made or called in several ways")
-    given = {kind: each.arguments for kind, each in made.items()}
+    given = {kind: of_kind.arguments for kind, of_kind in made.items()}
+
     ends = Ends.measured(config, outline)
     ignored = getattr(outline.model, "_keys_to_ignore_on_load_unexpected", None) or ()
 

@@ -137,7 +137,7 @@ class Feedback(Callback):
             ranks: stage, seconds, peak and device of each.
         """
         config, topology = self._config, self._division.topology
-        device = min((each[3] for each in ranks), key=lambda device: device.memory or math.inf)
+        device = min((device for *_, device in ranks), key=lambda device: device.memory or math.inf)
         workload = Workload.of(self._task.known_loader, config)
         basis, _ = Basis.of_run(config, self._task.spec, workload, device)
         plan = Plan(replace(basis, recompute=self._division.recompute), topology.parts)

@@ -137,7 +137,7 @@ class Streaming:
         """Return a power of two, which divides most rounds."""
         # By estimates: a resumed run has measured its first steps, and has to have the same sums.
         *blocks, head = layer_times(replace(self.basis, calibration=None, measured=None))
-        longest, slots = max(each.backward.total for each in blocks), 1
+        longest, slots = max(block.backward.total for block in blocks), 1
         while head.forward.total + head.backward.total > slots * longest:
             if 2 * slots > min(MOST_HEADS, self.basis.micro_batches):
                 break
