@@ -34,6 +34,7 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from benchmarks import peers
 from benchmarks.memory import LORA, MODEL, NF4
 from benchmarks.report import Report, run_parts, table_of
 from benchmarks.tokenizing import RECORDS, make_tokenizer
@@ -345,4 +346,5 @@ def samples_of(case: Case, config: TrainConfig) -> SampleSet:
 
 
 if __name__ == "__main__":
-    run_parts("Speed of a pipeline on a CPU.", {name: partial(measure, name) for name in CASES}, {"train": train_way})
+    parts = {name: partial(measure, name) for name in CASES} | {"peers": peers.measure_all}
+    run_parts("Speed of a pipeline on a CPU.", parts, {"train": train_way})

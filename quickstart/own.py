@@ -58,7 +58,7 @@ def write_config(path: Path, model: str, pipeline: Path, data: str, run: Path) -
         "model_path": str(pipeline),
         "data_path": data,
         "save_path": str(run),
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": BATCH,
         "n_epoches": 3,
         "max_seq_len": min(LONGEST, spec.context or LONGEST),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.environments import TRL
 from data.chat.prompts import Prompts
 from data.mismatch import Mismatched
 from data.records.pairs import Wanted
@@ -26,8 +27,6 @@ from tests.models.test_scores import save_scoring
 
 pytestmark = [pytest.mark.launched, pytest.mark.longest]
 
-# What trl needs that the project does not; with all of its own it would bring another torch.
-PACKAGES = ("--no-deps", "trl==1.16.0", "datasets", "multiprocess", "dill", "xxhash", "pandas", "python-dateutil")
 STEPS, LR = 6, 1e-3
 MEASURES = ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
 # Nothing stands behind an answer but its end, as trl trains all that follows the prompt.
@@ -78,7 +77,7 @@ WAYS = (
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return environment(tmp_path_factory.mktemp("trl"), *PACKAGES)
+    return environment(tmp_path_factory.mktemp("trl"), *TRL)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.communication import among_members
 from training.distributed.processes import agreed
+from training.engine.embedding_gradients import add_rows_alone
 from training.engine.gradients import clip_in_update, sum_without_copies
 from training.engine.host_sums import HostSums
 from training.errors import ConfigError
@@ -123,6 +124,8 @@ def wrap_in_engine(model: nn.Module, config: TrainConfig, shared_names: Sequence
     except (AssertionError, NotImplementedError, ValueError) as error:  # keys that do not fit each other or the device
         raise ConfigError(f"DeepSpeed refuses its keys: {error}") from None
     sum_without_copies(engine.optimizer)
+    if engine.zero_optimization_stage() <= 1:
+        add_rows_alone(model)
     if config.offload_gradients:
         HostSums(engine.optimizer, engine.device)
     clip_in_update(engine.optimizer)
