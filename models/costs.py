@@ -293,6 +293,7 @@ class Recorder(TorchDispatchMode):
         is_view = writes.keys() <= reads.keys() and not function._schema.is_mutable
         if is_view or "empty" in name:
             return result
+
         if name in PRODUCTS:
             left, right = inputs[-2:]
             shape = (prod(left.shape[:-2]), left.shape[-2], right.shape[-1])

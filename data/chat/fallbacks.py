@@ -182,6 +182,7 @@ def _chain(said: Sequence[Said]) -> Said:
         thought = "\n".join(filter(None, [message.reasoning, message.text if message.calls else ""]))
         if thought:
             spans.append(Span(API_THOUGHT.format(thought=thought), message.supervised))
+
         results = list(takewhile(lambda other: other.role == "tool", said[place + 1 :]))
         for call in message.calls:
             param = json.dumps(call.arguments, ensure_ascii=False)

@@ -105,6 +105,7 @@ def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
             f"{total.silent / total.records:.0%} of the records are left out, as no token within max_seq_len "
             f"{max_seq_len} is trained"
         )
+
     for note, count, example in dataset.notes:
         found.append(f"{counted(count, 'record')}: {note}; such as {safe_line(example, LONGEST_EXAMPLE)}")
     if dataset.n_bad:

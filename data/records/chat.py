@@ -76,11 +76,13 @@ class Message(BaseModel):
         spelled_so = message.keys() <= cls.model_fields.keys() and None not in message.values()
         if spelled_so and message.get("content") and message.get("role") not in CALLS:
             return message
+
         message = {name: value for name, value in message.items() if value is not None}
         for name, others in SPELLINGS.items():
             for other in others:
                 if other in message and name not in message:
                     message[name] = message.pop(other)
+
         if "role" not in message:
             raise ValueError("role: missing")
         _take_calls(message)

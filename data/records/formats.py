@@ -178,6 +178,7 @@ def _read(
         theirs = {name: [other] for name, other in columns.items()}
         theirs["instruct"] = [columns.get(name, name) for name in ASKED]
         raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
+
     if answered and any(isinstance(record, Chat) and not record.answered for record in records):
         raise DataError("field messages: expected at least one of the assistant, found none that is trained")
     if columns:

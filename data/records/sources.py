@@ -148,6 +148,7 @@ def _expand(path: str, tell: Callable[[str], object]) -> list[Path]:
     place = expanded(path)
     if place.is_file():
         return [place]
+
     _check_link(place)
     if place.is_dir():
         files = _in_folder(place, path)

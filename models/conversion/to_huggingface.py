@@ -275,6 +275,7 @@ def original_infos(
     spare = {weight_map.tied_head} if spec.tied else set()
     if manifest is None:
         return {name: info for name, info in infos.items() if name not in spare}
+
     path = source.folder / MANIFEST
     counts = Counter(chain.from_iterable(manifest.files.values()))
     if spec.tied and weight_map.tied_head in counts:

@@ -61,6 +61,7 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
                 f"{config.model_type}: deriving it failed at {_part(error)}: {error}; expected sizes in config.json "
                 "that fit each other in this part (heads, heads of keys, experts, experts a token)"
             ) from None
+
         family = declared
         if family is None:
             with apart_from_callers(config):

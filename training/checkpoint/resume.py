@@ -134,6 +134,7 @@ def check_resumable(
         lines.append(f"{folder.name}: {noted}")
     lines += compare(then, now, folder)
     check(folder)
+
     if before.fingerprint != data.fingerprint:
         if "mask" in then:  # earlier versions did not note these
             keys = [key for key in then.keys() | now.keys() if not (rule_of(key).free or rule_of(key).counts)]
@@ -152,6 +153,7 @@ def check_resumable(
             f"data_path: not the samples that {folder} was trained on{counts}; expected the same records, tokenizer, "
             "chat template, max_seq_len and, where the template writes it, date, or another save_path"
         )
+
     if before.packed_epoch != data.packed_epoch:
         if before.packed_epoch and data.packed_epoch:
             raise differs("pack_len", data.packed_epoch, before.packed_epoch, folder)

@@ -84,6 +84,7 @@ class HostEngine:
         self._stage, self._pool_size = pool.index(self.global_rank), len(pool)
         self._clipping = config.gradient_clipping or torch.finfo(torch.float32).max
         self._norm = 0.0
+
         tied = model.spec.tied_names or ()
         self._tied = tied if all(name in model.sums for name in tied) else ()
         trained = [name for name in model.sums if name not in self._tied[1:]]
@@ -94,6 +95,7 @@ class HostEngine:
         self._masters = {
             name: nn.Parameter(model.weights[name].view(-1)[piece].float()) for name, piece in pieces.items()
         }
+
         with agreed():
             self.optimizer = build_optimizer(config, self._masters.items(), model.spec.shared_names)
         self.optimizer.loss_scaler = loss_scaler(config)  # where DeepSpeed's optimizers have theirs

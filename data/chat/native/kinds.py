@@ -57,6 +57,7 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     kind = _kind(folder, settings)
     if kind is None or (folder / "tokenizer.json").is_file():
         return None
+
     path = folder / kind.vocabulary
     if not path.is_file():
         if kind.shipped:
