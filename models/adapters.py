@@ -279,6 +279,7 @@ def _adapt(module: nn.Module, lora: Lora, path: str) -> None:
             _add_factors(module, "", [columns, rows] if is_transposed(module) else [rows, columns], lora, path)
             module.__class__ = mixed(Adapted, module.__class__)
         return
+
     for name in expert_weights(module):
         if lora.experts and (everything or lora.takes(f"{path}.{name}")):
             if lora.dropout:

@@ -86,11 +86,14 @@ def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
     config._experts_implementation = EXPERTS
     spec = replace(spec, config=config, _shapes={})
     spec.set_attention(SCORELESS if case.flash else spec.attention[0])
+
+    # Masks and angles are computed for a few real tokens, and resized.
     share = TensorShare(spec, RankGroup(case.tensor))
     positions = spec.positions(RankGroups(tensor=share.ranks))
     spec.shapes(layer)  # while tensors are real ones
     short = torch.zeros(rows, SHORT, spec.config.hidden_size)
     kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
+
     with FakeTensorMode(), local_torch_dtype(dtype):
         module = spec.build(layer, positions)
         share.narrow(layer, module)

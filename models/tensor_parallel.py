@@ -178,6 +178,7 @@ class TensorShare:
             if way == REPLICATED:  # its inputs are of this process's heads
                 for weight in module.parameters():
                     self._sum_gradient(weight)
+
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in readers):
             self._connect_owner(owner, modules, [name for name in readers if name.rpartition(".")[0] == owner])
 

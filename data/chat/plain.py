@@ -30,8 +30,10 @@ def write_plain(said: Sequence[Said], tools: list[JSON], end: str, open_end: boo
     contexts += [(message.name, message.text) for message in said if message.role == "context"]
     said = [message for message in said if message.role != "context"]
     said = runs_merged(systems_as_questions(thoughts_as_text(calls_as_text(said))))
+
     prompt = texts.PLAIN_HEADER_WITH_INPUT if said and said[0].input else texts.PLAIN_HEADER
     prompt += "".join(texts.PLAIN_CONTEXT.format(title=title, text=text) for title, text in contexts)
+
     spans: list[Span] = []
     asked = texts.PLAIN_ANSWER
     for message in said:

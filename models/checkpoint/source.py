@@ -212,6 +212,7 @@ class HuggingFaceSource:
                     if (other := where.setdefault(name, path.name)) != path.name:
                         raise CheckpointError(f"{path}: {name} lies in {other} too, and no index says which counts")
             return {file: list(opened) for file, opened in self._open.items()}
+
         files: dict[str, list[str]] = {}
         for name, file in index.items():
             files.setdefault(file, []).append(name)

@@ -84,6 +84,7 @@ def pp_to_hg(
     folder, options = resolve(input_path, adapter=True), options or ExportOptions()
     if layout_of(folder) is not Layout.PIPELINE:
         raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
+
     adapter = (folder / ADAPTER).is_file()
     if options.merge and not adapter:
         raise CheckpointError(f"{folder}: no adapter, as all weights were trained; expected no --merge")
@@ -97,6 +98,7 @@ def pp_to_hg(
             if options.add_card:
                 options.add_card(folder, target)
         return
+
     export = Export(folder, options)
     with publish_folder(Path(save_path), overwrite, [folder]) as target:
         export.write_weights(target)

@@ -64,6 +64,7 @@ def resume(
             f"{folder.name} was saved {record.topology.full_description}; dividing its weights and optimizer states "
             f"anew: {topology.full_description}; dropout, if any, draws other numbers"
         )
+
     # Ranks that share layers or sequences draw the same numbers.
     trainer, rank = build(), config.model_topo.first_peer(torch.distributed.get_rank())
     with agreed(), _checkpoint_errors(folder):

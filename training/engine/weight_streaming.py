@@ -126,8 +126,11 @@ class HostEngine:
         for name in self.names:
             self._squares[name].fill_(torch.linalg.vector_norm(self.gradient(name), dtype=torch.float64).square())
         meet()
+
+        # The norm of the whole gradient: each process's squares, added up in one order everywhere.
         norm = torch.stack([*self._squares.values()]).sum().sqrt().float()
         self._norm = float(norm)
+
         if norm.isfinite():
             for name, master in self._masters.items():
                 master.grad = self.gradient(name, self._pieces[name]) if master.numel() else None
@@ -138,6 +141,7 @@ class HostEngine:
                 for name, master in self._masters.items():
                     for end in self._ends(name):
                         self.module.weights[end].view(-1)[self._pieces[name]].copy_(master)
+
         if self.fp16_enabled():
             self.optimizer.loss_scaler.update_scale(not norm.isfinite())
         self.global_steps += 1
