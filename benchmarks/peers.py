@@ -18,6 +18,7 @@ Peers run in an environment of their own, which pip fills.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,19 +125,12 @@ def figures_of(turns: Turns, way: str, case: Case) -> dict[str, Any]:
 def report_of(measured: dict[str, dict[str, Any]]) -> Report:
     """Show the figures of several cases."""
     columns = ("case", "way", "rows", "tokens/s", "of the peer", "loss of each step", "peak, MB")
-    rows = [
-        (
-            name,
-            way,
-            str(row["rows"]),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['ratio']:.2f}",
-            " ".join(f"{loss:.4f}" for loss in row["losses"]),
-            f"{row['peak_mb']:,.0f}",
-        )
-        for name, figures in measured.items()
-        for way, row in figures.items()
-    ]
+    rows = []
+    for name, figures in measured.items():
+        for way, row in figures.items():
+            speed, peak = f"{row['tokens_per_s']:,.0f}", f"{row['peak_mb']:,.0f}"
+            losses = " ".join(f"{loss:.4f}" for loss in row["losses"])
+            rows.append((name, way, str(row["rows"]), speed, f"{row['ratio']:.2f}", losses, peak))
     return Report(measured, table_of("Beside other tools", columns, rows))
 
 
@@ -229,7 +223,7 @@ def train_peer(folder: Path, case: str) -> None:
     config = config_of(folder, asked, 1).model_copy(update={"train_micro_batch_size_per_gpu": 1})
     samples = RecordReader(config, folder.parent, Console(quiet=True)).read("data", config.data_path)
     turn = Turn(folder)
-    arguments = {"learning_rate": LR, "lr_scheduler_type": "constant", "weight_decay": 0.0}
+    arguments: dict[str, Any] = {"learning_rate": LR, "lr_scheduler_type": "constant", "weight_decay": 0.0}
 
     def figures() -> dict[str, Any]:
         return {"peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "rows": asked.micro_batch}
@@ -264,7 +258,7 @@ def train_peer(folder: Path, case: str) -> None:
     trainer.train()
 
 
-WORKERS = {"own": train_own, "peer": train_peer}
+WORKERS: dict[str, Callable[..., None]] = {"own": train_own, "peer": train_peer}
 
 if __name__ == "__main__":
     run_parts("Speed beside other tools.", {name: partial(measure, name) for name in CASES}, WORKERS)

@@ -233,11 +233,17 @@ def trainer_arguments(config: TrainConfig, micro_batch: int, kind: Any = None, *
 def in_order(loader: Loader) -> list[int]:
     """List the samples of all steps, those of a step shuffled; a Loader sorts them by length."""
     generator = torch.Generator().manual_seed(0)
-    batches = (loader.batch(step).samples for step in range(MOST_STEPS))
-    return [numbers[place] for numbers in batches for place in torch.randperm(len(numbers), generator=generator)]
+    order = []
+    for step in range(MOST_STEPS):
+        numbers = loader.batch(step).samples
+        order += [numbers[place] for place in torch.randperm(len(numbers), generator=generator)]
+    return order
 
 
 def _shuffled_rows(loader: Loader) -> list[dict[str, list[int]]]:
     """Return what the Trainer reads."""
-    samples = (loader.data.samples[number] for number in in_order(loader))
-    return [{key: torch.as_tensor(sample[key]).tolist() for key in ("input_ids", "labels")} for sample in samples]
+    rows = []
+    for number in in_order(loader):
+        sample = loader.data.samples[number]
+        rows.append({key: torch.as_tensor(sample[key]).tolist() for key in ("input_ids", "labels")})
+    return rows

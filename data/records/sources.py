@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import numpy
@@ -34,7 +34,8 @@ from data.settings import Source
 TEXT_SUFFIXES = (".txt",)
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", *TEXT_SUFFIXES)
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of a data set's files
-DESCRIPTIONS |= {f"{name}{end}" for name in ("readme", "license", "licence", "notice") for end in ("", ".md", ".txt")}
+NOTICES = product(("readme", "license", "licence", "notice"), ("", ".md", ".txt"))
+DESCRIPTIONS |= {f"{name}{suffix}" for name, suffix in NOTICES}
 # The words of common data sets; what is called otherwise is told in a line.
 SPLIT = re.compile(r"(?<![a-z])(?:train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 SHARD = re.compile(r"(\d+)([-_. ]*of[-_. ]*)(\d{1,6})(?!\d)", re.IGNORECASE)  # 00001-of-00003
@@ -86,6 +87,7 @@ def _expand(path: str, tell: Callable[[str], object]) -> list[Path]:
     place = expanded(path)
     if place.is_file():
         return [place]
+
     _check_link(place)
     if place.is_dir():
         files = _in_folder(place, path)
@@ -115,7 +117,8 @@ def _check_link(place: Path) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
+    shown = ", ".join(names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 
 
 def _in_folder(place: Path, path: str) -> list[Path]:
@@ -148,24 +151,26 @@ def _check_shards(files: list[Path], pattern: str = "*") -> None:
         if SHARD.search(file.name):
             stem, number, of, total, tail = SHARD.split(file.name, maxsplit=1)
             sets.setdefault((str(file.parent), stem, total), {})[int(number)] = [number, of, tail]
+
     for (folder, stem, total), there in sets.items():
-        width, of, tail = next(
-            (len(number), of, "".join(Path(f"_{tail}").suffixes)) for number, of, tail in there.values()
-        )
-        first = int(0 not in there and int(total) in there)
-        numbers = [number for number in range(first, first + int(total)) if number not in there]
-        names = [f"{stem}{number:0{width}}{of}{total}{tail}" for number in numbers]
+        # The other files are called like the first one that is there; a set may be counted from 1.
+        number, of, tail = next(iter(there.values()))
+        width, suffixes = len(number), "".join(Path(f"_{tail}").suffixes)
+        begin = 1 if 0 not in there and int(total) in there else 0
+        missing = [place for place in range(begin, begin + int(total)) if place not in there]
+        names = [f"{stem}{place:0{width}}{of}{total}{suffixes}" for place in missing]
         if any(fnmatch(name, pattern) for name in names):
-            also = f" (or {int(total):0{width}}, counted from 1)" if 0 in numbers else ""
+            also = f" (or {int(total):0{width}}, counted from 1)" if 0 in missing else ""
             raise DataError(f"{folder}: {_some(names)}{also} not found; expected all {int(total)} files of the set")
 
 
 def _check_together(files: list[Path], path: str) -> None:
     """Refuse a folder's files where nobody would train on all of them."""
-    kinds = {bare_suffix(file) in TEXT_SUFFIXES: file for file in files}
-    if len(kinds) > 1:
-        one = kinds[False].with_name(f"*{bare_suffix(kinds[False])}*")
-        problem = f"holds a text, {kinds[True].name}, beside other data"
+    texts = [file for file in files if bare_suffix(file) in TEXT_SUFFIXES]
+    tables = [file for file in files if file not in texts]
+    if texts and tables:
+        one = tables[-1].with_name(f"*{bare_suffix(tables[-1])}*")
+        problem = f"holds a text, {texts[-1].name}, beside other data"
         raise DataError(f"{path}: {problem}; expected one kind, such as {one}, or a list of both")
 
     named = {file: found[0] for file in files if (found := SPLIT.search(file.name))}
@@ -177,9 +182,12 @@ def _check_together(files: list[Path], path: str) -> None:
 
 def _data_files(place: Path) -> list[Path]:
     """Drop hidden files (macOS leaves some beside each file) and the caches of `datasets`."""
-    files = (file for file in place.iterdir() if file.name.lower() not in DESCRIPTIONS)
-    saved = (place / "state.json").exists()
-    files = (file for file in files if not (file.name.startswith(".") or (saved and file.name.startswith("cache-"))))
+    hidden = (".", "cache-") if (place / "state.json").exists() else (".",)
+    files = [
+        file for file in place.iterdir() if not file.name.startswith(hidden) and file.name.lower() not in DESCRIPTIONS
+    ]
+
+    # A link without a suffix may have been one to data.
     found = [file for file in files if bare_suffix(file) in ("", *DATA_SUFFIXES)]
     for file in found:
         _check_link(file)
@@ -222,7 +230,9 @@ def _below(place: Path, only_folders: bool) -> Iterator[Path]:
 def bare_suffix(file: Path) -> str:
     """Return a file's suffix in small letters, without that of a compression."""
     name = Path(file.name.lower())
-    return (name.with_suffix("") if name.suffix in COMPRESSED_SUFFIXES else name).suffix
+    if name.suffix in COMPRESSED_SUFFIXES:
+        name = name.with_suffix("")
+    return name.suffix
 
 
 def mixture(sources: Sequence[Source], sizes: Sequence[int], seed: int) -> NDArray[numpy.int64]:
@@ -239,8 +249,9 @@ def mixture(sources: Sequence[Source], sizes: Sequence[int], seed: int) -> NDArr
     for source, size in zip(sources, sizes, strict=True):
         if not size:
             raise DataError(f"{source.path}: no usable records; expected at least one")
+
     chosen = []
-    first = 0
+    first = 0  # number of the source's first record
     for number, (size, count) in enumerate(zip(sizes, _counts(sources, sizes), strict=True)):
         whole, rest = divmod(count, size)
         # Each source draws by itself, so that a record more in one does not change which half another gives.

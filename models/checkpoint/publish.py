@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 def _foreign(folder: Path) -> str | None:
     """Name what in a folder Pipetune did not write; None if nothing."""
     files = _read_mark(folder).get("files", {})
-    folders = {parent.as_posix() for name in files for parent in Path(name).parents}
+    parents = chain.from_iterable(Path(name).parents for name in files)
+    folders = {parent.as_posix() for parent in parents}
     for path in sorted(folder.rglob("*")):
         name, stat = path.relative_to(folder).as_posix(), path.lstat()
         if name == MARK or (name in folders and path.is_dir() and not path.is_symlink()):

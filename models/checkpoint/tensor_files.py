@@ -68,6 +68,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
         except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"{path}: damaged or truncated: {error}") from None
+
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         for name, entry in header.items():
             if entry["dtype"] not in DTYPES:

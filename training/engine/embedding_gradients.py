@@ -9,6 +9,7 @@ sums are the same to the last bit. Not on a GPU, where finding the words would m
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -22,7 +23,7 @@ def add_rows_alone(model: nn.Module) -> None:
 
     A weight that is also a head's gets one gradient of both from autograd, whose sum would be rounded in another order.
     """
-    owners = Counter(weight for layer in model.modules() for weight in vars(layer)["_parameters"].values())
+    owners = Counter(chain.from_iterable(vars(layer)["_parameters"].values() for layer in model.modules()))
     for layer in model.modules():
         plain = type(layer) is nn.Embedding and not (layer.sparse or layer.max_norm or layer.scale_grad_by_freq)
         if plain and layer.weight.requires_grad and layer.weight.is_cpu and owners[layer.weight] == 1:
@@ -55,7 +56,8 @@ class _Rows(torch.autograd.Function):
             weight.grad = _dense(gradient, ids, len(weight), padding)
         else:
             if padding >= 0:  # it gets no gradient
-                gradient, ids = gradient[ids != padding], ids[ids != padding]
+                is_word = ids != padding
+                gradient, ids = gradient[is_word], ids[is_word]
             words, places = ids.unique(return_inverse=True)
             total.index_add_(0, words, _dense(gradient, places, len(words), -1).to(total.dtype))
 

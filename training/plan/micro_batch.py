@@ -60,11 +60,14 @@ def advice(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed, in_
 
 def _possible(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed, in_stages: bool) -> list[Basis]:
     """List the workload of each number of rows that the batch allows."""
-    candidates = [config.model_copy(update={ROWS: rows}) for rows in SIZES]
+    # As many rows as leave the schedule its micro-batches, and divide the global batch.
     replicas = config.model_topo.row_replicas
     enough = max(1, config.train_batch_size // (replicas * max(1, config.least_micro_batches)))
-    possible = [each for each in candidates if each.micro_batch_size <= enough and _divides(each)]
-    return [replace(Basis(each, spec, feed(each), device), in_stages=in_stages) for each in possible]
+    candidates = [config.model_copy(update={ROWS: rows}) for rows in SIZES if rows <= enough]
+    return [
+        replace(Basis(candidate, spec, feed(candidate), device), in_stages=in_stages)
+        for candidate in filter(_divides, candidates)
+    ]
 
 
 def _all_seconds(bases: list[Basis]) -> dict[int, float]:
@@ -95,13 +98,17 @@ def _seconds(basis: Basis) -> float | None:
 
 def _timed(bases: list[Basis]) -> list[Basis]:
     """Time layers with one row and with several, and correct the plan's times of any number of rows by both."""
-    few, many = (next(each for each in order if _rows(each) <= TIMED_ROWS) for order in (bases, bases[::-1]))
+    timed = [basis for basis in bases if _rows(basis) <= TIMED_ROWS]
+    few, many = timed[0], timed[-1]
     kinds = set(layer_kinds(few.spec))
     first, last = _calibrated(few, kinds), _calibrated(many, kinds - {0, few.spec.n_layers - 1})
+
     span = max(1, _rows(many) - _rows(few))
-    return [
-        replace(each, calibration=_between(first, last, min(1.0, (_rows(each) - _rows(few)) / span))) for each in bases
-    ]
+    corrected = []
+    for basis in bases:
+        share = min(1.0, (_rows(basis) - _rows(few)) / span)
+        corrected.append(replace(basis, calibration=_between(first, last, share)))
+    return corrected
 
 
 def _rows(basis: Basis) -> int:
@@ -118,8 +125,8 @@ def _between(first: Calibration, last: Calibration, share: float) -> Calibration
     def mixed(one: float, other: float) -> float:
         return one + share * (other - one)
 
-    layers = {
-        kind: (mixed(first.layers[kind][0], times[0]), mixed(first.layers[kind][1], times[1]))
-        for kind, times in last.layers.items()
-    }
-    return first.model_copy(update={"layers": first.layers | layers})
+    layers = dict(first.layers)
+    for kind, (last_forward, last_backward) in last.layers.items():
+        forward, backward = first.layers[kind]
+        layers[kind] = mixed(forward, last_forward), mixed(backward, last_backward)
+    return first.model_copy(update={"layers": layers})
