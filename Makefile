@@ -7,12 +7,16 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')
 TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help quickstart test test-slow test-all lint format clean
+# What reads all files, and a whole run in real processes: imports do not say that they reach a change.
+ALWAYS := tests/test_style.py tests/test_imports.py tests/training/test_runs.py
+
+.PHONY: help quickstart test test-for test-slow test-all lint format clean
 
 help:
 	@echo "make quickstart   fine-tune a real small model and see the effect (about 10 minutes on two cores)"
 	@echo "make quickstart MODEL=DIR DATA=FILE   the same with your own model and records; KEYS='key.sub=value ...' too"
 	@echo "make test         lint, type check and tests"
+	@echo "make test-for     those of the tests that reach what has changed since main"
 	@echo "make test-slow    the long tests"
 	@echo "make test-all     everything: those two, and the tests that take longest"
 	@echo "make lint         ruff, mypy and the rules of imports alone"
@@ -24,6 +28,9 @@ quickstart: $(VENV)/installed
 
 test: lint
 	$(TESTS) -m "not slow and not longest"
+
+test-for: $(VENV)/installed-dev
+	files=$$($(BIN)/python -m tests.affected) && $(TESTS) -m "not slow and not longest" $$files $(ALWAYS)
 
 test-slow: $(VENV)/installed-dev
 	$(TESTS) -m "slow and not longest"

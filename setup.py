@@ -78,7 +78,7 @@ setup(
         "mlflow": ["mlflow"],
         "datasets": ["datasets>=4"],
     },
-    packages=[NAME, *(f"{NAME}.{each}" for part in PACKAGES for each in find_packages(include=[part, f"{part}.*"]))],
+    packages=[NAME, *(f"{NAME}.{each}" for each in find_packages() if top(each) in PACKAGES)],
     package_dir={NAME: NAME} | {f"{NAME}.{part}": part for part in PACKAGES},
     package_data={"": ["*.json", "*.yml"]},
     cmdclass={"build_py": BuildUnderOneName},

@@ -71,22 +71,26 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
         (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
         spec = read_spec(source)
         shapes = [list(spec.shapes(layer).values()) for layer in range(spec.n_layers)]
-        sizes = [2 * sum(shape.numel() for shape in each) for each in shapes]
+        sizes = [2 * sum(map(torch.Size.numel, of_layer)) for of_layer in shapes]
         if 3 * sum(sizes) + SPARE_BYTES <= shutil.disk_usage(folder).free or spec.n_blocks == 1:
             break
         config["num_hidden_layers"] = spec.n_blocks - 1
-    infos = {
-        name: TensorInfo(torch.bfloat16, shape)
-        for layer in range(spec.n_layers)
-        for binding in spec.weight_map.bindings(layer, spec.shapes(layer))
-        for name, shape in binding.disk_shapes(spec.shapes(layer)).items()
-    }
+
+    infos: dict[str, TensorInfo] = {}
+    for layer in range(spec.n_layers):
+        for binding in spec.weight_map.bindings(layer, spec.shapes(layer)):
+            on_disk = binding.disk_shapes(spec.shapes(layer))
+            infos |= {name: TensorInfo(torch.bfloat16, shape) for name, shape in on_disk.items()}
     files = divide(infos, SHARD_BYTES)
     noise = torch.randn(max(info.shape.numel() for info in infos.values()) + len(infos)).bfloat16()
     with SafetensorsWriter(source, files, infos) as writer:
         for number, (name, info) in enumerate(infos.items()):
             writer.write(name, noise[number : number + info.shape.numel()].view(info.shape))
-    index = json.dumps({"metadata": {}, "weight_map": {name: file for file, names in files.items() for name in names}})
+
+    weight_map: dict[str, str] = {}
+    for file, names in files.items():
+        weight_map.update(dict.fromkeys(names, file))
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
     (source / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     write_figures(folder, (spec.n_blocks, sizes[1]))
 

@@ -98,8 +98,10 @@ def bare(folder: Path, data: str) -> None:
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     writer = Writer(tokenizer, Prompts("chat_template"))
+    texts: list[str] = []
     with open(data, encoding="utf-8") as lines:
-        texts = [writer.write(record)[0].text for line in lines for record in convert(json.loads(line)).records]
+        for line in lines:
+            texts += [writer.write(record)[0].text for record in convert(json.loads(line)).records]
     begin = time.perf_counter()
     for first in range(0, len(texts), TOGETHER):
         tokenizer.backend_tokenizer.encode_batch(texts[first : first + TOGETHER], add_special_tokens=False)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -63,10 +64,11 @@ def measure(folder: Path) -> Report:
         requests = [Request(prompt, NEW, set()) for prompt in asked]
         assert len(list(generate_many(model, requests, AT_ONCE))) == NEW * AT_ONCE
 
-    rounds = [
-        [seconds(write, count) for write in (transformers_writes, we_write) for count in (1, NEW)]
-        for _ in range(ROUNDS + 1)
-    ][1:]  # the first one warms up
+    rounds = []
+    for _ in range(ROUNDS + 1):
+        ways = product((transformers_writes, we_write), (1, NEW))
+        rounds.append([seconds(write, count) for write, count in ways])
+    del rounds[0]  # it warms up
     batches = [(seconds(one_by_one), seconds(at_once)) for _ in range(ROUNDS)]
     return against_targets(
         "answers against transformers",

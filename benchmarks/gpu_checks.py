@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def kernel_error(kernel: str, dtype: torch.dtype, window: int | None) -> float:
     inputs = [torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes]
     weight = torch.randn(2, 512, 8, 64, device=DEVICE, dtype=dtype)
     documents = Documents(lengths)
-    positions = torch.stack([torch.cat([torch.arange(each) for each in row]) for row in lengths]).to(DEVICE)
+    positions = torch.stack([torch.cat(list(map(torch.arange, row))) for row in lengths]).to(DEVICE)
     module: Any = torch.nn.Module()
     module.is_causal, module.num_key_value_groups = True, 4
     mask: Any = flex.scope(positions, window) if kernel == flex.FLEX else None
@@ -170,9 +171,8 @@ def both_in(folder: Path, name: str, shape: dict[str, Any], dtype: torch.dtype) 
 
     theirs = load_file(folder / "gradients" / "model.safetensors")
     assert theirs.keys() == ours.keys(), theirs.keys() ^ ours.keys()
-    found, wanted = (
-        torch.cat([side[each].flatten().float().cpu() for each in sorted(ours)]) for side in (ours, theirs)
-    )
+    found = torch.cat([ours[name].flatten().float().cpu() for name in sorted(ours)])
+    wanted = torch.cat([theirs[name].flatten().float().cpu() for name in sorted(ours)])
     return abs(float(loss / expected) - 1), found, wanted
 
 
@@ -251,8 +251,11 @@ def losses_of(run: Path) -> list[float]:
 def weights_of(run: Path) -> list[Tensor]:
     """Return the weights of a run's last checkpoint."""
     layers = sorted((run / f"step-{STEPS:06}").glob("layer_*"))
-    states = [torch.load(layer, map_location="cpu", weights_only=True) for layer in layers]
-    return [weight for state in states for _, weight in sorted(state.items())]
+    weights: list[Tensor] = []
+    for layer in layers:
+        state = torch.load(layer, map_location="cpu", weights_only=True)
+        weights += [state[name] for name in sorted(state)]
+    return weights
 
 
 def resume(folder: Path) -> Figures:
@@ -302,9 +305,9 @@ def stages(folder: Path) -> Figures:
     limits: dict[str, float] = {}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
         for (name, keys), limit in zip(precisions.items(), (1e-4, 1e-2), strict=True):
-            ways = [(f"{name} {dims[0]} {schedule}", dims, keys | {"schedule": schedule})
-                    for dims in ((2, 1), (4, 1)) for schedule in ("1f1b", "dualpipev")]  # fmt: skip
-            ways.insert(0, (name, (1, 1), keys))
+            ways = [(name, (1, 1), keys)]
+            for dims, schedule in product(((2, 1), (4, 1)), ("1f1b", "dualpipev")):
+                ways.append((f"{name} {dims[0]} {schedule}", dims, keys | {"schedule": schedule}))
             one, *others = pool.map(partial(losses_in_stages, folder), *zip(*ways, strict=True))
             for (way, *_), losses in zip(ways[1:], others, strict=True):
                 figures[way] = max(abs(a / b - 1) for a, b in zip(losses, one, strict=True)) if losses else float("nan")

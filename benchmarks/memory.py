@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -89,13 +89,12 @@ def measure(figure: str, cases: dict[str, dict[str, Any]], folder: Path) -> Repo
         save_random_model(folder)
     asked = {name: keys for name, keys in cases.items() if stages > 1 or "schedule" not in keys}
     found = {name: run_workers(stages, "benchmarks.memory", folder, "plan", keys=keys) for name, keys in asked.items()}
-    error = max(abs(plan / peak - 1) for case in found.values() for plan, peak in case)
+    error = max(abs(plan / peak - 1) for plan, peak in chain.from_iterable(found.values()))
     title = f"peak memory of {LENGTH} tokens a micro-batch; {figure}_error {error:.3f}"
-    rows = (
-        (name, str(rank), f"{plan / 1e9:.2f}", f"{peak / 1e9:.2f}", f"{plan / peak - 1:+.1%}")
-        for name, case in found.items()
-        for rank, (plan, peak) in enumerate(case)
-    )
+    rows = []
+    for name, case in found.items():
+        for rank, (plan, peak) in enumerate(case):
+            rows.append((name, str(rank), f"{plan / 1e9:.2f}", f"{peak / 1e9:.2f}", f"{plan / peak - 1:+.1%}"))
     table = table_of(title, ("case", "rank", "planned, GB", "measured, GB", "error"), rows)
     return Report({f"{figure}_error": error, f"{figure}_cases": found}, table)
 

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import SequentialSampler
 
 from data.loader import GlobalBatch, Loader
 from data.sample_set import InMemory, SampleSet
+from options import RunConfig
 from options.timeline.recorder import Record, Recorder
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
@@ -25,6 +26,9 @@ from training.engine.trainer import Trainer
 from training.engine.turns import slots_of
 from training.schedule.weight_streaming import Slot, simulate
 from training.topology import Slots
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 MOST_STEPS = 12  # of transformers' Trainer
 Figures = Callable[[], dict[str, Any]]
@@ -40,7 +44,7 @@ class Pace(Protocol):
         """Take a step's seconds and its tokens that are not padding."""
 
 
-def run_config(folder: Path, rows: int, length: int, **keys: Any) -> TrainConfig:
+def run_config(folder: Path, rows: int, length: int, **keys: Any) -> RunConfig:
     """Make the config of a run that trains the model of a folder from scratch, on `rows` rows a step.
 
     Args:
@@ -48,7 +52,7 @@ def run_config(folder: Path, rows: int, length: int, **keys: Any) -> TrainConfig
     """
     shape = {"max_seq_len": length, "train_batch_size": rows}
     paths = {"model_path": str(folder), "save_path": str(folder), "data_path": ""}
-    return TrainConfig.model_validate(paths | shape | {"from_scratch": True} | keys)
+    return RunConfig.model_validate(paths | shape | {"from_scratch": True} | keys)
 
 
 def save_random_model(folder: Path) -> None:
@@ -130,6 +134,31 @@ def now() -> float:
     return time.perf_counter()
 
 
+def clock_of(pace: Pace, tokens: Callable[[int], int], figures: Figures = dict) -> TrainerCallback:
+    """Make a callback of transformers' Trainer that times each step, the making of its batch included.
+
+    Args:
+        tokens: in the batch of a step, counted from 0, without padding.
+        figures: more figures of the last step.
+    """
+    from transformers import TrainerCallback, TrainerControl, TrainingArguments
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
+            control.should_training_stop = not pace.wait()
+            self.begin = now()
+
+        def on_step_end(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
+            self.seconds = now() - self.begin
+
+        def on_log(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **named: Any) -> None:
+            if loss := named["logs"].get("loss"):  # after each step, and once without at the end
+                pace.done(self.seconds, tokens(state.global_step - 1), loss=float(loss), **figures())
+                self.on_train_begin(arguments, state, control)
+
+    return Clock()
+
+
 def train_by_transformers(
     config: TrainConfig,
     samples: SampleSet,
@@ -137,6 +166,8 @@ def train_by_transformers(
     micro_batch: int,
     liger: bool = False,
     figures: Figures = dict,
+    prepare: Callable[[Any], Any] | None = None,
+    **more: Any,
 ) -> None:
     """Train as the documentation of transformers' Trainer has it.
 
@@ -144,17 +175,10 @@ def train_by_transformers(
         micro_batch: samples in a micro-batch, padded to the longest by transformers' own collator.
         liger: patch the model with Liger's kernels.
         figures: more figures of the last step.
+        prepare: gets the model and returns the one to train, such as one with adapters.
+        more: arguments of the Trainer.
     """
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        DataCollatorForSeq2Seq,
-        Trainer,
-        TrainerCallback,
-        TrainerControl,
-        TrainingArguments,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer
 
     class InOrder(Trainer):
         """Takes the samples as they come."""
@@ -162,24 +186,34 @@ def train_by_transformers(
         def _get_train_sampler(self, *_: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
 
-    class Clock(TrainerCallback):
-        """Times each step, the making of its batch included."""
-
-        def on_train_begin(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
-            control.should_training_stop = not pace.wait()
-            self.begin = now()
-
-        def on_step_end(self, arguments: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
-            pace.done(now() - self.begin, loader.batch(state.global_step - 1).tokens, **figures())
-            self.on_train_begin(arguments, state, control)
-
     loader = build_loader(samples, config)
     tokenizer = AutoTokenizer.from_pretrained(config.model_path)
     tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_path))
+    if config.from_scratch:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_path))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=torch.float32)
     if config.use_grad_ckpt:
         model.config.use_cache = False
-    arguments = TrainingArguments(
+    arguments = trainer_arguments(config, micro_batch, use_liger_kernel=liger, **more)
+    InOrder(
+        prepare(model) if prepare else model,
+        arguments,
+        DataCollatorForSeq2Seq(tokenizer),
+        train_dataset=_shuffled_rows(loader),
+        callbacks=[clock_of(pace, lambda step: loader.batch(step).tokens, figures)],
+    ).train()
+
+
+def trainer_arguments(config: TrainConfig, micro_batch: int, kind: Any = None, **more: Any) -> Any:
+    """Make a Trainer's arguments of a config.
+
+    Args:
+        kind: of arguments; transformers' where absent.
+    """
+    from transformers import TrainingArguments
+
+    return (kind or TrainingArguments)(
         output_dir=config.save_path,
         max_steps=MOST_STEPS,
         per_device_train_batch_size=micro_batch,
@@ -187,23 +221,29 @@ def train_by_transformers(
         gradient_checkpointing=config.use_grad_ckpt is True,
         bf16=config.bf16.enabled,
         use_cpu=not torch.cuda.is_available(),
-        use_liger_kernel=liger,
         dataloader_pin_memory=torch.cuda.is_available(),
         save_strategy="no",
+        logging_steps=1,
         report_to="none",
         disable_tqdm=True,
+        **more,
     )
-    collator = DataCollatorForSeq2Seq(tokenizer)
-    InOrder(model, arguments, collator, train_dataset=_shuffled_rows(loader), callbacks=[Clock()]).train()
+
+
+def in_order(loader: Loader) -> list[int]:
+    """List the samples of all steps, those of a step shuffled; a Loader sorts them by length."""
+    generator = torch.Generator().manual_seed(0)
+    order = []
+    for step in range(MOST_STEPS):
+        numbers = loader.batch(step).samples
+        order += [numbers[place] for place in torch.randperm(len(numbers), generator=generator)]
+    return order
 
 
 def _shuffled_rows(loader: Loader) -> list[dict[str, list[int]]]:
-    """Shuffle the samples of each step; a Loader sorts them by length."""
-    generator = torch.Generator().manual_seed(0)
+    """Return what the Trainer reads."""
     rows = []
-    for step in range(MOST_STEPS):
-        numbers = loader.batch(step).samples
-        for place in torch.randperm(len(numbers), generator=generator).tolist():
-            sample = loader.data.samples[numbers[place]]
-            rows.append({key: torch.as_tensor(sample[key]).tolist() for key in ("input_ids", "labels")})
+    for number in in_order(loader):
+        sample = loader.data.samples[number]
+        rows.append({key: torch.as_tensor(sample[key]).tolist() for key in ("input_ids", "labels")})
     return rows

@@ -34,6 +34,7 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from benchmarks import peers
 from benchmarks.memory import LORA, MODEL, NF4
 from benchmarks.report import Report, run_parts, table_of
 from benchmarks.tokenizing import RECORDS, make_tokenizer
@@ -41,7 +42,7 @@ from benchmarks.workers import Turn, Turns
 
 if TYPE_CHECKING:  # the process that compares needs no torch
     from data.sample_set import SampleSet
-    from training.config.keys import TrainConfig
+    from options import RunConfig
     from training.engine.trainer import Trainer
 
 SMALL: dict[str, Any] = {
@@ -284,13 +285,14 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
 
     from benchmarks.steps import joined, run_config, time_turns, topology, train, train_by_transformers
     from models.api import read_spec
+    from options.preference.collation import judged
     from training.data_setup import build_loader
     from training.distributed.processes import gather
     from training.engine.zero import ZeroTrainer
+    from training.measures import loss_of
     from training.metrics.peak_memory import peak_memory
     from training.options import pipeline_trainer
     from training.plan.auto import divide
-    from training.preference import loss_of
     from training.trained import with_trained
 
     asked, model, way = CASES[case], folder.parent, Way(**chosen)
@@ -317,7 +319,8 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     with joined(config):
         torch.set_num_threads(way.threads)  # joining divides the cores among the processes
         loader, spec = build_loader(samples_of(asked, config), config), with_trained(read_spec(model), config)
-        loader.reference = numpy.zeros((len(loader.data.lengths), 2), numpy.float32)
+        if config.preference:
+            judged(loader).reference = numpy.zeros((len(loader.data.lengths), 2), numpy.float32)
         before = peak_memory()
         division = divide(config, spec, engine.in_stages)
         trainer = engine.build(config, spec, model, division)
@@ -329,7 +332,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         train(trainer, loader, Turn(folder), figures)
 
 
-def samples_of(case: Case, config: TrainConfig) -> SampleSet:
+def samples_of(case: Case, config: RunConfig) -> SampleSet:
     """Read the records, or make full rows."""
     from rich.console import Console
 
@@ -345,4 +348,5 @@ def samples_of(case: Case, config: TrainConfig) -> SampleSet:
 
 
 if __name__ == "__main__":
-    run_parts("Speed of a pipeline on a CPU.", {name: partial(measure, name) for name in CASES}, {"train": train_way})
+    parts = {name: partial(measure, name) for name in CASES} | {"peers": peers.measure_all}
+    run_parts("Speed of a pipeline on a CPU.", parts, {"train": train_way})

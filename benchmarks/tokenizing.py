@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -51,7 +52,7 @@ def make_tokenizer(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for pair in pairs() for text in pair), trainer)
+    tokenizer.train_from_iterator(chain.from_iterable(pairs()), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML)
     fast.save_pretrained(folder)
 

@@ -167,6 +167,13 @@ def _obstacle(job: Job, left: float) -> str | None:
     return None
 
 
+def _reason(code: int) -> str:
+    """Say why a command with this exit code failed; empty where it did not."""
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"exit code {code}" if code else ""
+
+
 def _run(job: Job, folder: Path, limit: float, log: IO[bytes]) -> Row:
     """Run a job; return its row.
 
@@ -191,7 +198,7 @@ def _run(job: Job, folder: Path, limit: float, log: IO[bytes]) -> Row:
     )
     try:
         code = process.wait(limit)
-        reason = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}" if code else ""
+        reason = _reason(code)
     except subprocess.TimeoutExpired:
         reason = f"killed after {limit:.0f} s"
     finally:  # also where the user presses Ctrl-C
@@ -206,7 +213,8 @@ def _run(job: Job, folder: Path, limit: float, log: IO[bytes]) -> Row:
     if figures.is_file():  # also of one that failed when it had measured, as some do at their exit
         row |= json.loads(figures.read_text(encoding="utf-8"))
     if not reason:
-        return row if job.has_figures else row | {"said": lines[-1] if lines else ""}
+        said = lines[-1] if lines else ""
+        return row if job.has_figures else row | {"said": said}
     errors = [found[0] for line in lines if (found := _ERROR.search(line))]
     why = (errors or lines or ["it printed nothing"])[-1]
     return row | {"reason": f"{reason}: {why}", "tail": lines[-TAIL_LINES:]}

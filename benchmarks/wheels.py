@@ -85,7 +85,8 @@ def collect(folder: Path, have: Path, python: str) -> list[Path]:
 def _download(versions: str, name: str, folder: Path, python: str) -> Path:
     """A package's wheel for the other machine; built here where it has none and is pure Python, as DeepSpeed is."""
     where = ["--python-version", python, "--implementation", "cp", "--only-binary=:all:"]
-    where += [word for platform in PLATFORMS for word in ("--platform", platform)]
+    for platform in PLATFORMS:
+        where += ["--platform", platform]
     with tempfile.TemporaryDirectory() as made:
         _, complaint = _pip("download", "--no-deps", "--dest", made, *where, name + versions)
         if complaint:

@@ -31,11 +31,25 @@ LOOK = 0.02  # seconds between two looks at waiting workers
 
 
 class Workers:
-    """A worker in N processes through the launcher or, without a number, in one process without ranks."""
+    """A worker in N processes through the launcher or, without a number, in one process without ranks.
 
-    def __init__(self, processes: int | None, module: str, folder: Path, work: str, given: dict[str, Any]) -> None:
+    Args:
+        python: of the environment to run in; this process's where absent.
+    """
+
+    def __init__(
+        self,
+        processes: int | None,
+        module: str,
+        folder: Path,
+        work: str,
+        given: dict[str, Any],
+        python: Path | None = None,
+    ) -> None:
         words = ["--folder", str(folder), "--work", work, "--given", json.dumps(given)]
         self._command = [*command(processes, module), *words]
+        if python:
+            self._command[0] = str(python)
         self._printed = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             self._command, cwd=ROOT, env=environment(), stdout=self._printed, stderr=subprocess.STDOUT
@@ -108,13 +122,21 @@ class Turn:
 class Way:
     """The benchmark's side: processes that train in one way; see `Workers`."""
 
-    def __init__(self, folder: Path, processes: int | None, module: str, work: str, given: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        processes: int | None,
+        module: str,
+        work: str,
+        given: dict[str, Any],
+        python: Path | None = None,
+    ) -> None:
         folder.mkdir(parents=True)
         self.steps: list[dict[str, Any]] = []
         self._end = folder / END
         self._files = [_steps_file(folder, rank) for rank in range(processes or 1)]
         begin = time.monotonic()
-        self.workers = Workers(processes, module, folder, work, given)
+        self.workers = Workers(processes, module, folder, work, given, python)
         self._lines_of_all(1)
         self.startup = time.monotonic() - begin
 
@@ -178,13 +200,23 @@ class Turns:
             for way in self.ways.values():
                 way.workers.wait()
 
-    def add(self, name: str, processes: int | None, module: str, work: str, beside: bool = False, **given: Any) -> None:
+    def add(
+        self,
+        name: str,
+        processes: int | None,
+        module: str,
+        work: str,
+        beside: bool = False,
+        python: Path | None = None,
+        **given: Any,
+    ) -> None:
         """Start a way and let it make a step to warm up.
 
         Args:
             beside: its steps run at the same time as those of the way added before.
+            python: as of `Workers`.
         """
-        way = self.ways[name] = Way(self._folder / name, processes, module, work, given)
+        way = self.ways[name] = Way(self._folder / name, processes, module, work, given, python)
         self._groups += [] if beside else [[]]
         self._groups[-1].append(way)
         way.go()

@@ -13,6 +13,8 @@ other leases than those it examined, it gives way and starts over. A holder that
 finds its successor by `successor` before it writes anything more.
 
 Costs a touch every 10 s, and a small read for each call of `successor`.
+
+What one process writes on one host needs the lock of the kernel alone: `lock`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from common.whole_files import regular
 
@@ -177,7 +179,7 @@ class Lease:
             return False
         kernel = ""
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            lock(self._file, wait=True)
             kernel = kernel_name()
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self.holder = Holder(socket.gethostname(), os.getpid(), now, kernel, secrets.token_hex(8))
@@ -234,6 +236,19 @@ def _read(path: Path) -> Found | None:
             locked = isinstance(error, BlockingIOError)
         return Found(path, holder, locked, os.fstat(file.fileno()).st_mtime_ns)
     return None
+
+
+def lock(file: IO[Any] | int, wait: bool) -> None:
+    """Lock an open file until it is closed, or the process ends.
+
+    Args:
+        wait: until whoever looks at it is done.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+        OSError: the file system has no locks.
+    """
+    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
 def kernel_name() -> str:

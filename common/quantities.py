@@ -8,15 +8,17 @@ UNITS = {"day": 86_400.0, "hour": 3600.0, "minute": 60.0}  # in seconds
 
 def counted(number: float, noun: str) -> str:
     """Write a number of things: `1 step`, `1,200 steps`."""
-    plural = "es" if noun.endswith(("s", "batch")) else "s"
-    return f"{number:,} {noun}{plural * (number != 1)}"
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith(('s', 'batch')) else 's'}"
 
 
 def duration(seconds: float) -> str:
     """Write a time with three digits, in a unit that suits it: `4.2 ms`, `17.3 s`, `1 minute`, `2.5 days`."""
     for noun, size in UNITS.items():
         if seconds >= size:
-            return f"{_digits(seconds / size)} {noun}{'s' * (_digits(seconds / size) != '1')}"
+            digits = _digits(seconds / size)
+            return f"{digits} {noun}" if digits == "1" else f"{digits} {noun}s"
     return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(1000 * seconds)} ms"
 
 

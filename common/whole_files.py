@@ -83,7 +83,7 @@ def kept(path: Path, parse: Callable[[Any], Kept], read: Read = read_checked, te
     try:
         return parse(read(path))
     except (OSError, ValueError) as error:
-        plain = error.strerror if isinstance(error, OSError) else str(error) if type(error) is ValueError else ""
+        plain = str(error) if type(error) is ValueError else getattr(error, "strerror", "")
         if not isinstance(error, FileNotFoundError):
             tell(f"{path}: ignored: {plain or 'damaged'}")
         return None

@@ -7,8 +7,8 @@ ids restart at 0 with each, by which the model keeps them apart. The loss does n
 shuffled epoch, in which case a global batch is made of rows. A micro-batch is padded to its own longest row. The rows
 are dealt out by length, so that the replicas work on equal lengths at the same time.
 
-A sample of preferences may be two documents (`data.sample_set`), whose position ids restart, too. What its loss needs
-beside the labels goes along with each micro-batch (`Loader.tensors`).
+What a sample is made of, what the loss is a mean over, and what goes along with a micro-batch beside its tokens is the
+objective's to say (`data.collation`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import numpy
@@ -25,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data.collation import Collation
 from data.errors import DataError
 from data.packing import best_fit, level
 from data.sample_set import IGNORED, SampleSet
@@ -32,7 +32,7 @@ from data.settings import Packing
 
 PAD_MULTIPLE = 8  # to which lengths are rounded up: kernels like multiples of eight, and shapes repeat more often
 
-MicroBatch = tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]  # inputs, and what the loss gets
+MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # what the embedding gets, and what the loss gets
 Rows = list[list[int]]  # sample numbers by row
 
 
@@ -50,11 +50,6 @@ class GlobalBatch:
     def n_micro_batches(self) -> int:
         """Count the micro-batches per replica."""
         return len(self.micro_batches[0])
-
-    @property
-    def pairs(self) -> int:
-        """Count the samples."""
-        return len(self.samples)
 
     @property
     def samples(self) -> list[int]:
@@ -79,13 +74,10 @@ class Loader:
         same_everywhere: which samples share a micro-batch does not depend on `replicas` and `least_micro_batches`, and
             where there are too few, empty ones are added. That costs time.
         pad_multiple: the lengths of rows are rounded up to a multiple of it.
-        preference: the samples are pairs, or answers with a value, for a loss over whole documents.
+        collation: what the objective needs of the samples; that of fine-tuning where absent.
 
     Attributes:
-        reference: [n, 1 or 2], log-probabilities of each sample's documents under the reference, where they are known.
-        mismatched: the same samples with answers to other prompts, where the loss needs them (`data.mismatch`).
         evaluates: batches are parts of an evaluation: what is a mean over tokens is one over those of all of `data`.
-        soft: [trained tokens, ...], what a teacher says of each, sample by sample; sent along where it is given.
     """
 
     knows_lengths: ClassVar[bool] = True  # of all samples, before the first step
@@ -104,14 +96,11 @@ class Loader:
         least_micro_batches: int = 0,
         same_everywhere: bool = False,
         pad_multiple: int = PAD_MULTIPLE,
-        preference: bool = False,
+        collation: Collation | None = None,
     ) -> None:
         self.data = data
-        self.preference = preference
-        self.reference: NDArray[numpy.float32] | None = None
-        self.mismatched: Loader | None = None
+        self.collation = collation or Collation(data)
         self.evaluates = False
-        self.soft: Any = None
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.replicas = replicas
@@ -155,38 +144,34 @@ class Loader:
     def tensors(self, batch: GlobalBatch, replica: int) -> Iterator[MicroBatch]:
         """Make micro-batches: `((input_ids, position_ids), (labels, scale, share))`; [B, S] int64 and [] fp32.
 
-        DeepSpeed averages the micro-batches' losses over micro-batches and replicas, so each one's token sum is scaled
-        by their number over the trained tokens of the global batch. `share` does the same for losses that are no sum
-        over tokens: it is the micro-batch's part of the global batch's tokens, times the number of micro-batches.
-
-        With `preference` the second tuple is `(labels, scale, share, documents, facts, token_scale)`. `scale` is for a
-        sum over samples, and `token_scale` for one over the trained tokens of their first documents. `documents`
-        [B, S] int64 numbers the micro-batch's documents row by row, -1 for padding: of pair i, 2i is chosen and 2i + 1
-        rejected. `facts` [documents, 2] fp32 are a document's reference log-probability (0 if unknown) and its
-        sample's value. With `soft` it is `(labels, scale, share, soft)`, a row for each label in their order.
+        DeepSpeed averages the micro-batches' losses over micro-batches and replicas, so each one's sum is scaled by
+        their number over what the objective's mean is over (`Collation.weight`): the trained tokens of the global
+        batch, or others. `share` does the same for losses that are no such sum: it is the micro-batch's part of the
+        global batch's tokens, times the number of micro-batches. Tensors of the objective come behind those of the
+        first tuple and of the second.
         """
-        n_losses = batch.n_micro_batches * self.replicas
-        count = batch.pairs if self.preference else batch.supervised
-        scale = torch.tensor(n_losses / max(count, 1), dtype=torch.float32)
-        if self.preference:
-            tokens = batch.pairs * self._mean_chosen if self.evaluates else self._chosen_tokens(batch.samples)
-            token_scale = torch.tensor(n_losses / (tokens or 1), dtype=torch.float32)
-        for rows in batch.micro_batches[replica]:
+        n_losses = self.n_losses(batch)
+        scale = torch.tensor(n_losses / max(self.collation.weight(batch), 1), dtype=torch.float32)
+        for rows, carried in zip(
+            batch.micro_batches[replica], self.collation.carried(self, batch, replica), strict=True
+        ):
             input_ids, position_ids, labels = self._collate(rows)
             tokens = sum(self._tokens(row) for row in rows)
             share = torch.tensor(n_losses * tokens / max(batch.tokens, 1), dtype=torch.float32)
-            more: tuple[Tensor, ...] = (*self._documents(rows), token_scale) if self.preference else ()
-            more = more if self.soft is None else (self._soft_targets(rows),)
-            yield (input_ids, position_ids), (labels, scale, share, *more)
+            yield (input_ids, position_ids, *carried.first), (labels, scale, share, *carried.last)
+
+    def n_losses(self, batch: GlobalBatch) -> int:
+        """Count the losses of a batch, one a micro-batch, that are averaged: over all replicas."""
+        return batch.n_micro_batches * self.replicas
 
     def shapes(self, batch: GlobalBatch, replica: int) -> list[tuple[int, int]]:
         """Return rows and length of a replica's micro-batches without making them."""
-        return [self._shape(rows) for rows in batch.micro_batches[replica]]
+        return [self.shape(rows) for rows in batch.micro_batches[replica]]
 
     def layouts(self, batch: GlobalBatch, replica: int) -> list[tuple[Rows, int]]:
         """Return, for each micro-batch of a replica, the document lengths of its rows and the padded length."""
         return [
-            ([[part for number in row for part in self._parts(number)] for row in rows] or [[]], self._shape(rows)[1])
+            ([list(chain(*self.collation.documents(row))) for row in rows] or [[]], self.shape(rows)[1])
             for rows in batch.micro_batches[replica]
         ]
 
@@ -197,7 +182,7 @@ class Loader:
             batch = self.batch(step)
             kept += batch.tokens
             for rows in (rows for replica in batch.micro_batches for rows in replica):
-                total += math.prod(self._shape(rows))
+                total += math.prod(self.shape(rows))
         return kept / total
 
     def _count_steps(self, drop_last: bool) -> int:
@@ -222,9 +207,7 @@ class Loader:
         groups += [[] for _ in range(-len(groups) % self.replicas)]  # a replica without samples still takes part
         return GlobalBatch(
             micro_batches=[groups[replica :: self.replicas] for replica in range(self.replicas)],
-            lengths=[length for number in chosen.tolist() for length in self._parts(number)]
-            if self.preference
-            else self.data.lengths[chosen].tolist(),
+            lengths=list(chain(*self.collation.documents(chosen.tolist()))),
             tokens=int(self.data.lengths[chosen].sum()),
             supervised=int(self.data.supervised[chosen].sum()),
         )
@@ -240,72 +223,29 @@ class Loader:
     def _tokens(self, row: list[int]) -> int:
         return int(self.data.lengths[row].sum()) if row else 0
 
-    def _shape(self, rows: Rows) -> tuple[int, int]:
-        """Return the shape of a micro-batch."""
+    def shape(self, rows: Rows) -> tuple[int, int]:
+        """Return the shape of a micro-batch of these rows."""
         longest = max((self._tokens(row) for row in rows), default=0)
         return max(len(rows), 1), max(-(-longest // self._pad_multiple), 1) * self._pad_multiple
 
-    def _parts(self, number: int) -> list[int]:
-        """Return the lengths of a sample's documents."""
-        length = int(self.data.lengths[number])
-        first = int(self.data.first[number]) if self.preference else 0
-        return [first, length - first] if first else [length]
-
     def _collate(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        shape = self._shape(rows)
+        shape = self.shape(rows)
         # Padding stands on the right, where no real token attends to it; any id will do. Its position p is -1 - p.
         input_ids = torch.zeros(shape, dtype=torch.int64)
         position_ids = -1 - torch.arange(shape[1]).repeat(shape[0], 1)
         labels = torch.full(shape, IGNORED, dtype=torch.int64)
         for index, row in enumerate(rows):
             begin = 0
-            for number in row:
+            for number, lengths in zip(row, self.collation.documents(row), strict=True):
                 sample = self.data.samples[number]
                 end = begin + len(sample["input_ids"])
                 input_ids[index, begin:end] = torch.tensor(sample["input_ids"])
                 labels[index, begin:end] = torch.tensor(sample["labels"])
-                for length in self._parts(number):
+                for length in lengths:
                     position_ids[index, begin : begin + length] = torch.arange(length)
                     labels[index, begin] = IGNORED  # it has no predecessor of its own document that could predict it
                     begin += length
         return input_ids, position_ids, labels
-
-    def _documents(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Number the documents of a micro-batch by token, and list what is known of each."""
-        documents = torch.full(self._shape(rows), -1, dtype=torch.int64)
-        facts: list[tuple[float, float]] = []
-        for index, row in enumerate(rows):
-            begin = 0
-            for number in row:
-                known, value = self._reference_of(number), float(self.data.values[number])
-                for place, length in enumerate(self._parts(number)):
-                    documents[index, begin : begin + length] = len(facts)
-                    facts.append((known[place], value))
-                    begin += length
-        return documents, torch.tensor(facts, dtype=torch.float32).reshape(-1, 2)
-
-    @cached_property
-    def first_tokens(self) -> NDArray[numpy.int64]:
-        """Return [n + 1], the number of each sample's first trained token, counted sample by sample, and their sum."""
-        return numpy.append(0, numpy.cumsum(self.data.supervised, dtype=numpy.int64))
-
-    def _soft_targets(self, rows: Rows) -> Tensor:
-        first = self.first_tokens
-        parts = [self.soft[first[number] : first[number + 1]] for row in rows for number in row]
-        return torch.from_numpy(numpy.concatenate(parts or [self.soft[0:0]]))
-
-    def _reference_of(self, number: int) -> list[float]:
-        return [0.0, 0.0] if self.reference is None else self.reference[number].tolist()
-
-    @cached_property
-    def _mean_chosen(self) -> float:
-        return self._chosen_tokens(range(len(self.data.lengths))) / len(self.data.lengths)
-
-    def _chosen_tokens(self, samples: Sequence[int]) -> int:
-        """Count the trained tokens of the first documents of samples, or of the only ones."""
-        numbers = numpy.asarray(samples)
-        first, single = self.data.first_supervised[numbers], self.data.first[numbers] == 0
-        return int(numpy.where(single, self.data.supervised[numbers], first).sum())
 
     def _load(self, epoch: int) -> None:
         """Keep what the global batches of an epoch are cut from: rows or samples."""

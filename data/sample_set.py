@@ -81,6 +81,14 @@ class InMemory:
         return numpy.array([sample.get("value", 0.0) for sample in self.samples], dtype=numpy.float32)
 
 
+def documents(sample: Sample) -> list[Sample]:
+    """Split a sample into its documents."""
+    first = sample.get("first", 0) or len(sample["input_ids"])
+    halves = slice(0, first), slice(first, None)
+    made: list[Sample] = [{"input_ids": sample["input_ids"][half], "labels": sample["labels"][half]} for half in halves]
+    return [each for each in made if len(each["input_ids"])]
+
+
 def supervised_count(sample: Sample) -> int:
     """Count the trained tokens of a sample."""
     first = sample.get("first", 0)

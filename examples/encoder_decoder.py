@@ -204,8 +204,9 @@ def show(model: T5ForConditionalGeneration) -> None:
     for (source, seen, _), labels in (Sorting(10_000, 40)[number] for number in range(40)):
         asked = {"input_ids": source[None], "attention_mask": seen[None].long()}
         answer = model.generate(**asked, max_new_tokens=LONGEST + 1, do_sample=False)[0, 1:].tolist()
-        right += answer == labels[labels != IGNORED].tolist()
-    print(f"{source[source < PAD].tolist()} -> {[word for word in answer if word < PAD]}")
+        trained, words = labels != IGNORED, source < PAD
+        right += answer == labels[trained].tolist()
+    print(f"{source[words].tolist()} -> {[word for word in answer if word < PAD]}")
     print(f"sorted right: {right} of 40")
 
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import regex
@@ -98,7 +99,7 @@ class Trained:
 
     def _trains(self, name: str, paths: list[str]) -> bool:
         if self.lora is None:
-            return not any(re.search(each, path) for each in self.freeze for path in paths)
+            return not any(re.search(pattern, path) for pattern, path in product(self.freeze, paths))
         owners = (path.rpartition(".")[0] for path in paths)
         return is_factor(name) or any(ends_with(owner, self.lora.modules_to_save) for owner in owners)
 
@@ -278,6 +279,7 @@ def _adapt(module: nn.Module, lora: Lora, path: str) -> None:
             _add_factors(module, "", [columns, rows] if is_transposed(module) else [rows, columns], lora, path)
             module.__class__ = mixed(Adapted, module.__class__)
         return
+
     for name in expert_weights(module):
         if lora.experts and (everything or lora.takes(f"{path}.{name}")):
             if lora.dropout:

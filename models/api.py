@@ -45,6 +45,7 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
     raw, part = model_fields(path, content)
     if labels := labels_of(raw):
         part = {name: value for name, value in part.items() if name not in OWN_FIELDS}
+
     whole = raw["model_type"] if part["model_type"] != raw["model_type"] else None
     try:
         family = declared_family(part)
@@ -58,12 +59,15 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # transformers raises many kinds for a config that makes no sense
         raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
+
     if labels:
         config.num_labels, config.tie_word_embeddings = len(labels), False
         family = scoring_family(family)
     config._experts_implementation = experts_implementation()
     spec = ModelSpec(family, config, raw, fields, is_part=whole is not None)
     spec.set_attention(family.attention[0])
+
+    # A config of which no layer can be built ends here, before weights are read.
     try:
         for layer in (0, 1, spec.n_layers - 1):
             spec.shapes(layer)

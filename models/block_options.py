@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ def fp8_obstacle(spec: ModelSpec) -> str | None:
     if spec.has_experts:
         return f"the experts of {spec.family.name} are no linear layers"
     with torch.device("meta"):
-        sizes = {size for layer in linear_layers(spec.build(1)) for size in layer.weight.shape}
+        sizes = set(chain.from_iterable(layer.weight.shape for layer in linear_layers(spec.build(1))))
     if not sizes:
         return f"the weights of {spec.family.name} are [in, out], and its layers not torch's linear ones"
     odd = [size for size in sizes if size % FP8_MULTIPLE]

@@ -37,11 +37,13 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
     raw = read_json(path) if raw is None else raw
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f'{path}: no model_type; expected a name such as "llama"')
+
     part, text = raw, raw.get(TEXT)
     if raw["model_type"] in FAMILIES:  # of which none has parts
         part = {name: value for name, value in raw.items() if name != TEXT}
     elif isinstance(text, dict) and isinstance(text.get("model_type"), str):
         part = text | {name: raw[name] for name in (TIED,) if name in raw}  # outside of the part
+
     for name in SIZES:  # transformers checks types, and fails in the middle of its layers where one is 0
         if isinstance(found := part.get(name), int) and found < 1:
             raise CheckpointError(f"{path}: {name}: expected at least 1, found {found}")
@@ -52,6 +54,7 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
         found = part.get(name, 1)
         if found is not None and not (type(found) in (int, float) and 0 < found < math.inf):
             raise CheckpointError(f"{path}: {name}: expected a number above 0, found {found!r}")
+
     for fields in (raw, part):
         _normalise_dtype(fields)
     model_type = part["model_type"]
@@ -121,7 +124,9 @@ def stop_ids(folder: Path) -> set[int]:
     if (path := next(filter(Path.is_file, paths), None)) is None:
         return set()
     ids = read_json(path).get("eos_token_id")
+    if ids is None:
+        return set()
     try:
-        return {operator.index(each) for each in (ids if isinstance(ids, list) else [] if ids is None else [ids])}
+        return set(map(operator.index, ids if isinstance(ids, list) else [ids]))
     except TypeError:
         raise CheckpointError(f"{path}: eos_token_id: expected a number or a list of numbers, found {ids!r}") from None

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from typing import Any
 
@@ -86,11 +86,14 @@ def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
     config._experts_implementation = EXPERTS
     spec = replace(spec, config=config, _shapes={})
     spec.set_attention(SCORELESS if case.flash else spec.attention[0])
+
+    # Masks and angles are computed for a few real tokens, and resized.
     share = TensorShare(spec, RankGroup(case.tensor))
     positions = spec.positions(RankGroups(tensor=share.ranks))
     spec.shapes(layer)  # while tensors are real ones
     short = torch.zeros(rows, SHORT, spec.config.hidden_size)
     kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
+
     with FakeTensorMode(), local_torch_dtype(dtype):
         module = spec.build(layer, positions)
         share.narrow(layer, module)
@@ -259,10 +262,17 @@ def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> 
         if kind != "traffic":
             fused += joined
             continue
+
+        # What only these operations write and read is never in memory.
         inside = {id(operation) for operation in joined}
-        elsewhere = {storage for other in everything if id(other) not in inside for storage in other.reads}
-        written = {storage: size for each in joined for storage, size in each.writes.items()}
-        read = {storage: size for each in joined for storage, size in each.reads.items() if storage not in written}
+        elsewhere = set(chain.from_iterable(other.reads for other in everything if id(other) not in inside))
+        written: dict[int, int] = {}
+        read: dict[int, int] = {}
+        for operation in joined:
+            written |= operation.writes
+            read |= operation.reads
+        read = {storage: size for storage, size in read.items() if storage not in written}
+
         last = set(joined[-1].writes)  # which may be the layer's result
         fused.append(Operation(kind, read, {s: size for s, size in written.items() if s in elsewhere | last}))
     return fused
@@ -286,6 +296,7 @@ class Recorder(TorchDispatchMode):
         is_view = writes.keys() <= reads.keys() and not function._schema.is_mutable
         if is_view or "empty" in name:
             return result
+
         if name in PRODUCTS:
             left, right = inputs[-2:]
             shape = (prod(left.shape[:-2]), left.shape[-2], right.shape[-1])
@@ -293,7 +304,7 @@ class Recorder(TorchDispatchMode):
             self.noted.append(Operation("products", reads, writes, flops, shape))
         elif "scaled_dot_product" in name:
             backward = "backward" in name
-            query, key = inputs[backward : backward + 2]
+            query, key = inputs[1:3] if backward else inputs[:2]
             flops = 4.0 * query.numel() * key.shape[-2] * (ATTENTION_BACKWARD if backward else 1.0)
             self.noted.append(Operation("attention", reads, writes, flops))
         else:
@@ -311,6 +322,11 @@ def _sizes(tensors: Iterable[Tensor]) -> Sizes:
         size = min(tensor.numel() * tensor.itemsize, storage.nbytes())
         sizes[storage._cdata] = max(size, sizes.get(storage._cdata, 0))
     return sizes
+
+
+def _pairs_within(window: float, lengths: Collection[float]) -> float:
+    """Count the pairs of tokens that see each other, in samples of these lengths."""
+    return sum(length * min(length, window) for length in lengths)
 
 
 class ModelFlops:
@@ -333,7 +349,7 @@ class ModelFlops:
             supervised: trained tokens of all samples.
         """
         tokens = sum(lengths)
-        pairs = {window: sum(length * min(length, window) for length in lengths) for window in set(self._windows)}
+        pairs = {window: _pairs_within(window, lengths) for window in set(self._windows)}
         blocks = [
             weights * tokens + self._pair * pairs[window]
             for weights, window in zip(self._blocks, self._windows, strict=True)

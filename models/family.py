@@ -85,6 +85,8 @@ class Family:
         first_row: the row of the table of learned positions that a document begins with; None without a table.
         word_width: the field of config.json with the width of words, which `embedding_norm` and `norm` may change.
         embedding_dropout: the field of config.json with the rate at which embeddings are dropped; empty if none.
+        embeds: the class of the first layer, where more than words is embedded; `Embedding` where absent. It takes
+            words alone, too, as plans and generation give it no more.
         projection: the class of the last layer, for heads that do more than multiply; `Head` where absent.
         attention: the kernels that compute this family's attention exactly, by transformers' names, the default first.
         initialise: makes the function that gives a module fresh weights; the usual ones where absent.
@@ -121,6 +123,7 @@ class Family:
     word_width: str = "hidden_size"
     embedding_dropout: str = ""
     head_bias: bool = False
+    embeds: Callable[[Family, PreTrainedConfig, Positions | None], Any] | None = None
     projection: Callable[[Family, PreTrainedConfig], Any] | None = None
     attention: tuple[str, ...] = ALL
     initialise: Callable[[PreTrainedConfig], Callable[[nn.Module], None]] | None = None

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed
 
 from models.attention.kernels import AMPERE
 from models.process_groups import ONE_RANK, RankGroup, add_up
-from models.soft_targets import SoftPart, SoftTargets
 
 CPU_CHUNK, GPU_CHUNK = 2**28, 2**29  # bytes of fp32 logits held at a time; a GPU is fast only with large products
 HALF_SCALE = 2.0**10  # what fp16 gradients of logits are multiplied with: fp16 has no numbers below 6e-8
@@ -35,6 +34,38 @@ CPU_CACHE = 2**22  # bytes of logits that a CPU takes through softmax and gradie
 WORDS = 2**13  # words at a time where products of 16-bit matrices have to be widened
 
 Weigh = Callable[[Tensor], Tensor]  # [T] fp32 -> [T] fp32
+
+
+class MixedPart(Protocol):
+    """Some tokens of a `Mixed` loss, whose logits are at hand."""
+
+    def loss(self, cross_entropy: Tensor, log_total: Tensor) -> Tensor:
+        """Return the loss of each token, all [T, 1]; `log_total` is the logarithm of its exponentials' sum."""
+
+    def differentiate(self, slopes: Tensor) -> None:
+        """Add to slopes [T, V] what the loss has besides the softmax and the label."""
+
+
+class Mixed(Protocol):
+    """A loss of each token that mixes its cross-entropy with something else that knows its logits.
+
+    Attributes:
+        plain, hard: weights of the softmax and of the label in the gradient by the logits; 1 for the cross-entropy.
+    """
+
+    @property
+    def plain(self) -> float: ...
+
+    @property
+    def hard(self) -> float: ...
+
+    def part(self, rows: slice, logits: Tensor, own: slice, ranks: RankGroup) -> MixedPart:
+        """Prepare some tokens.
+
+        Args:
+            rows: their numbers.
+            logits: [T, V] minus the largest of each token, or of this rank's words, `own`.
+        """
 
 
 def linear_cross_entropy(
@@ -46,7 +77,7 @@ def linear_cross_entropy(
     ranks: RankGroup = ONE_RANK,
     words: int = 0,
     weigh: Weigh | None = None,
-    soft: SoftTargets | None = None,
+    mixed: Mixed | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of the logits `hidden @ weight.T` over tokens, in fp32.
 
@@ -58,7 +89,7 @@ def linear_cross_entropy(
         z_loss_weight: weight of (max log-softmax)^2, summed likewise.
         ranks, words: the ranks that share the vocabulary, and V where there are several.
         weigh: gets the cross-entropy of each token and returns how often it counts; each once where absent.
-        soft: the loss of each token is that of `models.soft_targets`; not with `weigh`.
+        mixed: the loss of each token in place of the cross-entropy; not with `weigh`.
 
     Returns:
         A scalar, the same for all ranks. Its backward pass can run once.
@@ -69,10 +100,10 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(kind, enabled=False):  # it would round the sums
         if torch.is_grad_enabled():
-            options = cap, z_loss_weight, ranks, words, weigh, soft
+            options = cap, z_loss_weight, ranks, words, weigh, mixed
             loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, *options)
             return loss
-        return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words, weigh, soft).loss
+        return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words, weigh, mixed).loss
 
 
 def chunk_tokens(words: int, on_cpu: bool) -> int:
@@ -106,7 +137,7 @@ class _Softmax(NamedTuple):
         targets: [T, 1], from this rank's first word; where `here` is false, of another rank.
         loss, log_total, total: [T, 1]; the cross-entropy and the sum of the exponentials.
         largest, shared: which words have the largest logit, and how many; only for a z-loss.
-        soft: of the soft targets, if there are any; then the loss is theirs.
+        mixed: what is mixed in, if anything; then `loss` has it, too.
     """
 
     place: slice
@@ -119,7 +150,7 @@ class _Softmax(NamedTuple):
     total: Tensor
     largest: Tensor | None
     shared: Tensor
-    soft: SoftPart | None
+    mixed: MixedPart | None
 
 
 class _Sums:
@@ -135,12 +166,12 @@ class _Sums:
         ranks: RankGroup,
         words: int,
         weigh: Weigh | None = None,
-        soft: SoftTargets | None = None,
+        mixed: Mixed | None = None,
         hidden_wanted: bool = False,
         weight_wanted: bool = False,
     ) -> None:
         self._hidden, self._weight, self._targets = hidden, weight, targets
-        self._cap, self._z_loss_weight, self._ranks, self._soft = cap, z_loss_weight, ranks, soft
+        self._cap, self._z_loss_weight, self._ranks, self._mixed = cap, z_loss_weight, ranks, mixed
         self._own = ranks.part(words or len(weight))
         self._wanted = hidden_wanted or weight_wanted
         self.scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
@@ -224,7 +255,7 @@ class _Sums:
         at_target = logits.gather(-1, targets) * here
         begin = first + place.start
         rows = slice(begin, begin + len(logits))
-        soft = SoftPart(self._soft, rows, logits, self._own, self._ranks) if self._soft else None
+        mixed = self._mixed.part(rows, logits, self._own, self._ranks) if self._mixed else None
         largest = logits == 0 if self._z_loss_weight else None
         shared = top.new_zeros(()) if largest is None else largest.sum(dim=-1, keepdim=True)
         total = logits.exp_().sum(dim=-1, keepdim=True)
@@ -232,17 +263,17 @@ class _Sums:
             at_target, total, shared = add_up(torch.stack([at_target, total, shared.expand_as(total)]), self._ranks)
         log_total = total.log()  # the largest logit is 0 now, so the largest log-softmax is minus this
         loss = log_total - at_target
-        loss = soft.loss(loss, log_total) if soft else loss
-        return _Softmax(place, logits, uncapped, targets, here, loss, log_total, total, largest, shared, soft)
+        loss = mixed.loss(loss, log_total) if mixed else loss
+        return _Softmax(place, logits, uncapped, targets, here, loss, log_total, total, largest, shared, mixed)
 
     def _differentiate(self, part: _Softmax, count: Tensor | float) -> None:
         """Make the chunk's logits the gradient of the loss, of which each token counts `count` times."""
         logits, pull = part.logits, 2 * self._z_loss_weight * part.log_total
-        plain, hard = (self._soft.plain, self._soft.hard) if self._soft else (count, count)
+        plain, hard = (self._mixed.plain, self._mixed.hard) if self._mixed else (count, count)
         logits.mul_((plain + pull) / part.total)
         logits.scatter_add_(-1, part.targets, -hard * part.here)
-        if part.soft:
-            part.soft.differentiate(logits)
+        if part.mixed:
+            part.mixed.differentiate(logits)
         if part.largest is not None:  # equal ones share, as torch's amax has it
             logits.sub_(part.largest * (pull / part.shared))
         if self._cap is not None:

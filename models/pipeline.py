@@ -16,7 +16,7 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, chain, product, repeat
 from typing import Any
 
 import torch
@@ -118,18 +118,21 @@ class PipelineModel(SharedWeights):
         # Of a chunk's layers, which see the micro-batches in order.
         self.positions = [spec.positions(groups) for _ in parts]
         self.share = TensorShare(spec, groups.tensor, spread_experts)
+
         device = torch.device(get_accelerator().current_device_name())
-        chunks = [chunk for chunk, size in enumerate(parts) for _ in range(size)]
+        chunks = list(chain.from_iterable(repeat(chunk, size) for chunk, size in enumerate(parts)))  # of each layer
         layers = [
             LaterLayer(self._build_layer, layer, states, self.positions[chunk], device)
             for layer, chunk in enumerate(chunks)
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seed settings, which mean nothing here
             super().__init__(layers, topology=topology, loss_fn=self.loss)
+
         for weight in self.parameters():  # so that the gradient norm counts once what all ranks have
             weight.ds_pipe_replicated |= self.share.ranks.rank > 0 and not weight.model_parallel
         if not any(weight.requires_grad for weight in self.parameters()):
             add_idle_weight(self, dtype)
+
         returns = [Returns() for _ in parts]
         for number, layer in self.named_children():
             if spec.trained.lora:

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain, product
 from math import prod
 
 import torch
@@ -32,7 +33,7 @@ class Shard:
 
     def meets(self, other: Shard) -> bool:
         """Return whether two shards may overlap."""
-        pairs = ((one, two) for one in self.ranges for two in other.ranges)
+        pairs = product(self.ranges, other.ranges)
         return self.side != other.side or any(one.start < two.stop and two.start < one.stop for one, two in pairs)
 
     def of(self, whole: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class Shard:
 
     @cached_property
     def _held(self) -> Tensor:
-        return torch.tensor([row for each in self.ranges for row in each])
+        return torch.tensor(list(chain.from_iterable(self.ranges)))
 
     def _step(self, width: int) -> tuple[int, int]:
         """Elements between rows or columns, and between stacks of `width` of them."""

@@ -70,7 +70,9 @@ class ModelSpec:
         stretched = {DYNAMIC: longest, YARN: rope.get("original_max_position_embeddings")}.get(
             str(rope.get("rope_type"))
         )
-        return int(max(longest, (stretched or 0) * (rope.get("factor") or 1)))
+        if not stretched:
+            return int(longest)
+        return int(max(longest, stretched * (rope.get("factor") or 1)))
 
     @property
     def labels(self) -> list[str]:
@@ -129,7 +131,7 @@ class ModelSpec:
         """
         module: Embedding | Block | Head
         if layer == 0:
-            module = Embedding(self.family, self.config, positions)
+            module = (self.family.embeds or Embedding)(self.family, self.config, positions)
         elif layer == self.n_blocks + 1:
             module = (self.family.projection or Head)(self.family, self.config)
         else:

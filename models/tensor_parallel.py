@@ -85,6 +85,7 @@ class TensorShare:
         shape = self._spec.shapes(int(layer)).get(inner)
         if shape is not None and is_factor(inner):
             return self._factor_shard(inner, shape, self.shard(f"{layer}.{base_of(inner)}"))
+
         owner = inner.rpartition(".")[0]
         way = self._plan.get(inner) or self._plan.get(owner)
         if shape is None or way is None:
@@ -94,11 +95,13 @@ class TensorShare:
             return Shard(tuple(shape), 0, (range(experts.start, experts.stop),))
         if way not in (*BY_OUTPUT, *BY_INPUT) or (way in BY_INPUT and len(shape) == 1):
             return None
+
+        # Rows or columns, in attention those of whole heads; of matrices above each other the same of each.
         side = len(shape) - 1 if way in BY_INPUT or len(shape) == 1 else len(shape) - 2
-        width = shape[side] // (2 if way == "packed_colwise" else 1)  # of each of the matrices above each other
+        width = shape[side] // 2 if way == "packed_colwise" else shape[side]
         units = self._key_heads if way in BY_HEADS and "att" in owner else width
-        part, each = self.ranks.part(units), width // units
-        ranges = (range(top + part.start * each, top + part.stop * each) for top in range(0, shape[side], width))
+        part, unit = self.ranks.part(units), width // units
+        ranges = (range(top + part.start * unit, top + part.stop * unit) for top in range(0, shape[side], width))
         return Shard(tuple(shape), side, tuple(ranges))
 
     def _factor_shard(self, name: str, shape: torch.Size, of_base: Shard | None) -> Shard | None:
@@ -106,8 +109,10 @@ class TensorShare:
         if of_base is None:
             return None
         begin = len(shape) - 2  # experts are sharded as in W
-        side = of_base.side if of_base.side < begin else begin + (1 if name.endswith("A") else 0)
-        return replace(of_base, shape=tuple(shape), side=side) if side == of_base.side else None
+        side = begin + 1 if name.endswith("A") else begin
+        if of_base.side not in (*range(begin), side):
+            return None
+        return replace(of_base, shape=tuple(shape))
 
     def narrow(self, layer: int, module: nn.Module) -> None:
         """Shrink a layer without weights to the process's shards."""
@@ -173,6 +178,7 @@ class TensorShare:
             if way == REPLICATED:  # its inputs are of this process's heads
                 for weight in module.parameters():
                     self._sum_gradient(weight)
+
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in readers):
             self._connect_owner(owner, modules, [name for name in readers if name.rpartition(".")[0] == owner])
 
@@ -205,6 +211,7 @@ class TensorShare:
             reader.register_forward_pre_hook(self._to_readers, with_kwargs=True)
         if "att" not in owner or not any(self._plan[name] in BY_HEADS for name in readers):
             return
+
         for name in HEAD_COUNTS:
             if (whole := getattr(module, name, None)) is not None:
                 setattr(module, name, whole * self._own_heads // self._key_heads)
@@ -273,8 +280,10 @@ def plan_of(spec: ModelSpec) -> dict[str, str]:
         start = "layers.*."
         plan = {name.removeprefix(start): way for name, way in found.items() if name.startswith(start)}
     plan = {f"block.{name}": way for name, way in plan.items()}
+
+    # The plans of some families forget norms of a head.
     head = vars(spec.config).get("head_dim")
-    for name, shape in spec.shapes(1).items() if plan else ():  # the plans of some families forget norms of a head
+    for name, shape in spec.shapes(1).items() if plan else ():
         owner, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind in HEAD_NORMS and f"{owner}.q_proj" in plan and tuple(shape) == (head,):
             plan.setdefault(f"{owner}.{kind}", REPLICATED)
@@ -295,6 +304,7 @@ def obstacle(spec: ModelSpec, size: int, spread: bool = False) -> str | None:
     if spread and experts < size:
         too_few = f"{experts} experts cannot be spread over {size} processes to a layer"
         return f"{too_few}; expected model_topo.experts: columns"
+
     for layer in range(1, spec.n_blocks + 1):
         shapes = {name: shape for name, shape in spec.shapes(layer).items() if not is_factor(name)}
         by_heads = [name for name in plan if "att" in name and plan[name] in BY_HEADS and f"{name}.weight" in shapes]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, product
 from math import prod
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ class WeightMap:
         found = [name for name in disk_names if name == rest or name.endswith(f".{rest}")]
         prefix = None if embedding in found or not found else found[0].removesuffix(rest)
         spelled = replace(self, prefix=prefix)
-        full = {each for name in disk_names for each in spelled._full_names(name)}
+        full = set(chain.from_iterable(map(spelled._full_names, disk_names)))
         return replace(spelled, family=replace(self.family, block=block_rules(self.family, full)))
 
     def binding(self, disk_name: str) -> Binding | None:
@@ -133,7 +134,7 @@ class WeightMap:
     @cached_property
     def _disk_patterns(self) -> list[tuple[Rule, list[re.Pattern[str]]]]:
         rules = (*self.family.embedding, *self.family.block, *self.family.head)
-        return [(rule, [pattern(template) for template in rule.disk_names]) for rule in rules]
+        return [(rule, list(map(pattern, rule.disk_names))) for rule in rules]
 
     def _full_names(self, disk_name: str) -> list[str]:
         """List the family's possible names of a tensor on disk."""
@@ -174,7 +175,8 @@ class WeightMap:
         disk = [template.replace("{i}", str(layer - 1)) for template in rule.disk_names]
         stacked = "{e}" in disk[0]
         if stacked:
-            disk = [template.replace("{e}", str(expert)) for expert in range(self.n_experts) for template in disk]
+            of_each = product(range(self.n_experts), disk)
+            disk = [template.replace("{e}", str(expert)) for expert, template in of_each]
         disk = [name.replace("*", rest) for name in disk]
         if self.prefix is not None:
             disk = [self._name_on_disk(name) for name in disk]
@@ -225,12 +227,12 @@ def block_rules(family: Family, names: Collection[str]) -> tuple[Rule, ...]:
     """Choose a family's block rules that fit the names on disk, in the family's spelling."""
 
     def lie_there(templates: Iterable[str]) -> bool:
-        return any(each.fullmatch(name) for each in map(pattern, templates) for name in names)
+        return any(any(map(each.fullmatch, names)) for each in map(pattern, templates))
 
     begin = [rule.disk_names[0].removesuffix("*") for rule in family.block if rule.module == "block.*"]
 
     def as_modules(rule: Rule) -> list[str]:
-        return [each + name.removeprefix("block.") for each in begin for name in rule.module_names]
+        return [prefix + name.removeprefix("block.") for prefix, name in product(begin, rule.module_names)]
 
     in_whole = (rule for rule in family.block_in_whole if lie_there(rule.disk_names))
     block = (rule for rule in family.block if lie_there(rule.disk_names) or not lie_there(as_modules(rule)))

@@ -10,16 +10,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from options import cluster, exports, reports, streamed_data, timeline, trackers
+from options import (
+    cluster,
+    distillation,
+    exports,
+    preference,
+    reports,
+    scores,
+    streamed_data,
+    timeline,
+    trackers,
+)
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.option import Option
 
 
-class RunConfig(streamed_data.StreamKeys, timeline.TimelineKeys, trackers.TrackerKeys, title=TrainConfig.__name__):
+class RunConfig(
+    scores.ScoresKeys,
+    preference.PreferenceKeys,
+    distillation.DistillationKeys,
+    streamed_data.StreamKeys,
+    timeline.TimelineKeys,
+    trackers.TrackerKeys,
+    title=TrainConfig.__name__,
+):
     """A whole run."""
 
     options: ClassVar[tuple[Option[Any], ...]] = (
+        preference.OPTION,
+        distillation.OPTION,
+        scores.OPTION,
         streamed_data.OPTION,
         trackers.OPTION,
         timeline.OPTION,

@@ -20,6 +20,7 @@ import os
 import shutil
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -88,7 +89,7 @@ def shipped_job(folder: Path) -> Job:
         layers = sum(yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["model_topo"]["parts"])
         arguments += ["model_topo.process_topology.dims=[1,1]", f"model_topo.parts=[{layers}]"]
     digest = hashlib.sha256("\0".join(arguments).encode())
-    code = [path for folder in SOURCE for path in sorted(Path(folder).rglob("*.py"))]
+    code = chain.from_iterable(sorted(Path(source).rglob("*.py")) for source in SOURCE)
     for path in (CONFIG, RECORDS, folder / MODEL / "config.json", *code):
         digest.update(path.read_bytes())
     job = Job(

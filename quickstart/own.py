@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def write_config(path: Path, model: str, pipeline: Path, data: str, run: Path) -
         "model_path": str(pipeline),
         "data_path": data,
         "save_path": str(run),
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": BATCH,
         "n_epoches": 3,
         "max_seq_len": min(LONGEST, spec.context or LONGEST),
@@ -76,7 +77,8 @@ def write_config(path: Path, model: str, pipeline: Path, data: str, run: Path) -
 
 def learning_rate(spec: ModelSpec) -> float:
     """Choose a learning rate, of two digits, for fine-tuning all weights with AdamW."""
-    size = sum(prod(shape) for layer in range(spec.n_layers) for shape in spec.shapes(layer).values())
+    shapes = chain.from_iterable(spec.shapes(layer).values() for layer in range(spec.n_layers))
+    size = sum(map(prod, shapes))
     return float(f"{KNOWN_LR * (size / KNOWN_SIZE) ** -FALL:.1e}") if size > KNOWN_SIZE else KNOWN_LR
 
 

@@ -199,6 +199,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield shared_ones
 
 
+@pytest.fixture
+def group() -> Iterator[None]:
+    """This process is the only one of a run."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def no_bar_of_an_earlier_test() -> None:
     """Forget what a library left open when a test made it fail: our own bar would move down a line beside it."""

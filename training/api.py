@@ -52,9 +52,8 @@ def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequenc
     def load(process: ProcessInfo | None) -> TrainConfig:
         if loss and config.aux_max_z_loss.weight:
             raise ConfigError("aux_max_z_loss.weight: has no effect with a loss of your own; leave it out")
-        if loss and (config.preference or config.distillation):
-            key = "preference" if config.preference else "distillation"
-            raise ConfigError(f"{key}: has a loss, and so has this script; expected one of them")
+        if loss and config.objective_keys:
+            raise ConfigError(f"{config.objective_keys[0]}: has a loss, and so has this script; expected one of them")
         return config
 
     def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

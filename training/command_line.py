@@ -88,9 +88,14 @@ def parse_arguments(kind: type[TrainConfig], description: str, in_stages: bool =
     if arguments.data:  # has swallowed the overrides behind it
         arguments.overrides += filter(is_override, arguments.data)
         arguments.data = [word for word in arguments.data if not is_override(word)]
-    names = [*ACTIONS, *(flag for option in kind.options for flag in option.on_ranks)]
-    actions = " and ".join([", ".join(f"--{name}" for name in names[:-1]), f"--{names[-1]}"]).replace("_", "-")
+
+    names = list(ACTIONS)
+    for option in kind.options:
+        names += option.on_ranks
+    *first, last = [f"--{name.replace('_', '-')}" for name in names]
+    actions = f"{', '.join(first)} and {last}"
     acts = sum(bool(getattr(arguments, name)) for name in names)
+
     if acts > 1:
         parser.error(f"{actions}: expected one of them")
     if {bool(arguments.model), bool(arguments.data), bool(arguments.save)} != {arguments.auto}:
@@ -99,9 +104,9 @@ def parse_arguments(kind: type[TrainConfig], description: str, in_stages: bool =
         parser.error(f"{actions} need --config")
     if arguments.devices and not (arguments.plan or arguments.dry_run):
         parser.error("--devices needs --plan or --dry-run")
-    for option, needed in NEEDED.items():
-        if getattr(arguments, option) and not getattr(arguments, needed):
-            parser.error(f"--{option.replace('_', '-')} needs --{needed}")
+    for flag, needed in NEEDED.items():
+        if getattr(arguments, flag) and not getattr(arguments, needed):
+            parser.error(f"--{flag.replace('_', '-')} needs --{needed}")
     return arguments
 
 
@@ -227,8 +232,10 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     folder = find_model(config.model_path, weights=False)
     read_spec(folder)  # an unsupported model is reported before a missing tokenizer
     reader = RecordReader(config, folder, console)
-    task = language_model_of(config)
-    dataset = task.first_window(config, reader) if task.windows_key else reader.read("data", config.data_path)
+    if config.windows_key:
+        dataset = language_model_of(config).first_window(config, reader)
+    else:
+        dataset = reader.read("data", config.data_path)
     console.print(summary.table(dataset), highlight=False)
     warnings = [f"warning: {each}" for each in summary.warnings(dataset, config.max_seq_len)]
     console.print("\n".join([*summary.facts(dataset, config.max_seq_len), *warnings]), highlight=False)

@@ -47,7 +47,7 @@ class RecordReader:
         self.prompts = replace(asked, prompt_format=format_of(asked, self.tokenizer))
         self.how: dict[str, Any] = {"on_bad_record": config.on_bad_record, "truncate": config.truncate}
         self.how |= {"seed": config.seed, "log": log}
-        self.how["preference"] = config.wanted
+        self.how["preference"] = config.objective.wanted
         self._config = config
         self.folder = folder
         self._log = log
@@ -142,7 +142,7 @@ def build_loader(
         config.least_micro_batches,
         router_loss,
         (FP8_MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
-        config.wanted is not None,
+        config.objective.collation(data),
     )
 
 

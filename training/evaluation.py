@@ -1,9 +1,9 @@
 """Measure the loss on held-out records: overall and for each type of record.
 
 Samples are evaluated in global batches like those of training, with dropout off and without auxiliary losses. Batches
-are weighted by their trained tokens, or their samples of preferences, so the result is the mean over all, whatever the
-batch size. The order and the random generators of training do not change. Cost: about a third of a training step on as
-many samples.
+are weighted by their trained tokens, or by what else the objective's loss is a mean over, so the result is the mean
+over all, whatever the batch size. The order and the random generators of training do not change. Cost: about a third of
+a training step on as many samples.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class Evaluation:
         self._at_start = config.eval_at_start
         self._active = active
         self.loaders = loaders
-        self._plain = config.wanted is None
-        right_or_wrong = config.wanted is not None and config.wanted.kind != "marked"
-        self.best_by = "eval_error" if right_or_wrong else "eval_loss"  # the smaller, the better
+        self._has_perplexity = bool(records) and config.objective.has_perplexity
+        self.best_by = config.objective.best_by
         self.before: Callable[[Trainer, Loader, GlobalBatch], None] | None = None  # gets all batches, then they count
         for loader in loaders.values():
             loader.evaluates = True
@@ -68,7 +67,7 @@ class Evaluation:
         losses, weights = dict.fromkeys(self.loaders.values(), 0.0), dict.fromkeys(self.loaders.values(), 0)
 
         def add(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> None:
-            weight = batch.pairs if loader.preference else batch.supervised
+            weight = loader.collation.weight(batch)
             losses[loader] += trainer.eval_loss(loader, batch) * weight
             weights[loader] += weight
 
@@ -86,7 +85,7 @@ class Evaluation:
 
         mean = sum(losses.values()) / sum(weights.values())
         found = {"eval_loss": mean}
-        if self.records and self._plain:
+        if self._has_perplexity:
             found["eval_perplexity"] = math.exp(min(mean, 700.0))
         if len(losses) > 1:
             found |= {f"eval_loss/{kind}": losses[its] / weights[its] for kind, its in self.loaders.items()}

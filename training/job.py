@@ -181,33 +181,39 @@ class Job:
         self.progress = progress = Progress.find(
             config, self.disk, log, task.order, task.loader.steps_per_epoch, task.evaluation, task.check_checkpoint
         )
+
         task.check_weights(self)
         self.divide()
         if progress.is_over():
             if progress.done == progress.total_steps:
                 self._finish()
             return False
+
         best = best_so_far(self.save_path, progress.done, self.eval_records)
         make_room(self.save_path, config.keep_last, best, self.disk, log)
         with agreed():
             task.begin(self)
         if progress.done < progress.total_steps and stop.agreed(False)[0]:  # loading weights may take minutes
             progress.leave(progress.done, stop)
+
         set_numerics(config)
         self.callbacks.on_build(self)
         lines = [*task.describe_model(self), *self.division.report, *self.report]
         for line in [*lines, *describe_ignored_keys(config, task.in_stages), *describe_numerics(config)]:
             log.print(line)
         task.describe_data(self)
+
         self.config = self.config.with_parts(self.division.topology.parts)
         with self.callbacks.around(self):
             phases.enter("building the model and loading its weights")
             run = self._build(stop)
             self.callbacks.on_start(run)
             done = train(run)
+
         if run.restart and done < progress.total_steps and not stop.agreed(False)[0]:
             log.print(f"{run.restart}: after step {done} of {progress.total_steps} the same command starts over")
             return True
+
         self.monitor.expect_no_marks()  # an export takes as long as the model is large
         if done < progress.total_steps:
             progress.leave(done, stop)
@@ -224,6 +230,7 @@ class Job:
         record = CheckpointRecord(
             step=progress.done, topology=topology, data=progress.order, settings=settings_of(progress.config)
         )
+
         checkpointer = Checkpointer(
             trainer, config, self.save_path, self.disk, task.side_files, record, log, self.eval_records
         )

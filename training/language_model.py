@@ -28,7 +28,6 @@ from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.preflight import check_model
-from training.teacher import read_teacher
 from training.topology import Division
 from training.trained import adapter_file, check_same_base, describe_start, describe_trained, with_trained
 
@@ -43,21 +42,18 @@ class LanguageModel(Task):
     Attributes:
         dataset: the records to train on.
         held_out: the records to evaluate on, if any.
-        teacher: the folder and the spec of the model to learn from, if there is one (`distillation`).
-        windows_key: the key by which records come in windows, of which the first alone is known before the first step;
-            empty where all are read before.
+        other_models: that the objective needs: the config's key -> folder and spec.
     """
 
     spec: ModelSpec
     model_folder: Path
     dataset: Dataset
-    teacher: tuple[Path, ModelSpec] | None = None
     loader_kind: ClassVar[type[Loader]] = Loader
-    windows_key: ClassVar[str] = ""
 
     def __init__(self, kind: type[Trainer], read_spec: Callable[[Path], ModelSpec]) -> None:
         self.kind, self._read_spec = kind, read_spec
         self.in_stages = kind.in_stages
+        self.other_models: dict[str, tuple[Path, ModelSpec]] = {}
 
     @property
     def known_loader(self) -> Loader | None:
@@ -72,7 +68,7 @@ class LanguageModel(Task):
     def read(self, config: TrainConfig, disk: Disk, log: Console) -> None:
         folder = find_model(config.model_path, weights=not config.from_scratch)
         language = self._read_spec(folder)
-        if not config.scores:
+        if config.objective.says_words:
             language.check_writes(folder)
         spec = with_trained(language, config)
         check_device(config)
@@ -81,7 +77,7 @@ class LanguageModel(Task):
         check_length(config, spec)
         check_sharing(config, spec)
         reader = RecordReader(config, folder, log)
-        self.teacher = read_teacher(config, spec, reader, self._read_spec) if config.distillation else None
+        self.other_models = config.objective.other_models(spec, reader, self._read_spec)
         self.dataset, self.held_out = self._sets(config, reader)
         self.spec, self._shows = spec, not log.quiet
         self.make_batches(config)
@@ -127,13 +123,14 @@ class LanguageModel(Task):
     def check_weights(self, job: Job) -> None:
         begins = job.progress.checkpoint is None and not job.config.from_scratch
         check_model(self.model_folder, begins, self._notes)
-        if self.teacher:
-            check_model(self.teacher[0], True, self._notes, "distillation.teacher")
+        others = {key: folder for key, (folder, _) in self.other_models.items()}
+        for key, folder in others.items():
+            check_model(folder, True, self._notes, key)
         with agreed():
             if begins and job.disk.owns_folder:  # a run's checkpoints have sums
                 adapter = job.config.lora.start_from if job.config.lora else None
                 given = [self.model_folder, *([resolve(adapter, adapter=True)] if adapter else [])]
-                for folder in [*given, *(self.teacher or ())[:1]]:
+                for folder in [*given, *others.values()]:
                     check_weights(folder)
 
     def divide(self, config: TrainConfig) -> Division:

@@ -73,6 +73,7 @@ def train(run: Run) -> int:
 def _train(run: Run, done: int, total_steps: int) -> int:
     if done < total_steps and run.stop.agreed(False)[0]:  # the request came while the run was loading
         return done
+
     if run.progress.evaluate_first:
         loss = evaluate(run, done)
         if loss is None:
@@ -83,11 +84,13 @@ def _train(run: Run, done: int, total_steps: int) -> int:
             run.checkpointer.note(done, loss)
     if done < total_steps:
         phases.enter("first step, which compiles the blocks" if run.config.compile is True else "first step")
+
     for step in range(done + 1, total_steps + 1):
         train_step(run, step)
         run.checkpointer.settle_if_written()
         stopping, due = run.stop.agreed(run.checkpointer.due(step))
         last = step == total_steps
+
         # Before the save: a run that is killed in between repeats the step, and the evaluation with it. One that has to
         # stop saves at once, and the next start evaluates; after the last step there may be no next one.
         loss = None
@@ -95,6 +98,7 @@ def _train(run: Run, done: int, total_steps: int) -> int:
             loss = evaluate(run, step)
             stopping = stopping or loss is None
             run.checkpointer.settle()  # which may be the best so far
+
         if due or stopping or last or (loss is not None and run.checkpointer.is_best(loss)):
             with run.trainer.timings("checkpoint"):
                 run.checkpointer.save(step, loss)
@@ -134,7 +138,7 @@ def train_step(run: Run, step: int) -> None:
         loss=loss,
         lr=lr,
         grad_norm=0.0 if norm is None else float(norm),
-        samples=batch.pairs,
+        samples=len(batch.samples),
         tokens=batch.tokens,
         supervised=batch.supervised,
         tokens_per_s=batch.tokens / seconds,

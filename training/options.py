@@ -12,7 +12,6 @@ from training.bad_steps import BadSteps
 from training.callbacks import Callback
 from training.checkpoint.exporting import ExportHF
 from training.config.keys import TrainConfig
-from training.distillation import Distillation
 from training.distributed.freed_memory import BoundedMemory
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
@@ -24,7 +23,6 @@ from training.language_model import LanguageModel, language_model_of
 from training.metrics.utilization import Mfu
 from training.plan.auto import Planning
 from training.plan.feedback import Feedback
-from training.preference import Preferences
 from training.reporting import DataSummary, Reporting
 from training.schedule.instructions import WEIGHT_STREAMING
 
@@ -60,14 +58,14 @@ def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
 def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
     """List the callbacks of a language model's run."""
     planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
-    preferences: list[Callback] = [Preferences(task)] if config.wanted else []
-    taught: list[Callback] = [Distillation(task)] if config.distillation else []
     measured: list[Callback] = [Feedback(task)] if task.in_stages and config.schedule != WEIGHT_STREAMING else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
-    return [*planned, *preferences, *taught, *run_options(config, task), *measured, *exported]
+    return [*planned, *config.objective.callbacks(task), *run_options(config, task), *measured, *exported]
 
 
 def run_options(config: TrainConfig, task: Task) -> list[Callback]:
     """List the callbacks of any run."""
-    optional = [callback for option in config.options for callback in option.callbacks(config, task)]
+    optional: list[Callback] = []
+    for option in config.options:
+        optional += option.callbacks(config, task)
     return [Reporting(), BadSteps(), *optional, BoundedMemory()]

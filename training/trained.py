@@ -38,14 +38,12 @@ few = partial(first_few, most=12)  # names that fit into a message
 
 
 def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
-    """Say in a model's spec what the config trains of it: a model that scores texts where it asks for one.
+    """Say in a model's spec what the config trains of it; its objective may ask for another model.
 
     Raises:
         ConfigError: a name or a pattern matches nothing, or nothing is left to train.
     """
-    lora = config.lora
-    if config.scores:
-        spec = spec.scoring(config.scores)
+    lora, spec = config.lora, config.objective.model(spec)
     if lora is None and not config.freeze:
         return spec
     adapters = None

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
+from itertools import chain, product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,7 +44,6 @@ from data.chat.loss_mask import (
     TurnFinder,
     Unplaceable,
     Vocabulary,
-    check_order,
     generated,
     trained_ranges,
 )
@@ -51,7 +51,7 @@ from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
 from data.chat.prompts import Prompts, end_of_sequence, template_in_file
 from data.chat.rendered import RenderedText, joined
 from data.chat.sandbox import SlowTemplate, generated_spans, render
-from data.chat.template_check import agreement, check_survival, named_by_id
+from data.chat.template_check import agreement, check_order, check_survival, named_by_id
 from data.chat.word_marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.errors import DataError
 from data.settings import CHAT_TEMPLATE
@@ -79,7 +79,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 CONTROL = re.compile(r"\s*(<[|｜][^<>|｜]{1,40}[|｜]>|<\w*(?:end|eot|eos|eom|turn)\w*>|</s>)")
 MARK = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]?>|<[^<>|｜\s/]{1,40}[|｜]>")  # such as <|call>, <call|> and <|call|>
-FORMS = [Form(parts, text, none) for none in (False, True) for text in (False, True) for parts in (False, True)]
+FORMS = [Form(parts, text, none) for none, text, parts in product((False, True), repeat=3)]
 MOST_TEMPLATES = 100  # kept for a tokenizer: records may bring arguments of their own
 EXAMPLE = 200  # characters of a rewritten dialogue
 
@@ -108,6 +108,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, prompts: Prompts, tools: b
         text = tokenizer.get_chat_template(None, [{}] if tools else None)
     else:
         raise DataError("the tokenizer has no chat template; use prompt_format: plain")
+
     known = _templates.setdefault(tokenizer, {})
     settings = json.dumps(prompts.template_args, sort_keys=True, default=str), prompts.template_fallback
     key = (text, tokenizer.eos_token, len(tokenizer), *settings)
@@ -135,19 +136,24 @@ class ChatTemplate:
         self._date = ""  # that was asked for last
         self._names = dict(tokenizer.special_tokens_map) | {"strftime_now": self._today} | prompts.template_args
         self._tracks = bool(GENERATION.search(text))
+
         added = [token for token in tokenizer.added_tokens_decoder.values() if not token.content.isspace()]
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._vocabulary = Vocabulary(one_of(special), one_of(special | {token.content for token in added}))
         self._finder = TurnFinder(self._vocabulary)
         self._taken: dict[str, bool] = {}
         self._frames: dict[tuple[str, ...] | None, Frame | None] = {}
+
+        # In which form the template takes messages is tried: words alone first, then calls.
         short = [QUESTION, ANSWER]
         plain = next((form for form in FORMS[:2] if self._writes_in(form, short)), FORMS[0])
         forms = [form for form in FORMS if form.parts == plain.parts]
         self._form = next((form for form in forms if self._writes_in(form, CALLING)), plain)
+
         self._needs_tools = not self._writes(short, []) and self._writes(short, [EXAMPLE_TOOL])
         self._short_ids = self._accepts(CALLING) and not self._accepts(LONG_ID)
         self._finder.end_of_turn = self._end_of_turn()
+
         vocabulary = set(tokenizer.get_vocab())
         if (lacking := self._lacking_end(vocabulary)) is not None:
             raise DataError(NO_TOKEN.format(token=lacking))
@@ -165,18 +171,22 @@ class ChatTemplate:
         if key not in self._frames:  # else the template takes such dialogues as they are
             said, tools, notes = self._fitted(said, tools)
             key = None if tools else frame_key(said)
+
         self._date = ""
         text = self._render(said, tools)
         if self._date and self._date in text:
             notes[DATED] = self._date
         if self._in_pieces and (pieces := [mark for mark in sorted(self._in_pieces) if mark in text]):
             notes[IN_PIECES.format(tokens=", ".join(pieces))] = pieces[0]
+
         frame = self._frames.get(key)
         turns, more = (frame and turns_in(frame, said, text)) or self._turns(said, tools, text, key)
         notes = notes | more
-        loss = [each for turn in turns for each in trained_ranges(said[turn.message], turn)]
+        loss = list(chain.from_iterable(trained_ranges(said[turn.message], turn) for turn in turns))
+
+        # Nothing tells the model to stop where no token ends the last answer.
         last = turns[-1]
-        if not last.ended and last.message == len(said) - 1 and said[-1].supervised:  # nothing tells the model to stop
+        if not last.ended and last.message == len(said) - 1 and said[-1].supervised:
             end = last.parts[-1][1]
             token = end_of_sequence(self._eos_token)
             text = text[:end] + token + text[end:]
@@ -241,16 +251,17 @@ class ChatTemplate:
         if self._needs_tools and not tools:
             raise DataError(NEEDS_TOOLS)
         notes = {}
-        if self._short_ids and not all(SHORT_ID.fullmatch(call_id) for each in said for call_id in each.ids):
+        if self._short_ids and not all(map(SHORT_ID.fullmatch, _call_ids(said))):
             said = with_short_ids(said)
-            notes[NEW_IDS] = next(call_id for each in said for call_id in each.ids)
+            notes[NEW_IDS] = next(_call_ids(said))
+
         for feature in FEATURES:
             if not feature.present(said, tools) or self._takes(feature):
                 continue
             if (self._fallback or feature.default) == "refuse":
                 raise DataError(NOT_TAKEN.format(feature=feature.name, replacement=feature.replacement))
             said, tools = feature.rewrite(said, tools)
-            example = " ".join(f"{each.role}: {each.text!r}" for each in said)
+            example = " ".join(f"{message.role}: {message.text!r}" for message in said)
             notes[REWRITTEN.format(feature=feature.name, replacement=feature.replacement)] = example[:EXAMPLE]
         return said, tools, notes
 
@@ -281,18 +292,14 @@ class ChatTemplate:
     ) -> tuple[list[Turn], dict[str, str]]:
         """Find the turns by marks; dialogues with the same key share one result."""
         # A template may look at what others than the assistant say, or whether they say anything; marks there would
-        # make another text of it.
-        has_empty = any(not each.text.strip() and not each.calls for each in said)
-        for everybody, empty in ((True, True), (True, False), (False, False))[not has_empty :]:
+        # make another text of it. So marks stand around all words first, then around fewer.
+        attempts = [(True, False), (False, False)]  # around everybody's words; around those of empty messages, too
+        if any(not message.text.strip() and not message.calls for message in said):
+            attempts.insert(0, (True, True))
+        for everybody, empty in attempts:
             with suppress(Unplaceable):
                 markers = Markers(said, text, everybody, empty)
-                marked = {leaf.message for leaf in markers.leaves}
-                if any(each.role == "tool" and number not in marked for number, each in enumerate(said)):
-                    # Plain results in their place show where the template writes results.
-                    plain = Markers(
-                        [each._replace(text="Found.") if each.role == "tool" else each for each in said], text
-                    )
-                    check_order(plain.read(self._render(plain.said, tools)).marks, said)
+                self._check_results(said, tools, text, markers)
                 turns, notes, whole = self._turns_by_marks(said, tools, text, markers, everybody)
                 if key and everybody:
                     if len(self._frames) >= MOST_KNOWN:
@@ -300,6 +307,14 @@ class ChatTemplate:
                     self._frames[key] = frame_of(whole, turns, notes)
                 return turns, notes
         raise DataError(UNPLACED)
+
+    def _check_results(self, said: Sequence[Said], tools: list[JSON], text: str, markers: Markers) -> None:
+        """Check where the template writes results that have no marks of their own, by plain ones in their place."""
+        marked = {leaf.message for leaf in markers.leaves}
+        if any(message.role == "tool" and number not in marked for number, message in enumerate(said)):
+            found = [message._replace(text="Found.") if message.role == "tool" else message for message in said]
+            plain = Markers(found, text)
+            check_order(plain.read(self._render(plain.said, tools)).marks, said)
 
     def _turns_by_marks(
         self, said: Sequence[Said], tools: list[JSON], text: str, markers: Markers, everybody: bool
@@ -317,6 +332,7 @@ class ChatTemplate:
         context = bool(tools), said[0].role
         turns, notes = self._finder.find(whole, markers.said, rendered, context, strict=not everybody)
         notes |= check_survival(said, tools, whole, markers.leaves, turns)
+
         if self._tracks:
             spans = generated_spans(self._text, **self._given(said, tools), add_generation_prompt=False)
             turns, marked = generated(turns, spans, text, self._vocabulary)
@@ -374,3 +390,7 @@ class ChatTemplate:
             if end and end[1] not in vocabulary and not self._vocabulary.any.match(end[1]):
                 return str(end[1])
         return None
+
+
+def _call_ids(said: Sequence[Said]) -> Iterator[str]:
+    return chain.from_iterable(message.ids for message in said)

@@ -41,12 +41,11 @@ class ControlWords:
 
     def found(self, record: Record) -> list[str]:
         """Return the names in a record's words, in order; mostly none."""
-        return [
-            name
-            for words in words_of(record)
-            if any(beginning in words for beginning in self._beginnings)
-            for name in self._names.findall(words)
-        ]
+        names: list[str] = []
+        for words in words_of(record):
+            if any(beginning in words for beginning in self._beginnings):
+                names += self._names.findall(words)
+        return names
 
 
 def one_of(words: Iterable[str]) -> re.Pattern[str]:

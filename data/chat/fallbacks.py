@@ -52,7 +52,7 @@ class Feature(NamedTuple):
 
 
 def _with_question(said: Sequence[Said], tools: list[JSON]) -> tuple[list[Said], list[JSON]]:
-    place = next(place for place, each in enumerate(said) if each.role == "assistant")
+    place = next(place for place, message in enumerate(said) if message.role == "assistant")
     return [*said[:place], Said("user", ""), *said[place:]], tools
 
 
@@ -121,35 +121,32 @@ FEATURES = (
 def with_short_ids(said: Sequence[Said]) -> list[Said]:
     """Number calls by ids of nine letters and digits, the only ones that Mistral's templates accept."""
     new: dict[str, str] = {}
-    for each in said:
-        for call_id in each.ids:
+    renamed = []
+    for message in said:
+        for call_id in message.ids:
             new.setdefault(call_id, call_id_of(len(new) + 1))
-    return [
-        each._replace(
-            calls=tuple(call._replace(id=new[call.id]) for call in each.calls),
-            call_id=new.get(each.call_id or ""),
-        )
-        for each in said
-    ]
+        calls = tuple(call._replace(id=new[call.id]) for call in message.calls)
+        renamed.append(message._replace(calls=calls, call_id=new.get(message.call_id or "")))
+    return renamed
 
 
 def thoughts_as_text(said: Sequence[Said]) -> list[Said]:
     """Put an assistant's thoughts at the beginning of its words."""
-    return [
-        answer((Span(THINKING.format(thought=each.reasoning), each.supervised), *each.spans), each.supervised)._replace(
-            calls=each.calls
-        )
-        if each.reasoning
-        else each
-        for each in said
-    ]
+    written = []
+    for message in said:
+        if not message.reasoning:
+            written.append(message)
+            continue
+        thought = Span(THINKING.format(thought=message.reasoning), message.supervised)
+        written.append(answer((thought, *message.spans), message.supervised)._replace(calls=message.calls))
+    return written
 
 
 def tools_as_text(said: Sequence[Said], tools: list[JSON]) -> list[Said]:
     """Describe the tools in front of the first question."""
     if not tools:
         return list(said)
-    first = next((place for place, each in enumerate(said) if each.role == "user"), 0)
+    first = next((place for place, message in enumerate(said) if message.role == "user"), 0)
     return in_questions([*said[:first], Said("context", describe(tools), name=API_TITLE), *said[first:]])
 
 
@@ -179,25 +176,26 @@ def calls_as_text(said: Sequence[Said]) -> list[Said]:
 def _chain(said: Sequence[Said]) -> Said:
     """Build one answer of a chain of calls and results."""
     spans: list[Span] = []
-    for place, each in enumerate(said):
-        if each.role == "tool":
+    for place, message in enumerate(said):
+        if message.role == "tool":
             continue
-        thought = "\n".join(filter(None, [each.reasoning, each.text if each.calls else ""]))
+        thought = "\n".join(filter(None, [message.reasoning, message.text if message.calls else ""]))
         if thought:
-            spans.append(Span(API_THOUGHT.format(thought=thought), each.supervised))
+            spans.append(Span(API_THOUGHT.format(thought=thought), message.supervised))
+
         results = list(takewhile(lambda other: other.role == "tool", said[place + 1 :]))
-        for call in each.calls:
+        for call in message.calls:
             param = json.dumps(call.arguments, ensure_ascii=False)
-            spans.append(Span(API_CALL.format(name=call.name, param=param), each.supervised))
+            spans.append(Span(API_CALL.format(name=call.name, param=param), message.supervised))
             found = next((result for result in results if result.call_id == call.id), None)
             if found:
                 results.remove(found)
                 spans.append(Span(API_RESULT.format(result=found.text), False))
-            elif place + 1 < len(said) or call is not each.calls[-1]:
+            elif place + 1 < len(said) or call is not message.calls[-1]:
                 spans.append(Span("\n", False))
         spans += [Span(API_RESULT.format(result=result.text), False) for result in results]
-        if not each.calls and each.text.strip():
-            spans.append(Span(API_FINAL.format(ans=each.text), each.supervised))
+        if not message.calls and message.text.strip():
+            spans.append(Span(API_FINAL.format(ans=message.text), message.supervised))
     # Behind a call or a result the model has nothing to say yet, so that it does not end its turn there.
     last = said[-1]
     return answer(tuple(spans), last.supervised and bool(last.text.strip()) and not last.calls)
@@ -207,12 +205,12 @@ def systems_as_questions(said: Sequence[Said], from_place: int = 0) -> list[Said
     """Move system messages from a place on into the question that follows them."""
     done: list[Said] = []
     waiting = ""
-    for place, each in enumerate(said):
-        if each.role == "system" and place >= from_place:
-            waiting += each.text + "\n\n"
-        elif each.role == "user" and waiting:
-            done.append(each._replace(text=waiting + each.text))
+    for place, message in enumerate(said):
+        if message.role == "system" and place >= from_place:
+            waiting += message.text + "\n\n"
+        elif message.role == "user" and waiting:
+            done.append(message._replace(text=waiting + message.text))
             waiting = ""
         else:
-            done.append(each)
+            done.append(message)
     return [*done, Said("user", waiting.rstrip("\n"))] if waiting else done

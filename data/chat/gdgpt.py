@@ -29,12 +29,12 @@ def write_gdgpt(said: Sequence[Said], tools: list[JSON], end: str, open_end: boo
     Raises:
         DataError: gdGPT's texts have no place for something in it.
     """
-    contexts = {each.name: each for each in said if each.role == "context"}
-    instructed = any(each.input is not None for each in said)
+    contexts = {message.name: message for message in said if message.role == "context"}
+    instructed = any(message.input is not None for message in said)
     refused = {
-        "a system message": any(each.role == "system" for each in said),
-        "calls and results in messages": any(each.calls or each.role == "tool" for each in said),
-        "thoughts in messages": any(each.reasoning for each in said),
+        "a system message": any(message.role == "system" for message in said),
+        "calls and results in messages": any(message.calls or message.role == "tool" for message in said),
+        "thoughts in messages": any(message.reasoning for message in said),
         "an input beside other messages": instructed and len(said) > 2 - open_end,
         "tools beside a reference or an input": tools and (contexts or instructed),
     }
@@ -50,27 +50,27 @@ def write_gdgpt(said: Sequence[Said], tools: list[JSON], end: str, open_end: boo
     pieces = [] if instructed else [Span(header, False)]
     heading = [] if instructed else [Span(texts.GDGPT_HEADING.format(name=answers), False)]
 
-    for each in said:
-        if each.role == "user" and each.input is not None:  # its header speaks of an input even without one
-            form = texts.PLAIN_ASK_WITH_INPUT if each.input.strip() else texts.PLAIN_ASK
-            asked = texts.PLAIN_HEADER_WITH_INPUT + form.format(ask=each.text, input=each.input)
+    for message in said:
+        if message.role == "user" and message.input is not None:  # its header speaks of an input even without one
+            form = texts.PLAIN_ASK_WITH_INPUT if message.input.strip() else texts.PLAIN_ASK
+            asked = texts.PLAIN_HEADER_WITH_INPUT + form.format(ask=message.text, input=message.input)
             pieces.append(Span(asked, False))
-        elif each.role == "user":
-            pieces.append(Span(texts.GDGPT_ASK.format(name=asks, ask=each.text), False))
-        elif isinstance(each.source, ApiAnswer):
-            for action in each.source.actions:
+        elif message.role == "user":
+            pieces.append(Span(texts.GDGPT_ASK.format(name=asks, ask=message.text), False))
+        elif isinstance(message.source, ApiAnswer):
+            for action in message.source.actions:
                 given = ", ".join(f"{name}={value!r}" for name, value in action.api_param.items())  # as Python
                 call = f"{action.api_name}({given})".strip()
                 call = texts.GDGPT_CALL.format(thought=action.inner_thought, call=call, end=end)
                 result = texts.GDGPT_RESULT.format(result=as_text(action.api_res, indent=2))
-                pieces += [*heading, Span(call, each.supervised), Span(result, False)]
-            pieces += [*heading, Span(texts.GDGPT_FINAL.format(ans=each.source.ans, end=end), each.supervised)]
-        elif each.role == "assistant":
+                pieces += [*heading, Span(call, message.supervised), Span(result, False)]
+            pieces += [*heading, Span(texts.GDGPT_FINAL.format(ans=message.source.ans, end=end), message.supervised)]
+        elif message.role == "assistant":
             form = texts.GDGPT_OUTPUT if instructed else texts.GDGPT_ANSWER
             # A model that is asked again has written the blank behind its answer, which the text has by itself.
-            answer = form.format(ans=each.text.rstrip() if open_end else each.text, end=end)
-            pieces += [*heading, Span(answer, each.supervised)]
+            answer = form.format(ans=message.text.rstrip() if open_end else message.text, end=end)
+            pieces += [*heading, Span(answer, message.supervised)]
 
-    trained = [each.supervised for each in said if each.role == "assistant"][-1:]
+    trained = [message.supervised for message in said if message.role == "assistant"][-1:]
     pieces += heading if open_end else [Span(end, *trained)]
     return join(pieces)._replace(pieces=tuple(piece.text for piece in pieces))

@@ -14,15 +14,16 @@ Cost: turns with the same text beside them are looked at once. The rest is one w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from data.chat.control_tokens import one_of
 from data.chat.messages import Said, last_question
 from data.chat.rendered import Range, join, joined, without
 from data.chat.template_check import CHANGED, EXAMPLE, agreement, differences, refusal
-from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn
+from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Mark, Marked, Turn, own_marks
 from data.errors import DataError
 
 Render = Callable[..., Marked | None]  # messages -> text; `asking=True` adds the generation prompt
@@ -32,13 +33,6 @@ MOST_KNOWN = 10_000  # kinds of turns remembered
 VALUES = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\b(?:true|false|null|True|False|None)\b")
 
 NO_END = "no token ends an answer that is not the last one: the model does not learn to stop there"
-
-
-RESULTS_WITHIN = (
-    "the chat template writes the result of a call into the middle of the answer that calls (message {number}), so that"
-    " the rest of it stands behind the result; expected calls without words, one at a time, weight: 0 there, or a "
-    "template that writes results behind the answer (prompt_format: a Jinja file)"
-)
 MARKED_PROMPT = "the template's generation marks put loss on the end of the prompt, which a server sends itself"
 UNMARKED_ANSWER = "the template's generation marks leave a part of an answer without loss, which the model has to write"
 
@@ -68,6 +62,16 @@ class _Gap(NamedTuple):
     last: Mark | None  # its last
     stop: int  # where the words behind it begin, or where the text ends
 
+    @property
+    def start(self) -> int:
+        """Return the first place at which the turn may begin."""
+        return self.anchor.at if self.anchor else 0
+
+    @property
+    def words(self) -> int:
+        """Return where the turn's first words begin, or the next ones where it has none."""
+        return self.first.edge if self.first else self.stop
+
 
 class _Kind(NamedTuple):
     """Hold what turns of one kind have in common."""
@@ -77,6 +81,13 @@ class _Kind(NamedTuple):
     end: int | None
     ended: bool
     notes: dict[str, str]  # how serving differs, each with an example
+
+    def range_in(self, gap: _Gap) -> Range:
+        """Return where a turn of this kind begins and ends."""
+        begin = gap.words - self.begin
+        if self.end is not None:
+            return begin, gap.stop - self.end
+        return begin, gap.last.edge if gap.last else begin
 
 
 class TurnFinder:
@@ -104,32 +115,19 @@ class TurnFinder:
         Raises:
             Unplaceable: a turn cannot be told from what is around it.
         """
-        text, marks = whole
-        own = _own_marks(marks)
+        text = whole.text
         asked = last_question(said)
-        call_ids = one_of(one for each in said for one in each.ids)
-        shapes = [_shape(each) for each in said]
+        shapes = [_shape(message) for message in said]
         # Without what each turn has of its own, but for its length: a kind's places are counted in characters.
+        call_ids = one_of(chain.from_iterable(message.ids for message in said))
         alike = cache(lambda side: VALUES.sub(_hidden, call_ids.sub(_hidden, side)))
+
         turns = []
         notes: dict[str, str] = {}
-        thoughts = False
-        place = -1  # of the last mark before the turn
-        for number, each in enumerate(said):
-            first, last = own.get(number, (None, None))
-            if each.role != "assistant":
-                place = place if last is None else last
-                continue
-            place = place if first is None else first - 1
-            after = (place if last is None else last) + 1
-            gap = _Gap(
-                anchor=marks[place] if place >= 0 else None,
-                first=None if first is None else marks[first],
-                last=None if last is None else marks[last],
-                stop=marks[after].edge if after < len(marks) else len(text),
-            )
-            words = gap.first.edge if gap.first else gap.stop
-            left = text[gap.anchor.edge if gap.anchor else 0 : words]
+        thoughts = False  # whether an earlier answer has some
+        for number, gap, own_words in _gaps(whole, said):
+            # Turns that have the same text and messages beside them are of one kind, which is looked at once.
+            left = text[gap.anchor.edge if gap.anchor else 0 : gap.words]
             right = text[gap.last.edge : gap.stop] if gap.last else ""
             key = (
                 *map(alike, (left, right)),
@@ -143,16 +141,16 @@ class TurnFinder:
                 if len(self._known) >= MOST_KNOWN:
                     self._known.clear()
                 self._known[key] = kind
-            begin = words - kind.begin
-            end = gap.stop - kind.end if kind.end is not None else gap.last.edge if gap.last else begin
-            if not (gap.anchor.at if gap.anchor else 0) <= begin <= end:
+
+            begin, end = kind.range_in(gap)
+            if not gap.start <= begin <= end:
                 raise Unplaceable
-            turns.append(Turn(number, [(begin, end)], kind.ended, _words(marks, first, last)))
+            turns.append(Turn(number, [(begin, end)], kind.ended, own_words))
+
             notes |= kind.notes
             if not kind.ended and number < len(said) - 1:
                 notes[NO_END] = text[max(0, end - EXAMPLE) : end + EXAMPLE]
-            thoughts = thoughts or bool(each.reasoning) or "</think>" in each.text
-            place = place if last is None else last
+            thoughts = thoughts or bool(said[number].reasoning) or "</think>" in said[number].text
         return turns, notes
 
     def _look(self, text: str, gap: _Gap, said: Sequence[Said], render: Render, strict: bool) -> _Kind:
@@ -160,27 +158,32 @@ class TurnFinder:
         before = said[:-1]
         prompt = render(before, asking=True) if before else None
         upto = render(said)
+
         begin = self._begin(text, gap, prompt, before, render, strict)
         end, ended = self._end(text, gap, begin, upto, prompt)
-        known = gap.first.edge if gap.first else gap.stop
         notes = differences(text, begin, end, prompt, upto)
+
         at_words = gap.last is not None and not ended and end == gap.last.edge
-        return _Kind(known - begin, None if at_words else gap.stop - end, ended, notes)
+        return _Kind(gap.words - begin, None if at_words else gap.stop - end, ended, notes)
 
     def _begin(
         self, text: str, gap: _Gap, prompt: Marked | None, before: Sequence[Said], render: Render, strict: bool
     ) -> int:
         """Find where the turn begins."""
-        start = gap.anchor.at if gap.anchor else 0
+        start = gap.start
         limit = gap.first.at if gap.first else gap.stop
+
+        # As a rule the text goes on where the prompt ends.
         at = _after(prompt, gap.anchor)
         if prompt is not None and at is not None:
             asked = prompt.text[at:]
             if text.startswith(asked, start) and start + len(asked) <= limit:
                 return start + len(asked)
+
         words = gap.first if gap.first and gap.first.leaf.part in (CONTENT, REASONING) and gap.first.opens else None
         if words and (at is None or not strict):
             return words.edge
+
         # The prompt may end with more than the dialogue goes on with (an opened thought), but only that may differ.
         unasked = render(before)
         between = text[start:limit]
@@ -191,6 +194,7 @@ class TurnFinder:
         # White space at the end of a whole text may be other than in its middle (DeepSeek-V3), unless a prompt goes on.
         if agreed < len(unasked.text if added.strip() else unasked.text.rstrip()) - at:
             raise Unplaceable
+
         if words:
             return words.edge
         if not gap.first and added.strip() and agreed < len(unasked.text) - at + (self._vocabulary.leading(added) or 1):
@@ -203,27 +207,54 @@ class TurnFinder:
         last = gap.last
         place = last.edge if last else begin
         behind = text[place : gap.stop]
+
+        # What ends a turn stands behind its words here and where the dialogue ends with it.
         rest = behind
-        if upto is not None:
-            if last is None:
-                rest = upto.text[len(prompt.text) :] if prompt and upto.text.startswith(prompt.text) else behind
-            elif (found := _last(upto, last)) is not None:
-                rest = upto.text[found.edge :]
+        if upto is not None and last is not None:
+            found = _last(upto, last)
+            rest = behind if found is None else upto.text[found.edge :]
+        elif upto is not None and prompt and upto.text.startswith(prompt.text):
+            rest = upto.text[len(prompt.text) :]
         agreed = agreement(rest, behind)
+
         # Calls and thoughts are closed by tokens of their own, so that only special ones, or what ends any answer, end
         # a turn without words behind them.
         wordless = last is None or last.leaf.part in (NAME, ARGUMENTS, REASONING)
         if wordless and self.end_of_turn and (at := behind.rfind(self.end_of_turn, 0, agreed)) >= 0:
             return place + at + len(self.end_of_turn), True
-        for pattern in self._vocabulary[: 1 if wordless else 2]:
+        for pattern in (self._vocabulary.special,) if wordless else self._vocabulary:
             tokens = list(pattern.finditer(behind, 0, agreed))
             if tokens and not behind[tokens[-1].end() : agreed].strip():  # else it is part of what the model says
                 return place + tokens[-1].end(), True
+
         # Some templates end a turn with the next role's token, or end an answer otherwise once it is not the last one.
-        length = self._vocabulary.leading(behind[agreed:] if agreed == len(rest) else behind)
+        skipped = agreed if agreed == len(rest) else 0
+        length = self._vocabulary.leading(behind[skipped:])
         if length:
-            return place + (agreed if agreed == len(rest) else 0) + length, True
+            return place + skipped + length, True
         return place + len(behind[:agreed].rstrip() if last else behind[:agreed]), False
+
+
+def _gaps(whole: Marked, said: Sequence[Said]) -> Iterator[tuple[int, _Gap, Range | None]]:
+    """Yield the number of each assistant's message, what bounds its turn, and where its words are."""
+    text, marks = whole
+    own = own_marks(marks)
+    before = -1  # the place of the last mark before the turn; -1 where there is none
+    for number, message in enumerate(said):
+        first, last = own.get(number, (None, None))
+        if message.role == "assistant":
+            if first is not None:
+                before = first - 1
+            after = (before if last is None else last) + 1
+            gap = _Gap(
+                anchor=marks[before] if before >= 0 else None,
+                first=None if first is None else marks[first],
+                last=None if last is None else marks[last],
+                stop=marks[after].edge if after < len(marks) else len(text),
+            )
+            yield number, gap, _words(marks, first, last)
+        if last is not None:
+            before = last
 
 
 def _hidden(value: re.Match[str]) -> str:
@@ -246,14 +277,19 @@ def generated(
         if turn is None:
             raise Unplaceable
         parts[turn.message].append((begin, end))
+
     done = []
     notes: dict[str, str] = {}
     for turn in turns:
         whole = turn.parts[0]
-        if own := parts[turn.message]:
+        own = parts[turn.message]
+
+        # The token that ends the turn is trained, inside of the template's marks or right behind them.
+        if own:
             begin, end = own[-1]
             closed = any(token.end() == len(text[:end].rstrip()) for token in vocabulary.any.finditer(text, begin, end))
             own[-1] = (begin, end if closed else end + vocabulary.leading(text[end:]))
+
         if own and own[0][0] < whole[0]:
             notes[MARKED_PROMPT] = repr(text[own[0][0] : whole[0]][-EXAMPLE:])
         if unmarked := without(whole, own):
@@ -268,37 +304,16 @@ def trained_ranges(said: Said, turn: Turn) -> list[Range]:
         return turn.parts if said.supervised else []
     if turn.words is None:
         raise DataError(CHANGED)
+
+    # Pieces are counted from the beginning of the message, whose white space a template strips.
     begin, end = turn.words
     origin = begin - said.text.index(said.text.strip())
     trained = joined((max(origin + a, begin), min(origin + b, end)) for a, b in join(said.pieces).loss)
     if not said.supervised:
         return trained
-    return [left for part in turn.parts for left in without(part, without(turn.words, trained))]
 
-
-def _own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
-    """Find each message's first and last mark, up to where one is repeated (as in a result's header)."""
-    own: dict[int, tuple[int, int]] = {}
-    seen: set[tuple[int, bool]] = set()
-    for place, mark in enumerate(marks):
-        if (mark.number, mark.opens) in seen:
-            continue
-        seen.add((mark.number, mark.opens))
-        message = mark.leaf.message
-        own[message] = (own[message][0] if message in own else place, place)
-    return own
-
-
-def check_order(marks: Sequence[Mark], said: Sequence[Said]) -> None:
-    """Check that nobody else's words stand inside a trained answer.
-
-    Raises:
-        DataError: they do, as where the words beside a call follow its result.
-    """
-    for number, (first, last) in _own_marks(marks).items():
-        trained = said[number].supervised or said[number].pieces
-        if trained and any(mark.leaf.message != number for mark in marks[first:last]):
-            raise DataError(RESULTS_WITHIN.format(number=number + 1))
+    untrained = without(turn.words, trained)
+    return list(chain.from_iterable(without(part, untrained) for part in turn.parts))
 
 
 def _shape(said: Said) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def said_in(record: Dialogue) -> list[Said]:
     said = each_said_in(record)
     if isinstance(record, (Chat, Instruct)):
         return said
-    return runs_merged(said[: max(place for place, each in enumerate(said) if each.role == "assistant") + 1])
+    return runs_merged(said[: max(place for place, message in enumerate(said) if message.role == "assistant") + 1])
 
 
 def each_said_in(record: Dialogue) -> list[Said]:
@@ -88,30 +88,30 @@ def each_said_in(record: Dialogue) -> list[Said]:
 
 def last_question(said: Sequence[Said]) -> int:
     """Find the last question's index; -1 if there is none."""
-    return max((place for place, each in enumerate(said) if each.role == "user"), default=-1)
+    return max((place for place, message in enumerate(said) if message.role == "user"), default=-1)
 
 
 def with_mask(said: Sequence[Said], mask: Mask) -> Sequence[Said]:
     """Set which messages are trained, as the config says; `all` is handled elsewhere."""
     if mask != "last_turn":
         return said
-    answers = [place for place, each in enumerate(said) if each.role == "assistant"]
+    answers = [place for place, message in enumerate(said) if message.role == "assistant"]
     asked = last_question(said[: answers[-1]])
-    return [each._replace(supervised=False, pieces=()) for each in said[: asked + 1]] + list(said[asked + 1 :])
+    return [message._replace(supervised=False, pieces=()) for message in said[: asked + 1]] + list(said[asked + 1 :])
 
 
 def runs_merged(said: Sequence[Said]) -> list[Said]:
     """Merge consecutive questions into one, and consecutive answers."""
     done: list[Said] = []
-    for each in said:
+    for message in said:
         last = done[-1] if done else None
-        if last and last.role == each.role == "user":
-            done[-1] = last._replace(text=f"{_asked(last)}\n{_asked(each)}", input=None)
-        elif last and last.role == each.role == "assistant" and not last.calls and not each.reasoning:
-            spans = (*last.spans, Span("\n", last.supervised and each.supervised), *each.spans)
-            done[-1] = answer(spans, each.supervised)._replace(reasoning=last.reasoning, calls=each.calls)
+        if last and last.role == message.role == "user":
+            done[-1] = last._replace(text=f"{_asked(last)}\n{_asked(message)}", input=None)
+        elif last and last.role == message.role == "assistant" and not last.calls and not message.reasoning:
+            spans = (*last.spans, Span("\n", last.supervised and message.supervised), *message.spans)
+            done[-1] = answer(spans, message.supervised)._replace(reasoning=last.reasoning, calls=message.calls)
         else:
-            done.append(each)
+            done.append(message)
     return done
 
 
@@ -119,14 +119,15 @@ def in_questions(said: Sequence[Said]) -> list[Said]:
     """Move contexts into the question that follows, as several templates refuse system messages."""
     done: list[Said] = []
     context = ""
-    for each in said:
-        if each.role == "context":
-            context += texts.CHAT_CONTEXT.format(title=each.name, text=each.text)
+    for message in said:
+        if message.role == "context":
+            context += texts.CHAT_CONTEXT.format(title=message.name, text=message.text)
             continue
-        if context and each.role != "user":  # an answer that nobody asked for
+        if context and message.role != "user":  # an answer that nobody asked for
             done.append(Said("user", context.rstrip("\n")))
             context = ""
-        done.append(each._replace(text=context + _asked(each), input=None) if context or each.input else each)
+        is_plain = not (context or message.input)
+        done.append(message if is_plain else message._replace(text=context + _asked(message), input=None))
         context = ""
     return done
 
@@ -150,11 +151,7 @@ def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
         if each.reasoning:  # templates read one of these
             message["reasoning_content"] = message["reasoning"] = message["thinking"] = each.reasoning
         if each.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-                for call in each.calls
-                for arguments in [json.dumps(call.arguments, ensure_ascii=False) if form.text else call.arguments]
-            ]
+            message["tool_calls"] = [_call_as_dict(call, form) for call in each.calls]
         if each.call_id is not None:
             message["tool_call_id"] = each.call_id
         if each.name is not None:
@@ -163,10 +160,18 @@ def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
     return messages
 
 
+def _call_as_dict(call: Call, form: Form) -> JSON:
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if form.text else call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
 def as_record(said: Sequence[Said]) -> list[JSON]:
     """Write messages as a chat record with one name for everything."""
     messages = as_dicts(in_questions(said), Form())
-    return [{name: each[name] for name in each if name not in ("reasoning", "thinking")} for each in messages]
+    for message in messages:
+        for other_name in ("reasoning", "thinking"):
+            message.pop(other_name, None)
+    return messages
 
 
 def as_text(value: Any, indent: int | None = None) -> str:

@@ -27,18 +27,20 @@ def write_plain(said: Sequence[Said], tools: list[JSON], end: str, open_end: boo
         contexts.append((texts.SYSTEM_TITLE, said.pop(0).text))
     if tools:
         contexts.append((texts.API_TITLE, describe(tools)))
-    contexts += [(each.name, each.text) for each in said if each.role == "context"]
-    said = [each for each in said if each.role != "context"]
+    contexts += [(message.name, message.text) for message in said if message.role == "context"]
+    said = [message for message in said if message.role != "context"]
     said = runs_merged(systems_as_questions(thoughts_as_text(calls_as_text(said))))
+
     prompt = texts.PLAIN_HEADER_WITH_INPUT if said and said[0].input else texts.PLAIN_HEADER
     prompt += "".join(texts.PLAIN_CONTEXT.format(title=title, text=text) for title, text in contexts)
+
     spans: list[Span] = []
     asked = texts.PLAIN_ANSWER
-    for each in said:
-        if each.role == "user":
-            form = texts.PLAIN_ASK_WITH_INPUT if each.input else texts.PLAIN_ASK
-            asked = form.format(ask=each.text, input=each.input)
+    for message in said:
+        if message.role == "user":
+            form = texts.PLAIN_ASK_WITH_INPUT if message.input else texts.PLAIN_ASK
+            asked = form.format(ask=message.text, input=message.input)
         else:
-            spans += [Span(prompt + asked, False), *each.spans, Span(end, each.supervised)]
+            spans += [Span(prompt + asked, False), *message.spans, Span(end, message.supervised)]
             prompt, asked = "\n\n", texts.PLAIN_ANSWER
     return join([*spans, Span(prompt + asked, False)] if open_end else spans)

@@ -16,10 +16,15 @@ import re
 from collections.abc import Sequence
 
 from data.chat.messages import JSON, Call, Said, last_question
-from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Leaf, Marked, Turn
+from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Leaf, Mark, Marked, Turn, own_marks
 from data.errors import DataError
 
 CHANGED = "the chat template changes the words of an answer; use prompt_format: plain"
+RESULTS_WITHIN = (
+    "the chat template writes the result of a call into the middle of the answer that calls (message {number}), so that"
+    " the rest of it stands behind the result; expected calls without words, one at a time, weight: 0 there, or a "
+    "template that writes results behind the answer (prompt_format: a Jinja file)"
+)
 LEFT_OUT = "the chat template leaves out {what}; expected one that writes it (prompt_format: a Jinja file)"
 NO_THOUGHTS = "the chat template leaves out the thoughts before the last question; mask: last_turn trains none of these"
 OTHER_PROMPT = "what a server sends before an answer differs from what is trained before it"
@@ -46,23 +51,39 @@ def check_survival(
     ends = {mark.number: mark.at for mark in whole.marks if not mark.opens}
     turn_of = {turn.message: turn for turn in turns}
     asked = last_question(said)
+
     thoughts: list[str] = []  # that are left out
     for number, leaf in enumerate(leaves):
-        each = said[leaf.message]
+        message = said[leaf.message]
         if number not in ends:
-            if leaf.part == NAME and named_by_id(each.calls[leaf.call], whole.text):
+            if leaf.part == NAME and named_by_id(message.calls[leaf.call], whole.text):
                 continue
             if leaf.part != REASONING or leaf.message > asked:
-                _refuse_leaf(leaf, each)
-            thoughts += [each.reasoning] if leaf.part == REASONING else []
-        elif leaf.part == CONTENT and each.role == "assistant":
+                _refuse_leaf(leaf, message)
+            if leaf.part == REASONING:
+                thoughts.append(message.reasoning)
+        elif leaf.part == CONTENT and message.role == "assistant":
+            # The beginning of an answer's words may be dropped, or moved to its thoughts, mark and all.
             begin = begins.get(number, turn_of[leaf.message].parts[0][0])
-            if not _whole(whole.text[begin : ends[number]], each.text.strip(), number in begins):
+            if not _whole(whole.text[begin : ends[number]], message.text.strip(), number in begins):
                 if leaf.message > asked:
                     raise refusal("the thoughts in the words of an answer", leaf.message)
-                thoughts.append(each.text)
+                thoughts.append(message.text)
+
     _check_unmarked(said, tools, whole.text, {leaf.message for leaf in leaves}, turn_of)
     return {NO_THOUGHTS: thoughts[0][:LONGEST_THOUGHT]} if thoughts else {}
+
+
+def check_order(marks: Sequence[Mark], said: Sequence[Said]) -> None:
+    """Check that nobody else's words stand inside a trained answer.
+
+    Raises:
+        DataError: they do, as where the words beside a call follow its result.
+    """
+    for number, (first, last) in own_marks(marks).items():
+        trained = said[number].supervised or said[number].pieces
+        if trained and any(mark.leaf.message != number for mark in marks[first:last]):
+            raise DataError(RESULTS_WITHIN.format(number=number + 1))
 
 
 def named_by_id(call: Call, text: str) -> bool:
@@ -101,17 +122,18 @@ def _check_unmarked(
         name = str(function.get("name", "")) if isinstance(function, dict) else ""
         if not _is_in(name, text):
             raise DataError(LEFT_OUT.format(what=f"the tool {name[:LONGEST_NAME]}"))
+
     place = 0
-    for number, each in enumerate(said):
-        if number not in marked and (core := each.text.strip()):
+    for number, message in enumerate(said):
+        if number not in marked and (core := message.text.strip()):
             # Most stand in their order; one that does not is looked for everywhere.
             found = max(text.find(core, place), text.find(_escaped(core), place))
             if found < 0 and not _is_in(core, text):
-                raise refusal(f"what the {each.role} says", number)
+                raise refusal(f"what the {message.role} says", number)
             place = max(place, found)
-        if each.calls:
+        if message.calls:
             begin, end = turns[number].parts[0]
-            for call in each.calls:
+            for call in message.calls:
                 numbers = [str(value) for value in call.arguments.values() if type(value) in (int, float)]
                 if not all(_is_in(value, text[begin:end]) for value in (*call.arguments, *numbers)):
                     raise refusal(f"arguments of a call of {call.name[:LONGEST_NAME]}", number)

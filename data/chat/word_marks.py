@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import count
+from itertools import chain, count, product
 from typing import Any, NamedTuple
 
 from data.chat.messages import Call, Said
@@ -86,8 +86,8 @@ class Markers:
         self._salt = "zq0x" if "zq0x" not in text else next(s for n in count(1) if (s := f"zq{n}x") not in text)
         self._pattern = re.compile(self._salt + r"([ab])(\d+)q")
         self.said = [  # with marks
-            self._mark(number, each) if everybody or each.role == "assistant" else each
-            for number, each in enumerate(said)
+            self._mark(number, message) if everybody or message.role == "assistant" else message
+            for number, message in enumerate(said)
         ]
 
     def read(self, text: str) -> Marked:
@@ -102,6 +102,8 @@ class Markers:
             found.append((int(mark.group(2)), mark.group(1) == "a", length))
         pieces.append(text[last:])
         plain = "".join(pieces)
+
+        # The white space of words stands outside of their marks; a template may strip some of it.
         marks = []
         for number, opens, at in found:
             lead, trail = self._around[number]
@@ -146,16 +148,30 @@ class Markers:
         )
 
 
+def own_marks(marks: Sequence[Mark]) -> dict[int, tuple[int, int]]:
+    """Find each message's first and last mark, up to where one is repeated (as in a result's header)."""
+    own: dict[int, tuple[int, int]] = {}
+    seen: set[tuple[int, bool]] = set()
+    for place, mark in enumerate(marks):
+        if (mark.number, mark.opens) in seen:
+            continue
+        seen.add((mark.number, mark.opens))
+        message = mark.leaf.message
+        own[message] = (own[message][0] if message in own else place, place)
+    return own
+
+
 def frame_key(said: Sequence[Said]) -> tuple[str, ...] | None:
     """Return the key of dialogues that may share a frame; None if there is more than plain words."""
     if len(said) > MOST_MESSAGES:
         return None
-    for each in said:
-        text = each.text
-        # A result of a tool has an id and a name.
-        if not text or text[0].isspace() or text[-1].isspace() or each.reasoning or each.calls or each.role == "tool":
+    for message in said:
+        text = message.text
+        if not text or text[0].isspace() or text[-1].isspace():
             return None
-    return tuple([each.role for each in said])
+        if message.reasoning or message.calls or message.role == "tool":  # a result of a tool has an id and a name
+            return None
+    return tuple([message.role for message in said])
 
 
 def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Frame | None:
@@ -168,10 +184,13 @@ def frame_of(whole: Marked, turns: Sequence[Turn], notes: dict[str, str]) -> Fra
     messages = {message for *_, message in words}
     if len(whole.marks) != 2 * len(messages) or not {turn.message for turn in turns} <= messages:
         return None
+
     # A turn that begins or ends among words does so elsewhere in each dialogue.
-    places = [place for turn in turns for part in turn.parts for place in part]
-    among = any(begin < place < end for place in places for begin, end, _ in words)
-    return None if among else Frame(whole.text, words, list(turns), notes)
+    parts = chain.from_iterable(turn.parts for turn in turns)
+    borders = chain.from_iterable(parts)
+    if any(begin < border < end for border, (begin, end, _) in product(borders, words)):
+        return None
+    return Frame(whole.text, words, list(turns), notes)
 
 
 def turns_in(frame: Frame, said: Sequence[Said], text: str) -> tuple[list[Turn], dict[str, str]] | None:
@@ -179,6 +198,7 @@ def turns_in(frame: Frame, said: Sequence[Said], text: str) -> tuple[list[Turn],
 
     None where this is not the frame with the dialogue's words.
     """
+    # The frame's text with these words in it, and how far what stands behind each of them is moved.
     pieces, ends, shifts, last = [], [], [0], 0
     for begin, end, message in frame.words:
         words = said[message].text

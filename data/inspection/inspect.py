@@ -84,7 +84,8 @@ def summary(number: int, sample: Sample) -> str:
     for name, document in documents(sample):
         supervised = sum(int(label != IGNORED) for label in document["labels"])
         length = len(document["input_ids"])
-        counts.append(f"{name}{' ' * bool(name)}{length} tokens, {supervised} supervised ({supervised / length:.0%})")
+        of_one = f"{length} tokens, {supervised} supervised ({supervised / length:.0%})"
+        counts.append(f"{name} {of_one}" if name else of_one)
     value = sample.get("value", 0.0)  # of preferences, where it is not 0
     return f"sample {number}: {'; '.join(counts)}{f'; value {value:g}' if value else ''}"
 
@@ -137,10 +138,18 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = 
 
 def _with_turn_ends(whole: Sequence[Piece]) -> list[Piece]:
     """Put a line behind each control token that ends a turn: the last one of any trained run, wherever it stands."""
-    runs = [list(run) for trained, run in groupby(whole, key=lambda piece: piece.supervised) if trained]
-    ends = {next((piece.ids for piece in reversed(run) if piece.special), None) for run in runs}
+    ends = set()
+    for trained, run in groupby(whole, key=lambda piece: piece.supervised):
+        special = [piece.ids for piece in run if piece.special]
+        if trained and special:
+            ends.add(special[-1])
     border = Piece(TURN_ENDS, (), False, False)
-    return [each for piece in whole for each in ((piece, border) if piece.ids in ends else (piece,))]
+    shown = []
+    for piece in whole:
+        shown.append(piece)
+        if piece.ids in ends:
+            shown.append(border)
+    return shown
 
 
 def _without_colour(console: Console) -> bool:
@@ -181,18 +190,13 @@ def write_page(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, pa
     Raises:
         DataError: the file cannot be written.
     """
-    sections = [
-        SAMPLE.format(
-            summary=summary(number, sample),
-            documents="\n".join(
-                DOCUMENT.format(
-                    name=f"<h3>{name}</h3>\n" if name else "", tokens="".join(map(_token, pieces(document, tokenizer)))
-                )
-                for name, document in documents(sample)
-            ),
-        )
-        for number, sample in enumerate(samples, start=1)
-    ]
+    sections = []
+    for number, sample in enumerate(samples, start=1):
+        shown = []
+        for name, document in documents(sample):
+            tokens = "".join(map(_token, pieces(document, tokenizer)))
+            shown.append(DOCUMENT.format(name=f"<h3>{name}</h3>\n" if name else "", tokens=tokens))
+        sections.append(SAMPLE.format(summary=summary(number, sample), documents="\n".join(shown)))
     page = PAGE.format(title=escape(title), samples="\n".join(sections))
     try:
         # A lone surrogate, which JSON can hold, cannot be written.

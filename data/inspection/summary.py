@@ -37,10 +37,14 @@ def table(dataset: Dataset) -> str:
         rows.append((f"{len(groups) - ROWS} more", "", *_numbers(rest)))
     if len(groups) > 1:
         rows.append(("together", "", *_numbers(dataset.total)))
+
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust, str.ljust, *[str.rjust] * (len(COLUMNS) - 2)]
-    aligned = [[pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True)] for row in rows]
-    return "\n".join("  ".join(row).rstrip() for row in aligned)
+    lines = []
+    for row in rows:
+        cells = (pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def facts(dataset: Dataset, max_seq_len: int, what: str = "an epoch") -> list[str]:
@@ -101,6 +105,7 @@ def warnings(dataset: Dataset, max_seq_len: int) -> list[str]:
             f"{total.silent / total.records:.0%} of the records are left out, as no token within max_seq_len "
             f"{max_seq_len} is trained"
         )
+
     for note, count, example in dataset.notes:
         found.append(f"{counted(count, 'record')}: {note}; such as {safe_line(example, LONGEST_EXAMPLE)}")
     if dataset.n_bad:

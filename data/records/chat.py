@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
@@ -76,11 +77,13 @@ class Message(BaseModel):
         spelled_so = message.keys() <= cls.model_fields.keys() and None not in message.values()
         if spelled_so and message.get("content") and message.get("role") not in CALLS:
             return message
+
         message = {name: value for name, value in message.items() if value is not None}
         for name, others in SPELLINGS.items():
             for other in others:
                 if other in message and name not in message:
                     message[name] = message.pop(other)
+
         if "role" not in message:
             raise ValueError("role: missing")
         _take_calls(message)
@@ -151,7 +154,7 @@ class Chat(BaseModel):
     def _check(self) -> Chat:
         functions = [tool["function"] for tool in self.tools if isinstance(tool.get("function"), dict)]
         declared = {str(each.get("name")): each.get("parameters") for each in functions}
-        for call in (call for message in self.messages for call in message.tool_calls):
+        for call in chain.from_iterable(message.tool_calls for message in self.messages):
             schema = declared.get(call.function.name)
             known = schema.get("properties") if isinstance(schema, dict) else None
             if isinstance(known, dict):  # a table puts a null for each argument of any other tool
@@ -192,7 +195,8 @@ def split_parts(messages: list[Any]) -> list[Any]:
         if kinds != sorted(kinds, key=lambda kind: PARTS.get(kind, 2)):
             order = "tool_result, text" if "tool_result" in kinds else "thinking, text, tool_use"
             raise ValueError(f"parts of message {place}: expected {order} in this order, found {', '.join(kinds)}")
-        thoughts, results, uses = ([part for part in parts if part.get("type") == kind] for kind in PARTS)
+
+        thoughts, results, uses = (_of_kind(parts, kind) for kind in PARTS)
         if not all(isinstance(part.get("thinking"), str) for part in thoughts):
             raise ValueError(f"parts of message {place}: thinking: expected a text")
         said = {
@@ -203,12 +207,18 @@ def split_parts(messages: list[Any]) -> list[Any]:
                 for part in uses
             ],
         }
+
         rest = {name: value for name, value in message.items() if name != "content"}
         for part in results:
             result = {"content": part.get("content") or "", "tool_call_id": part.get("tool_use_id")}
             made.append(rest | result | {"role": "tool", "is_error": part.get("is_error") or None})
-        made += [rest | {name: value for name, value in said.items() if value}] if any(said.values()) else []
+        if any(said.values()):
+            made.append(rest | {name: value for name, value in said.items() if value})
     return made
+
+
+def _of_kind(parts: list[Any], kind: str) -> list[Any]:
+    return [part for part in parts if part.get("type") == kind]
 
 
 def _check_unused(info: ValidationInfo, where: str, extra: dict[str, Any]) -> None:

@@ -97,10 +97,18 @@ def _grades(name: str, value: Any) -> bool:
     """Test whether a field grades answers, by its name or by what it holds."""
     words = set(re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", name).lower().split())
     if words & GRADES and words <= GRADES | ANSWERS:
-        return not (words & {"positive", "negative"} and type(value) in (int, float))  # else a share of such words
+        is_share = words & {"positive", "negative"} and type(value) in (int, float)  # of such words in a text
+        return not is_share
+
+    # A grade of the one answer: a bad one says so, or is below 0.
     if name in ("rating", "feedback", "label"):
-        low = isinstance(value, (int, float)) and value < 0
-        return low or (name == "label" and isinstance(value, bool)) or (isinstance(value, str) and value.lower() in BAD)
+        if isinstance(value, bool):
+            return name == "label"
+        if isinstance(value, (int, float)):
+            return value < 0
+        return isinstance(value, str) and value.lower() in BAD
+
+    # A list of answers with a grade each, and no list of messages.
     first = value[0] if isinstance(value, list) and isinstance(value[0], dict) else {}
     return bool(first.keys() & {"score", "rating", "rank", "overall_score"}) and not first.keys() & {"role", "from"}
 
@@ -121,6 +129,7 @@ def unused_fields(extra: Mapping[str, Any], texts: Callable[[], str]) -> list[st
             continue
         if name in MEDIA:
             raise ValueError(f"{name}: expected records without it, as Pipetune trains on text alone")
+
         idle = name in SWITCHES and value in (1, True)
         if name in MATTERS and not idle and not (isinstance(value, str) and value.strip() in texts()):
             raise ValueError(f"{NO_PLACE.format(name=name)}; expected it left out, or given one by columns")

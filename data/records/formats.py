@@ -53,7 +53,9 @@ class Format:
 
     def unknown(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields it does not use; of several names for one field it uses the first."""
-        used = {next((name for name in names if name in raw), None) for names in self.fields.values()}
+        used: set[str] = set()
+        for names in self.fields.values():
+            used.update([name for name in names if name in raw][:1])
         return {name: value for name, value in raw.items() if name not in used}
 
     def __str__(self) -> str:
@@ -98,6 +100,7 @@ def convert(
     """
     if not isinstance(raw, dict):
         raise DataError(f"expected an object, found {json_type(raw)}")
+
     named, mapped, parts = _renamed(raw, columns or {})
     there = {name: value for name, value in named.items() if value is not None}
     classes = preference is not None and preference.kind == "classes"
@@ -111,6 +114,7 @@ def convert(
             if classes and second:
                 raise ValueError(f"{second[0]}: a second text beside the first; expected both in one, or none")
             return Converted([], unused, with_columns, judged)
+
         if not columns:
             check_grades(raw)
         return Converted(*read(there, named), with_columns)
@@ -128,9 +132,8 @@ def _judged(
     made = []
     for each in found:
         documents: list[Record] = []
-        for name, fields in zip(
-            ("chosen", "rejected") if len(each.documents) > 1 else ("",), each.documents, strict=True
-        ):
+        names = ("chosen", "rejected") if len(each.documents) > 1 else ("",)  # for what is wrong with one of them
+        for name, fields in zip(names, each.documents, strict=True):
             try:
                 records, more = read(fields, fields)
             except (DataError, ValueError) as error:
@@ -140,7 +143,10 @@ def _judged(
             documents += records
             unused += [field for field in more if field not in unused]
         made.append(answers_alone(each._replace(documents=tuple(documents))))
-    return (unpaired(made) if preference.kind == "marked" and made[0].kind == "pair" else made), unused
+
+    if preference.kind == "marked" and made[0].kind == "pair":
+        made = unpaired(made)
+    return made, unused
 
 
 def _read(
@@ -168,6 +174,7 @@ def _read(
         theirs = {name: [other] for name, other in columns.items()}
         theirs["instruct"] = [columns.get(name, name) for name in ASKED]
         raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
+
     if answered and any(isinstance(record, Chat) and not record.answered for record in records):
         raise DataError("field messages: expected at least one of the assistant, found none that is trained")
     if columns:
@@ -183,6 +190,7 @@ def _unused(there: Mapping[str, Any], extra: Mapping[str, Any], records: list[Re
     dialogues = [name for name in DIALOGUES if there.get(name) and isinstance(there[name], list)]
     if len(dialogues) > 1 and extra.keys() & {*dialogues}:
         raise DataError(f"fields {' and '.join(dialogues)}: expected one dialogue, or columns that name it")
+
     answered = all(isinstance(record, Chat) and record.messages[-1].role == "assistant" for record in records)
     reworded = [name for name in extra if name in REWORDED and answered]
     asked = {name: value for name, value in extra.items() if name not in reworded}
@@ -210,7 +218,9 @@ def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None)
         return known
     if kind is not None or format_name:
         raise DataError(f"field type: expected one of {', '.join(OWN)}, found {kind!r:.60}")
-    names = [f"{name!r:.60}" for name in list(named)[:FIELDS_SHOWN]] + ["..."] * (len(named) > FIELDS_SHOWN)
+    names = [f"{name!r:.60}" for name in list(named)[:FIELDS_SHOWN]]
+    if len(named) > FIELDS_SHOWN:
+        names.append("...")
     formats = "; ".join(f"{name} ({known})" for name, known in FORMATS.items())
     alone = next((f", such as {{text: {name}}} for a text alone" for name in ASKED if name in named), "")
     raise DataError(
@@ -223,13 +233,19 @@ def _renamed(raw: dict[str, Any], columns: Names) -> tuple[dict[str, Any], Names
     """Rename an object's fields to ours; also return which columns name its fields and its messages'."""
     if not columns:
         return raw, {}, {}
+
     of_messages = any(name in columns for name in PARTS if name != "system")  # alone it is a field
     parts = {name: theirs for name, theirs in columns.items() if of_messages and name in PARTS}
     mapped = {name: theirs for name, theirs in columns.items() if name not in parts and theirs in raw}
+
+    # A field of the object that has one of our names, but that no column names, gives way to one that is named so.
     renamed = {name: value for name, value in raw.items() if name not in mapped.values()}
     renamed |= {name: raw[theirs] for name, theirs in mapped.items()}
+
     lists = [name for name in LISTS if isinstance(renamed.get(name), list)]
-    renamed |= {name: [_renamed_turn(turn, parts) for turn in renamed[name]] for name in lists if parts}
+    if parts:
+        for name in lists:
+            renamed[name] = [_renamed_turn(turn, parts) for turn in renamed[name]]
     return renamed, mapped, parts if lists else {}
 
 

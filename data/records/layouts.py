@@ -7,6 +7,7 @@ article, all instances of an instruction) it becomes several records.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -67,7 +68,7 @@ class OpenAI(Dialogue):
         if not isinstance(messages, list) or not messages:
             return messages
         if all(isinstance(turn, dict) and turn.keys() == {"input", "output"} for turn in messages):
-            messages = [turn[name] for turn in messages for name in ("input", "output")]
+            messages = list(chain.from_iterable((turn["input"], turn["output"]) for turn in messages))
         elif not all(isinstance(turn, str) for turn in messages):
             return split_parts(messages)
         return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(messages)]
@@ -111,8 +112,8 @@ class SquadQuestion(BaseModel):
         """Read a list of objects (in a file), an object of lists (in a table), or a list of texts (CMRC)."""
         if isinstance(answers, dict):
             return answers.get("text", answers)
-        objects = isinstance(answers, list) and all(isinstance(each, dict) and "text" in each for each in answers)
-        return [each["text"] for each in answers] if objects else answers
+        objects = isinstance(answers, list) and all(isinstance(answer, dict) and "text" in answer for answer in answers)
+        return [answer["text"] for answer in answers] if objects else answers
 
     def rounds(self) -> list[tuple[str, str]]:
         """Return the question and its answer."""
@@ -126,7 +127,7 @@ class SquadParagraph(Layout):
     qas: list[SquadQuestion] = Field(min_length=1, fail_fast=True)
 
     def records(self) -> list[Record]:
-        return [_ref_qa(self.context, [entry for question in self.qas for entry in question.rounds()])]
+        return [_ref_qa(self.context, list(chain.from_iterable(question.rounds() for question in self.qas)))]
 
 
 class SquadArticle(Layout):
@@ -135,7 +136,7 @@ class SquadArticle(Layout):
     paragraphs: list[SquadParagraph] = Field(min_length=1, fail_fast=True)
 
     def records(self) -> list[Record]:
-        return [record for paragraph in self.paragraphs for record in paragraph.records()]
+        return list(chain.from_iterable(paragraph.records() for paragraph in self.paragraphs))
 
 
 class SquadRow(Layout, SquadQuestion):
@@ -188,8 +189,9 @@ class Asked(Dialogue):
         """Return the dialogue that ends with these messages."""
         if self.reasoning:
             messages[-1].reasoning_content = self.reasoning
-        roles = ("user", "assistant")
-        before = [_message(*turn) for pair in self.history or [] for turn in zip(roles, pair, strict=True)]
+        before = []
+        for question, answer in self.history or []:
+            before += [_message("user", question), _message("assistant", answer)]
         return self.chat(before + messages)
 
 

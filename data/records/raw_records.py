@@ -223,6 +223,7 @@ def _cells(stream: BinaryIO, delimiter: str) -> Iterator[RawRecord]:
     lines = _Lines(io.TextIOWrapper(stream, "utf-8", errors="surrogateescape", newline="\n"))
     header: list[str] = []
     for number, row in enumerate(_parsed(lines, delimiter)):
+        # A quote may join lines; where each of them is a row by itself, they are not one record.
         odd = isinstance(row, csv.Error) or len(lines.taken) > 1
         apart = odd and lines.are_rows(len(header), delimiter)
         if apart and isinstance(row, csv.Error):

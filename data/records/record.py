@@ -217,8 +217,9 @@ def explain(error: ValidationError, raw: Any = None, names: Mapping[str, Sequenc
         return f"field {place}: expected an object, found {json_type(first['input'])}"
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
-        of_part = "." if place and re.match(r"\w+: ", reason) else ": " if place else ""
-        return f"field {place}{of_part}{reason}"
+        if place and not re.match(r"\w+: ", reason):  # else the reason begins with a field inside of this place
+            return f"field {place}: {reason}"
+        return f"field {place}{'.' if place else ''}{reason}"
     found = f", found {json_type(first['input'])}" if first["type"].endswith("_type") else ""
     found = ", found ''" if first["type"] == "string_too_short" else found
     reason = first["msg"].replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")

@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import numpy
@@ -34,16 +34,11 @@ from data.settings import Source
 TEXT_SUFFIXES = (".txt",)
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", *TEXT_SUFFIXES)
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of a data set's files
-DESCRIPTIONS |= {f"{name}{end}" for name in ("readme", "license", "licence", "notice") for end in ("", ".md", ".txt")}
-# Words for splits in a file's name: camelCase is cut into words, digits and underscores are blanks.
-BORDER = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
-SPLITS = re.compile(
-    r"(?<![a-z])(?:train(?:ing)?|test(?:ing)?|val(?:id(?:ation)?)?|dev(?:elopment)?|eval(?:uation)?|h[eo]ld ?out)"
-    r"(?:s|sets?|data|dataset|split|file)?(?![a-z])|训练|测试|验证|开发集|评[测估]|留出",
-    re.IGNORECASE,
-)
+NOTICES = product(("readme", "license", "licence", "notice"), ("", ".md", ".txt"))
+DESCRIPTIONS |= {f"{name}{suffix}" for name, suffix in NOTICES}
+# The words of common data sets; what is called otherwise is told in a line.
+SPLIT = re.compile(r"(?<![a-z])(?:train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 SHARD = re.compile(r"(\d+)([-_. ]*of[-_. ]*)(\d{1,6})(?!\d)", re.IGNORECASE)  # 00001-of-00003
-TRAIN = ("tr", "训练")  # how its words begin
 MAX_NAMES = 5  # in a line
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")  # whoever reads a file says which of them it cannot unpack
 MOST_PLACES = 100_000  # files and folders that a glob may lead through
@@ -69,7 +64,7 @@ def files_of(source: Source, tell: Callable[[str], object] = lambda _: None) -> 
     """List a source's files in the order in which their records are numbered.
 
     Args:
-        tell: called with lines about what is not read, and about names that do not say `train`.
+        tell: called with lines about what is not read, and about sets that are read as one.
 
     Raises:
         DataError: a path leads to nothing that can be read, or a file of a set is missing.
@@ -92,11 +87,12 @@ def _expand(path: str, tell: Callable[[str], object]) -> list[Path]:
     place = expanded(path)
     if place.is_file():
         return [place]
+
     _check_link(place)
     if place.is_dir():
         files = _in_folder(place, path)
         _check_shards(files)
-        _check_together(files, path, tell)
+        _check_together(files, path)
         left = _left_out([place], place, files)
     elif place.exists():
         raise DataError(f"{path}: not a regular file; expected a file, a folder or a glob")
@@ -106,11 +102,12 @@ def _expand(path: str, tell: Callable[[str], object]) -> list[Path]:
         if not files:
             raise DataError(f"{path}: not found; expected a file, a folder or a glob")
         _check_shards(files, place.name)
-        if splits := _splits_of(files)[1]:
-            tell(f"warning: {path}: matches the splits {splits}; all of them are read")
         left = _left_out(sorted(match for match in matches if match.is_dir()), None, files)
     if left:
         tell(f"data: not read in {path}: {left}")
+    stems = sorted({re.split(r"[-_. ]*[\d.]", file.name)[0] for file in files})
+    if len(stems) > 1:
+        tell(f"data: {path}: {len(stems)} sets are read as one: {_some(stems)}")
     return files
 
 
@@ -120,7 +117,8 @@ def _check_link(place: Path) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
+    shown = ", ".join(names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 
 
 def _in_folder(place: Path, path: str) -> list[Path]:
@@ -153,53 +151,43 @@ def _check_shards(files: list[Path], pattern: str = "*") -> None:
         if SHARD.search(file.name):
             stem, number, of, total, tail = SHARD.split(file.name, maxsplit=1)
             sets.setdefault((str(file.parent), stem, total), {})[int(number)] = [number, of, tail]
+
     for (folder, stem, total), there in sets.items():
-        width, of, tail = next(
-            (len(number), of, "".join(Path(f"_{tail}").suffixes)) for number, of, tail in there.values()
-        )
-        first = int(0 not in there and int(total) in there)
-        numbers = [number for number in range(first, first + int(total)) if number not in there]
-        names = [f"{stem}{number:0{width}}{of}{total}{tail}" for number in numbers]
+        # The other files are called like the first one that is there; a set may be counted from 1.
+        number, of, tail = next(iter(there.values()))
+        width, suffixes = len(number), "".join(Path(f"_{tail}").suffixes)
+        begin = 1 if 0 not in there and int(total) in there else 0
+        missing = [place for place in range(begin, begin + int(total)) if place not in there]
+        names = [f"{stem}{place:0{width}}{of}{total}{suffixes}" for place in missing]
         if any(fnmatch(name, pattern) for name in names):
-            also = f" (or {int(total):0{width}}, counted from 1)" if 0 in numbers else ""
+            also = f" (or {int(total):0{width}}, counted from 1)" if 0 in missing else ""
             raise DataError(f"{folder}: {_some(names)}{also} not found; expected all {int(total)} files of the set")
 
 
-def _splits_of(files: list[Path]) -> tuple[dict[Path, list[str]], str]:
-    """Find the split words in the files' names; all in one line if there are several splits."""
-    words = {file: SPLITS.findall(BORDER.sub(" ", file.name)) for file in files}
-    named = {file: found for file, found in words.items() if found}
-    splits = {frozenset(word[:2].lower() for word in found) for found in named.values()}
-    every = {word.lower() for found in named.values() for word in found}
-    return named, ", ".join(sorted(every)) if len(splits) > 1 else ""
-
-
-def _check_together(files: list[Path], path: str, tell: Callable[[str], object]) -> None:
+def _check_together(files: list[Path], path: str) -> None:
     """Refuse a folder's files where nobody would train on all of them."""
-    kinds = {bare_suffix(file) in TEXT_SUFFIXES: file for file in files}
-    if len(kinds) > 1:
-        one = kinds[False].with_name(f"*{bare_suffix(kinds[False])}*")
-        problem = f"holds a text, {kinds[True].name}, beside other data"
+    texts = [file for file in files if bare_suffix(file) in TEXT_SUFFIXES]
+    tables = [file for file in files if file not in texts]
+    if texts and tables:
+        one = tables[-1].with_name(f"*{bare_suffix(tables[-1])}*")
+        problem = f"holds a text, {texts[-1].name}, beside other data"
         raise DataError(f"{path}: {problem}; expected one kind, such as {one}, or a list of both")
-    named, splits = _splits_of(files)
-    others = [file for file, words in named.items() if not all(word[:2].lower() in TRAIN for word in words)]
-    if splits:
-        file = next((file for file in named if file not in others), next(iter(named)))
-        word = named[file][0].replace(" ", "*")
-        one = file.with_name(f"{'' if file.name.startswith(word) else '*'}{word}*")
-        raise DataError(f"{path}: holds the splits {splits}; expected one of them, such as {one}")
-    if others and len(named) < len(files):
-        tell(f"warning: {path}: {_some([each.name for each in others])} is trained on like the rest, despite its name")
-    stems = sorted({re.split(r"[-_. ]*[\d.]", file.name)[0] for file in named})
-    if len(stems) > 1:
-        tell(f"data: {path}: {len(stems)} sets are read as one: {_some(stems)}")
+
+    named = {file: found[0] for file in files if (found := SPLIT.search(file.name))}
+    splits = {word.lower(): file.with_name(f"*{word}*") for file, word in named.items()}
+    if len(splits) > 1:
+        one = splits.get("train") or next(iter(splits.values()))
+        raise DataError(f"{path}: holds the splits {', '.join(sorted(splits))}; expected one of them, such as {one}")
 
 
 def _data_files(place: Path) -> list[Path]:
     """Drop hidden files (macOS leaves some beside each file) and the caches of `datasets`."""
-    files = (file for file in place.iterdir() if file.name.lower() not in DESCRIPTIONS)
-    saved = (place / "state.json").exists()
-    files = (file for file in files if not (file.name.startswith(".") or (saved and file.name.startswith("cache-"))))
+    hidden = (".", "cache-") if (place / "state.json").exists() else (".",)
+    files = [
+        file for file in place.iterdir() if not file.name.startswith(hidden) and file.name.lower() not in DESCRIPTIONS
+    ]
+
+    # A link without a suffix may have been one to data.
     found = [file for file in files if bare_suffix(file) in ("", *DATA_SUFFIXES)]
     for file in found:
         _check_link(file)
@@ -242,7 +230,9 @@ def _below(place: Path, only_folders: bool) -> Iterator[Path]:
 def bare_suffix(file: Path) -> str:
     """Return a file's suffix in small letters, without that of a compression."""
     name = Path(file.name.lower())
-    return (name.with_suffix("") if name.suffix in COMPRESSED_SUFFIXES else name).suffix
+    if name.suffix in COMPRESSED_SUFFIXES:
+        name = name.with_suffix("")
+    return name.suffix
 
 
 def mixture(sources: Sequence[Source], sizes: Sequence[int], seed: int) -> NDArray[numpy.int64]:
@@ -259,8 +249,9 @@ def mixture(sources: Sequence[Source], sizes: Sequence[int], seed: int) -> NDArr
     for source, size in zip(sources, sizes, strict=True):
         if not size:
             raise DataError(f"{source.path}: no usable records; expected at least one")
+
     chosen = []
-    first = 0
+    first = 0  # number of the source's first record
     for number, (size, count) in enumerate(zip(sizes, _counts(sources, sizes), strict=True)):
         whole, rest = divmod(count, size)
         # Each source draws by itself, so that a record more in one does not change which half another gives.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,7 +27,7 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> set[int]
     asked = replace(prompts, template_fallback="rewrite", mask="assistant")
     with suppress(DataError):
         tokens = encode_tokens({"type": "chat", "messages": [QUESTION, ANSWER]}, tokenizer, asked)
-        *within, last = [each for begin, end in tokens.loss for each in tokens.ids[begin:end]] or [-1]
+        *within, last = list(chain.from_iterable(tokens.ids[begin:end] for begin, end in tokens.loss)) or [-1]
         if last not in within and last in {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:
             return {last}
     return set()

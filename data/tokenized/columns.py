@@ -27,7 +27,17 @@ from numpy.typing import NDArray
 from data.chat.rendered import joined
 from data.errors import DataError
 from data.records.chat import Chat
-from data.records.record import TYPES, ConverHasApi, Conversation, Pretrain, Record, RefQA
+from data.records.record import (
+    TYPES,
+    ConverHasApi,
+    Conversation,
+    Instruct,
+    Pretrain,
+    Record,
+    RefQA,
+    Segments,
+    Tokenized,
+)
 from data.settings import Truncate
 from data.tokenized.sample_file import INDEX, sample_digest
 from data.tokenized.tokenize import Tokens
@@ -73,6 +83,19 @@ class Encoded(NamedTuple):
 
 
 Tallies = dict[tuple[int, str], Tally]  # what became of the records, by file and type
+
+
+def has_empty_answer(record: Record) -> bool:
+    """Test whether a record trains the model to say nothing."""
+    if isinstance(record, (Pretrain, Segments, Tokenized)):
+        return False
+    if isinstance(record, Instruct):
+        return not record.output.strip()
+    if isinstance(record, Chat):
+        spoken = [message for message in record.messages if message.role == "assistant" and message.weight]
+        return any(not message.content.strip() and not message.tool_calls for message in spoken)
+    answers = [content for role, content in record.rounds if role != "ask"]
+    return any(not (answer if isinstance(answer, str) else answer.ans).strip() for answer in answers)
 
 
 def fit(
@@ -140,34 +163,40 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
     contents: list[bytes] = []
     rows: list[tuple[float, ...]] = []
     place = 0
-    for each in encoded:
-        kind = ("desirable" if each.value else "undesirable") if each.kind == "marked" else each.kind
-        tally = tallies.get((each.file, kind)) or tallies.setdefault((each.file, kind), Tally())
+    for record in encoded:
+        kind = record.kind
+        if kind == "marked":
+            kind = "desirable" if record.value else "undesirable"
+        tally = tallies.get((record.file, kind)) or tallies.setdefault((record.file, kind), Tally())
         tally.records += 1
-        tally.empty += each.empty
-        tally.control += each.control
-        tally.longest = max(tally.longest, *(len(tokens.ids) for tokens in each.documents))
-        made = 0
-        equal = tally.equal
-        for ids, runs, first in _cut(each, limit, tally):
-            counts = [_trained(runs, begin, end) for begin, end in ((0, first), (first, len(ids)))]
-            counts = [first, len(ids) - first] if each.scored else counts
-            supervised = sum(counts)
-            if all(counts) if first else supervised:
-                made += 1
-                tally.tokens += len(ids)
-                tally.supervised += supervised
-                tally.largest_id = max(tally.largest_id, *ids)
-                borders = list(chain.from_iterable(runs))
-                content = pack(f"<{len(ids) + len(borders)}i", *ids, *borders)  # in half the time of an array
-                origin = TYPES.index(each.kind), each.file, each.number
-                about = first, counts[0], each.value, sample_digest(content, first, each.value)
-                rows.append((place, len(ids), len(borders), supervised, *origin, *about))
-                contents.append(content)
-                place += len(ids) + len(borders)
-        tally.samples += made
+        tally.empty += record.empty
+        tally.control += record.control
+        tally.longest = max(tally.longest, *(len(tokens.ids) for tokens in record.documents))
+
+        samples_before, equal_before = tally.samples, tally.equal
+        for ids, runs, first in _cut(record, limit, tally):
+            # How many tokens count in the first of two documents, and in the other; of one document in the latter.
+            counts = [_trained(runs, 0, first), _trained(runs, first, len(ids))]
+            if record.scored:
+                counts = [first, len(ids) - first]
+            if not sum(counts) or (first and not all(counts)):
+                continue
+
+            tally.samples += 1
+            tally.tokens += len(ids)
+            tally.supervised += sum(counts)
+            tally.largest_id = max(tally.largest_id, *ids)
+            borders = list(chain.from_iterable(runs))
+            content = pack(f"<{len(ids) + len(borders)}i", *ids, *borders)  # in half the time of an array
+            origin = TYPES.index(record.kind), record.file, record.number
+            about = first, counts[0], record.value, sample_digest(content, first, record.value)
+            rows.append((place, len(ids), len(borders), sum(counts), *origin, *about))
+            contents.append(content)
+            place += len(ids) + len(borders)
+
+        made = tally.samples - samples_before
         tally.split += made > 1
-        tally.silent += not made and equal == tally.equal
+        tally.silent += not made and equal_before == tally.equal
     return b"".join(contents), numpy.array(rows, dtype=INDEX), tallies
 
 
@@ -176,17 +205,18 @@ def _trained(runs: Sequence[tuple[int, int]], start: int, stop: int) -> int:
     return sum(max(min(end, stop) - max(begin, start + 1), 0) for begin, end in runs)
 
 
-def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
+def _cut(record: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
     """Return the ids and the runs of a record's samples, and the tokens of the first of two documents, or 0."""
-    if len(each.documents) > 1:
-        yield from _cut_alike(each, limit, tally)
+    if len(record.documents) > 1:
+        yield from _cut_alike(record, limit, tally)
         return
-    (tokens,) = each.documents
+    (tokens,) = record.documents
     ids, loss = tokens.ids, joined(tokens.loss)
     if len(ids) <= limit:
         yield ids, loss, 0
         return
-    if each.kind == SPLIT_KIND:
+
+    if record.kind == SPLIT_KIND:
         borders = [*range(0, len(ids), limit), len(ids)]
     else:
         turns = [end for _, end in loss if 1 < end <= limit]
@@ -197,12 +227,12 @@ def _cut(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], l
         yield ids[start:stop], _inside(loss, start, stop), 0
 
 
-def _cut_alike(each: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
+def _cut_alike(record: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
     """Return a pair's sample, unless its documents are equal."""
-    ids = [tokens.ids[:limit] for tokens in each.documents]
-    chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in each.documents)
-    tally.cut += max(len(tokens.ids) for tokens in each.documents) > limit
-    if (chosen or each.scored) and ids[0] == ids[1]:
+    ids = [tokens.ids[:limit] for tokens in record.documents]
+    chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in record.documents)
+    tally.cut += max(len(tokens.ids) for tokens in record.documents) > limit
+    if (chosen or record.scored) and ids[0] == ids[1]:
         tally.equal += 1
         return
     first = len(ids[0])

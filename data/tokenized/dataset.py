@@ -176,10 +176,10 @@ def load_dataset(
         DataError: a file or a record is wrong, or no trained token is left.
     """
     sources, log = as_sources(data_path), log or Console(quiet=True)
-    files = [
-        [DataFile(str(file), source.format, source.columns) for file in files_of(source, log.print)]
-        for source in sources
-    ]
+    files = []
+    for source in sources:
+        paths = files_of(source, log.print)
+        files.append([DataFile(str(path), source.format, source.columns) for path in paths])
     every = tuple(chain.from_iterable(files))
     recipe = Recipe(every, str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate, preference)
     folder = cache_folder(cache_dir)

@@ -15,11 +15,11 @@ import multiprocessing
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +30,11 @@ from common.parent import end_with_parent
 from common.whole_files import replace_text
 from data.chat.control_tokens import ControlWords, words_of
 from data.errors import DataError
-from data.records.chat import Chat
 from data.records.pairs import WRONG_WAY, Judged
 from data.records.raw_records import RawRecord, read_file
 from data.records.reading import BadRecords, origin, parse
-from data.records.record import Instruct, Pretrain, Record, Segments, Tokenized, type_of
-from data.tokenized.columns import Encoded, Tallies, Tally, fit, pack_samples
+from data.records.record import Record, type_of
+from data.tokenized.columns import Encoded, Tallies, Tally, fit, has_empty_answer, pack_samples
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleFile, SampleWriter
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
@@ -106,9 +105,31 @@ class Encoder:
 
     def encode(self, chunk: Chunk, only_check: bool) -> Answer:
         """Parse the records and, unless they are only to be checked, tokenize and cut them."""
-        recipe, answer = self._recipe, Answer(chunk.end)
+        answer = Answer(chunk.end)
+        parsed = self._parse(chunk, answer)
+        if only_check:
+            return answer
+
+        # All documents of the chunk at once, as the tokenizer is fastest so.
+        encoded = []
+        documents = chain.from_iterable(judged.documents for *_, judged in parsed)
+        tokenized = iter(encode_many(list(documents), self._tokenizer, self._prompts))
+        for file, raw, judged in parsed:
+            whole = [next(tokenized) for _ in judged.documents]
+            try:
+                encoded.append(self._fitted(file, raw, judged, whole))
+            except DataError as error:
+                answer.bad.append(self._complaint(file, raw, error))
+
+        _add_notes(answer, encoded)
+        numbers, index, answer.tallies = pack_samples(encoded, self._recipe.max_seq_len)
+        answer.samples = numbers, index
+        return answer
+
+    def _parse(self, chunk: Chunk, answer: Answer) -> list[tuple[int, RawRecord, Judged]]:
+        """Parse the records, each with its file's number; what is wrong or unused goes into the answer."""
+        recipe = self._recipe
         parsed: list[tuple[int, RawRecord, Judged]] = []
-        unused: list[str] = []
         for file, *fields in chunk.records:
             raw = RawRecord(*fields)
             try:
@@ -119,48 +140,55 @@ class Encoder:
             else:
                 alone = (Judged(type_of(record), (record,)) for record in converted.records)
                 parsed += [(file, raw, judged) for judged in converted.judged or alone]
-                unused += converted.unused
+                answer.unused.update(converted.unused)
                 answer.columns.update(converted.columns)
-        answer.unused.update(unused)
-        if only_check:
-            return answer
-        encoded = []
-        documents = [record for *_, judged in parsed for record in judged.documents]
-        many = iter(encode_many(documents, self._tokenizer, self._prompts))
-        for file, raw, (kind, records, value) in parsed:
-            whole = [next(many) for _ in records]
-            try:
-                tokens = fit(records, list(map(_good, whole)), recipe.max_seq_len, recipe.truncate, self._tokens)
-            except DataError as error:
-                answer.bad.append(self._complaint(file, raw, error))
-                continue
-            possible = self._control_words.possible(raw.value)
-            control = possible and any(map(self._control_words.found, records))
-            possible = not isinstance(raw.value, bytes) or bool(PLACEHOLDER_HINT.search(raw.value))
-            words = (word for record in records for word in words_of(record))
-            notes = {MENDED: origin(recipe.files[file].path, raw.number)} if raw.kind == "mended" else {}
-            if possible and (found := next(filter(None, map(PLACEHOLDER.search, words)), None)):
-                notes[IN_WORDS] = f"{found.group()} in {origin(recipe.files[file].path, raw.number)}"
-            if kind == "pair" and value < 0:
-                notes[WRONG_WAY] = f"{origin(recipe.files[file].path, raw.number)} ({value:g})"
-            tokens[0] = tokens[0]._replace(notes=tokens[0].notes | notes)
-            empty = any(map(has_empty_answer, records))
-            encoded.append(Encoded(file, raw.number, kind, empty, control, tokens, value, self._scored))
-        noted = (
-            {note: text for tokens in each.documents[::-1] for note, text in tokens.notes.items()} for each in encoded
-        )
-        examples = [note for each in noted for note in each.items()]
-        answer.notes.update(note for note, _ in examples)
-        answer.examples = dict(reversed(examples))
-        numbers, index, answer.tallies = pack_samples(encoded, recipe.max_seq_len)
-        answer.samples = numbers, index
-        return answer
+        return parsed
+
+    def _fitted(self, file: int, raw: RawRecord, judged: Judged, whole: Sequence[Tokens | DataError]) -> Encoded:
+        """Shorten a sample's documents where they are too long, and note what is odd about them.
+
+        Raises:
+            DataError: one of the documents is bad, or too long.
+        """
+        recipe = self._recipe
+        kind, records, value = judged
+        tokens = fit(records, list(map(_good, whole)), recipe.max_seq_len, recipe.truncate, self._tokens)
+
+        # The raw bytes are searched first, in a fraction of the time; a row of a table has none.
+        control = self._control_words.possible(raw.value) and any(map(self._control_words.found, records))
+        found = None
+        if not isinstance(raw.value, bytes) or PLACEHOLDER_HINT.search(raw.value):
+            words = chain.from_iterable(map(words_of, records))
+            found = next(filter(None, map(PLACEHOLDER.search, words)), None)
+
+        place = origin(recipe.files[file].path, raw.number)
+        notes = {}
+        if raw.kind == "mended":
+            notes[MENDED] = place
+        if found:
+            notes[IN_WORDS] = f"{found.group()} in {place}"
+        if kind == "pair" and value < 0:
+            notes[WRONG_WAY] = f"{place} ({value:g})"
+        tokens[0] = tokens[0]._replace(notes=tokens[0].notes | notes)
+
+        empty = any(map(has_empty_answer, records))
+        return Encoded(file, raw.number, kind, empty, control, tokens, value, self._scored)
 
     def _complaint(self, file: int, raw: RawRecord, error: DataError) -> str:
         return f"{origin(self._recipe.files[file].path, raw.number)}: {error}"
 
     def _tokens(self, record: Record) -> Tokens:
         return encode_tokens(record, self._tokenizer, self._prompts)
+
+
+def _add_notes(answer: Answer, encoded: Sequence[Encoded]) -> None:
+    """Count how many samples have which note, and keep the first one's words as an example."""
+    for sample in encoded:
+        notes: dict[str, str] = {}
+        for document in reversed(sample.documents):
+            notes |= document.notes
+        answer.notes.update(notes.keys())
+        answer.examples = notes | answer.examples
 
 
 def _good(encoded: Tokens | DataError) -> Tokens:
@@ -198,23 +226,30 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
                 total.end = answer.end if next(answers, None) else total.end  # no empty window at the end of an epoch
                 break
         bad.finish()
+
     samples = SampleFile(folder)
     if window is None:
         _check_rest(recipe, samples.column("value"), sum(total.tallies.values(), Tally()), bad.count)
-    for file in recipe.files if window is None else ():
-        for name, theirs in file.columns.items():
-            if theirs not in total.columns:
-                raise DataError(f"{file.path}: columns: no record has {theirs!r}; expected what some call their {name}")
+        for file in recipe.files:
+            for name, theirs in file.columns.items():
+                if theirs not in total.columns:
+                    what = f"no record has {theirs!r}; expected what some call their {name}"
+                    raise DataError(f"{file.path}: columns: {what}")
     if recipe.preference and recipe.preference.kind in ("marked", "classes") and len(odd := samples.contradictions()):
         total.notes[OTHERWISE] = len(odd)
         number, record = (int(samples.column(name)[odd[0]]) for name in ("file", "record"))
         total.examples[OTHERWISE] = origin(recipe.files[number].path, record)
+    _write_meta(folder, samples, total, bad.count, skipped)
+
+
+def _write_meta(folder: Path, samples: SampleFile, total: Answer, n_bad: int, skipped: list[str]) -> None:
+    """Write what there is to say about the samples beside them."""
     digests = samples.column("digest")
     meta = {
         "fingerprint": sha256(digests.tobytes()).hexdigest(),
         "duplicates": len(digests) - len(numpy.unique(digests)),
         "tallies": [[file, kind, asdict(tally)] for (file, kind), tally in total.tallies.items()],
-        "n_bad": bad.count,
+        "n_bad": n_bad,
         "skipped": skipped,
         "unused": dict(total.unused.most_common()),
         "notes": [[note, count, total.examples[note]] for note, count in total.notes.most_common()],
@@ -280,19 +315,6 @@ def _size(record: RawRecord) -> int:
     if isinstance(record.value, dict):  # a row of a table
         return sum(len(field) for field in record.value.values() if isinstance(field, (str, list)))
     return len(record.value)
-
-
-def has_empty_answer(record: Record) -> bool:
-    """Test whether a record trains the model to say nothing."""
-    if isinstance(record, (Pretrain, Segments, Tokenized)):
-        return False
-    if isinstance(record, Instruct):
-        return not record.output.strip()
-    if isinstance(record, Chat):
-        spoken = [message for message in record.messages if message.role == "assistant" and message.weight]
-        return any(not message.content.strip() and not message.tool_calls for message in spoken)
-    answers = [content for role, content in record.rounds if role != "ask"]
-    return any(not (answer if isinstance(answer, str) else answer.ans).strip() for answer in answers)
 
 
 def _in_order(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,7 +141,8 @@ class Recipe:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """List all files in a model's folder that decide how it tokenizes and prompts."""
-    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    found = set(chain.from_iterable(map(folder.glob, TOKENIZER_FILES)))
+    return sorted(file for file in found if file.is_file())
 
 
 def tokenizer_digest(folder: Path) -> str:

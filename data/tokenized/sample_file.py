@@ -135,6 +135,7 @@ class SampleFile(Sequence[Sample]):
             raise DataError(
                 f"{self._folder}: these tokenized records are damaged; started again, a run tokenizes them anew"
             )
+
         ids = numbers[:length]
         labels = numpy.full(length, IGNORED, dtype=numpy.int32)
         runs = numbers[length:].tolist()

@@ -111,6 +111,7 @@ class Cache:
         found = self._datasets / recipe.key(self._take_digests(recipe, tell))
         if is_whole(found):
             return found
+
         partial, damaged = (self.builds / f"{identity}.{secrets.token_hex(4)}" for _ in range(2))
         try:
             if found.exists():
@@ -238,11 +239,13 @@ def _build(cache: Cache, recipe: Recipe, folder: Path, progress: bool) -> Path:
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
         check=False,
     )
+
     result: dict[str, Any] = json.loads(ended.stdout or "{}")
     if "path" in result:
         return Path(result["path"])
     if "error" in result:
         raise DataError(*result["error"].split("\n"))
+
     code = ended.returncode
     reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
     hint = "; is there enough memory?" if code == -signal.SIGKILL else ""

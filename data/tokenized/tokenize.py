@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -107,13 +107,14 @@ def encode_many(
             made.append(error)
         except SlowTemplate as error:
             raise DataError(str(error)) from None
+
     written = [each[0] for each in made if not isinstance(each, (Tokens, DataError))]
     # transformers itself goes this way, and then makes objects of each sample that nobody needs here.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
-    texts = [piece for each in written for piece in each.pieces or (each.text,)]
+    texts = list(chain.from_iterable(each.pieces or (each.text,) for each in written))
     encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
     return [each if isinstance(each, (Tokens, DataError)) else _tokens(*each, encodings) for each in made]
 
@@ -143,10 +144,12 @@ class Writer:
         if isinstance(record, Segments):
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
+
         tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
         template = self._template_of(tools, own) if self._templated else None
         end = template.end if template else end_of_sequence(self._tokenizer.eos_token)
         notes = {NO_TEMPLATE: json.dumps(own)} if own and not template else {}
+
         if self._format == GDGPT:
             said = with_mask(each_said_in(record), self._prompts.mask)
             written = write_gdgpt(said, tools, end, isinstance(record, Unanswered))
@@ -154,7 +157,7 @@ class Writer:
             return written._replace(loss=loss, notes=notes), []
 
         said = with_mask(said_in(record), self._prompts.mask)
-        bare = [without_end(each, end) for each in said]
+        bare = [without_end(message, end) for message in said]
         if twice := [one.text for one, other in zip(said, bare, strict=True) if one is not other]:
             notes[TWICE] = repr(twice[0][-SHOWN:])
 
@@ -226,7 +229,7 @@ def encode_question(
         asked, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said, tools or [])
     except SlowTemplate as error:
         raise DataError(str(error)) from None
-    return prefix + [token for piece in asked.pieces or (asked.text,) for token in _ids(piece, tokenizer)]
+    return prefix + list(chain.from_iterable(_ids(piece, tokenizer) for piece in asked.pieces or (asked.text,)))
 
 
 def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None) -> list[int]:
@@ -261,10 +264,12 @@ def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens
             f"field input_ids[{place}]: expected a token of this model's tokenizer, which has {len(tokenizer)}, found "
             f"{largest}"
         )
+
     borders = [False, *record.trained, False]
     changes = [place for place, (one, other) in enumerate(pairwise(borders)) if one != other]
+
     ids, pad = record.input_ids, tokenizer.pad_token_id
-    padding = max(sum(1 for _ in takewhile(lambda each: each == pad, side)) for side in (ids, reversed(ids)))
+    padding = max(len(list(takewhile(lambda each: each == pad, side))) for side in (ids, reversed(ids)))
     most = 1 if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 0  # where one belongs to the text
     notes = {PADDED: f"{counted(padding, 'token')} {tokenizer.pad_token!r}"} if padding > most else {}
     return Tokens(ids, list(zip(changes[::2], changes[1::2], strict=True)), notes)
@@ -276,12 +281,15 @@ def _tokens(written: RenderedText, prefix: list[int], encodings: Iterator[Encodi
     encoding = next(encodings)
     chars: Any = encoding.token_to_chars  # of a token: begin and end
     tokens = range(len(encoding))
+
     loss = []
     notes = written.notes
     shift = len(prefix)
     for begin, end in written.loss:
         first = bisect_left(tokens, (begin,), key=chars)  # that begins there, or behind what the normalizer dropped
         last = bisect_left(tokens, (end,), first, key=chars)
+
+        # A token at a border may hold characters of both sides: it belongs to the one that has more than white space.
         while first and chars(first - 1)[1] > begin:  # the token before holds this character, too
             if encoding.tokens[first - 1].strip() == written.text[chars(first - 1)[0] : begin].strip():
                 break  # it is the prompt's and took the white space behind it

@@ -29,6 +29,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     for path in sorted(Path(folder).glob("*")):  # transformers would wait at a pipe, and pass over a broken link
         if path.suffix in READ and not path.is_file():
             raise DataError(f"{path}: a broken link or no regular file; fetch it again")
+
+    # A sentencepiece model alone is read by transformers, and compared with what sentencepiece makes of some texts.
     made_of = Path(folder) / "tokenizer.model"
     alone = made_of.is_file() and not made_of.with_suffix(".json").is_file()
     texts = expected_ids(made_of) if alone else ()
@@ -38,6 +40,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     for name, kind, types in (("model_max_length", "number", (int, float)), ("chat_template", "text", (str, dict))):
         if (stated := getattr(tokenizer, name)) is not None and not isinstance(stated, types):
             raise DataError(f"{folder}/tokenizer_config.json: {name}: expected a {kind}, found {stated!r}")
+
     if alone and native is None:
         stated = read_json(Path(folder) / "tokenizer_config.json").get("add_bos_token")
         if stated is not (begins := tokenizer.encode("")[:1] == [tokenizer.bos_token_id]):
@@ -45,6 +48,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
                 f"{folder}/tokenizer_config.json: add_bos_token: {stated}, but transformers makes it {begins} here; "
                 "expected the same, or a folder with the model's own tokenizer.json"
             )
+
     added = tokenizer.get_added_vocab()  # which sentencepiece does not know
     for text, expected in texts:
         found = tokenizer.encode(text, add_special_tokens=False)
@@ -58,7 +62,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 def _published(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load the folder's tokenizer with transformers."""
-    if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
+    if not any(any(Path(folder).glob(pattern)) for pattern in VOCABULARIES):
         # transformers makes an empty one for some families
         raise DataError(f"{folder}: no usable tokenizer: expected one of the files {', '.join(VOCABULARIES)}")
     try:

@@ -117,14 +117,17 @@ class Positions:
             angles = self.angles(hidden, position_ids, seen + position_ids.shape[1])
         positions = unmarked(position_ids)
         documents = self.documents(position_ids) if cache is None else None
-        return {
-            kind: {
+
+        arguments: dict[str, Arguments] = {}
+        for kind in self.kinds:
+            cosine_and_sine = tuple(self.own(each, -2) for each in angles[kind])
+            scope = self.scope(kind, hidden, positions, cache, documents)
+            arguments[kind] = {
                 "position_ids": self.own(positions, -1),
-                "position_embeddings": tuple(self.own(each, -2) for each in angles[kind]),
-                **self.scope(kind, hidden, positions, cache, documents),
+                "position_embeddings": cosine_and_sine,
+                **scope,
             }
-            for kind in self.kinds
-        }
+        return arguments
 
     def documents(self, position_ids: Tensor) -> Documents:
         """Get the documents of a micro-batch: expected ones, else read from its position ids."""

@@ -75,7 +75,9 @@ class PeftFolder:
             raise CheckpointError(f"{self._path}: not found; expected a folder with an adapter as peft saves it")
         self._file = SafetensorsFile(self._path)
         self._spec = spec
-        known = {peft_name(spec, layer, name) for layer in range(spec.n_layers) for name in spec.trained_names(layer)}
+        known: set[str] = set()
+        for layer in range(spec.n_layers):
+            known.update(peft_name(spec, layer, name) for name in spec.trained_names(layer))
         _check_known(self._path, set(self._file), known)
         self._check_tied()
 

@@ -54,8 +54,8 @@ def model_digest(source: Source, notes: Path | None = None) -> str:
 
 
 def _digest_weights(source: Source) -> str:
-    layers = range(source.spec.n_layers)
-    sizes = [2 * sum(shape.numel() for shape in source.spec.shapes(layer).values()) for layer in layers]
+    shapes = map(source.spec.shapes, range(source.spec.n_layers))
+    sizes = [2 * sum(map(torch.Size.numel, layer.values())) for layer in shapes]
     whole = xxhash.xxh3_128()
 
     with byte_bar(f"reading {source.folder} to know it again", sum(sizes), shown=sum(sizes) > SHOWN) as bar:

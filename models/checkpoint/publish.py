@@ -14,7 +14,6 @@ writer killed in its first or last moment leaves an empty mark or none, and the 
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import json
 import os
@@ -23,10 +22,11 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from common.lease import kernel_name
+from common.lease import kernel_name, lock
 from common.whole_files import read_regular, sync
 from models.checkpoint.tensor_io import sync_files
 from models.errors import CheckpointError
@@ -139,7 +139,8 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 def _foreign(folder: Path) -> str | None:
     """Name what in a folder Pipetune did not write; None if nothing."""
     files = _read_mark(folder).get("files", {})
-    folders = {parent.as_posix() for name in files for parent in Path(name).parents}
+    parents = chain.from_iterable(Path(name).parents for name in files)
+    folders = {parent.as_posix() for parent in parents}
     for path in sorted(folder.rglob("*")):
         name, stat = path.relative_to(folder).as_posix(), path.lstat()
         if name == MARK or (name in folders and path.is_dir() and not path.is_symlink()):
@@ -173,7 +174,7 @@ def hidden_folder(target: Path) -> Iterator[Path]:
     try:
         with open(work / MARK, "w", encoding="utf-8") as mark:
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(mark, fcntl.LOCK_EX)
+                lock(mark, wait=True)
             json.dump({"kernel": kernel_name()}, mark)
             mark.flush()
             (work / NEW).mkdir()
@@ -191,7 +192,7 @@ def sweep(found: Iterable[Path]) -> None:
             if kernel is None and age > UNMARKED and {path.name for path in work.iterdir()} <= {MARK}:
                 shutil.rmtree(work, ignore_errors=True)
             with open(work / MARK, "r+", encoding="utf-8") as mark:
-                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(mark, wait=False)
                 if kernel == kernel_name() or age > ABANDONED:
                     _clear(work)
 

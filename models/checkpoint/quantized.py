@@ -61,6 +61,8 @@ class Quantized(NamedTuple):
         """Read the numbers as they are, each row's scales, and how many columns share one."""
         numbers, scales = read(self.numbers), read(self.scales)
         grid, (rows, columns) = self._sizes(numbers.shape, scales.shape)
+
+        # A row's scales stand as often as it has rows; what the last block has too many is cut off.
         factors = _powers(scales) if scales.dtype == torch.uint8 else scales.float()
         factors = factors.reshape(*numbers.shape[:-2], *grid).repeat_interleave(rows, dim=-2)
         return numbers, factors.narrow(-2, 0, numbers.shape[-2]), columns
@@ -106,6 +108,7 @@ def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: objec
     known, method = set(names), settings.get("quant_method")
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     dtype = getattr(torch, stored, torch.bfloat16)
+
     if method == FP8:
         block = settings.get("weight_block_size")
         sizes = block if isinstance(block, list) else []
@@ -115,10 +118,12 @@ def quantized_tensors(config: dict[str, Any], names: Iterable[str], where: objec
         weights = [name.removesuffix(SCALE) for name in known if name.endswith(SCALE)]
         both = [name for name in weights if name in known]
         return {name: Quantized(name, name + SCALE, dtype, (sizes[0], sizes[1]), where) for name in both}
+
     if method == MXFP4:
         weights = [name.removesuffix(BLOCKS) for name in known if name.endswith(BLOCKS)]
         both = [name for name in weights if name + EXPONENTS in known]
         return {name: Quantized(name + BLOCKS, name + EXPONENTS, dtype, None, where) for name in both}
+
     asked = ", ".join(name for name, value in settings.items() if name.startswith("load_in_") and value)
     described = method or asked or "a method that it does not name"
     raise CheckpointError(

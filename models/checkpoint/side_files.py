@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from itertools import chain
 from pathlib import Path
 
 from models.checkpoint import layout
@@ -73,7 +74,7 @@ def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
         with SafetensorsWriter(target, {CARRIED: carried}, infos) as writer:
             for name in carried:
                 writer.write(name, source.read(name))
-    names = [name for names in source.files.values() for name in names]
+    names = chain.from_iterable(source.files.values())
     return Manifest(  # with model-00001-of-00002.safetensors for pytorch_model-00001-of-00002.bin
         files={f"{Path(file).stem.removeprefix('pytorch_')}.safetensors": each for file, each in source.files.items()},
         dtypes={name: DTYPE_NAMES[source.info(name).dtype] for name in names},

@@ -7,7 +7,8 @@ rank reads only its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -75,17 +76,20 @@ class HuggingFaceSource:
         self.folder = folder
         self.spec = spec
         self._open: dict[str, TensorFile] = {}
+
         stored = self._list_files()
-        self._file_of = {name: file for file, names in stored.items() for name in names}
+        self._file_of: dict[str, str] = {}
+        for file, names in stored.items():
+            self._file_of.update(dict.fromkeys(names, file))
         self._quantized = quantized_tensors(spec.raw, self._file_of, folder)
         # The names of each file's tensors; a quantized one has a single name.
         self.files = {file: without_parts(names, self._quantized) for file, names in stored.items()}
         for name, each in self._quantized.items():
             self._file_of[name] = self._file_of[each.numbers]
-        self.names = {name for names in self.files.values() for name in names}
+        self.names = set(chain.from_iterable(self.files.values()))
+
         self.weight_map = spec.weight_map.for_names(self.names)  # in this folder's spelling
-        layers = range(spec.n_layers)
-        expected = {name for layer in layers for each in self._bindings(layer, tied=False) for name in each.disk}
+        expected = {*self._names_on_disk(tied=False)}
         self._ends = [self.weight_map.tied_embedding, self.weight_map.tied_head]
         # Which of a tied weight's two names is stored, where only one is; mostly the embedding's.
         self._shared = next((name for name in self._ends if name in self.names), self._ends[0])
@@ -93,6 +97,7 @@ class HuggingFaceSource:
         if not spec.tied and expected - self.names == {head := self._ends[1]}:
             what = f"expected {TIED}: true in config.json where the head is the embedding"
             raise CheckpointError(f"{folder}: missing weights: {head}; {what}")
+
         # Names that belong to no layer, but have to be in an export.
         self.carried = sorted(name for name in self.names - expected if self.weight_map.is_carried(name))
         _check_names(folder, self.names - set(self.carried), expected - optional, f"for {spec.family.name}")
@@ -136,8 +141,7 @@ class HuggingFaceSource:
 
     def size(self) -> int:
         """Count the bytes of all weights as they are stored."""
-        bindings = (binding for layer in range(self.spec.n_layers) for binding in self._bindings(layer))
-        return sum(self.info(name).nbytes for binding in bindings for name in binding.disk)
+        return sum(self.info(name).nbytes for name in self._names_on_disk())
 
     def info(self, disk_name: str) -> TensorInfo:
         """Get dtype and shape of a tensor by its name on disk, as it is read."""
@@ -159,7 +163,15 @@ class HuggingFaceSource:
         bindings = self.weight_map.bindings(layer, self.spec.shapes(layer))
         if not (tied and self.spec.tied):
             return bindings
-        return [each._replace(disk=(self._shared,)) if each.disk[0] in self._ends else each for each in bindings]
+        return [
+            binding._replace(disk=(self._shared,)) if binding.disk[0] in self._ends else binding for binding in bindings
+        ]
+
+    def _names_on_disk(self, tied: bool = True) -> Iterator[str]:
+        """List the stored names of all layers' weights; if `tied`, both ends have the one stored weight."""
+        for layer in range(self.spec.n_layers):
+            for binding in self._bindings(layer, tied):
+                yield from binding.disk
 
     def _check_shapes(self, layer: int) -> None:
         for binding in self._bindings(layer):
@@ -200,6 +212,7 @@ class HuggingFaceSource:
                     if (other := where.setdefault(name, path.name)) != path.name:
                         raise CheckpointError(f"{path}: {name} lies in {other} too, and no index says which counts")
             return {file: list(opened) for file, opened in self._open.items()}
+
         files: dict[str, list[str]] = {}
         for name, file in index.items():
             files.setdefault(file, []).append(name)

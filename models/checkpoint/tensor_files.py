@@ -2,7 +2,8 @@
 
 A safetensors file (https://huggingface.co/docs/safetensors) is eight bytes of header length, a JSON header with every
 tensor's dtype, shape and place, then the raw bytes. The library's `save_file` needs all tensors of a file at once, and
-its `safe_open` keeps all that was read in memory while the file is open: 5 GB for a shard of 5 GB. So the library only
+its `safe_open` keeps all that was read in memory while the file is open: 5 GB for one of 5 GB. Opened anew for each
+tensor, it reads the header each time: 100 s for a file of 6,000 experts, which takes 1.6 s here. So the library only
 checks a file; each tensor is then mapped, and unmapped, by itself. Writing begins with the headers; the tensors follow
 in any order.
 """
@@ -67,6 +68,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
         except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"{path}: damaged or truncated: {error}") from None
+
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         for name, entry in header.items():
             if entry["dtype"] not in DTYPES:

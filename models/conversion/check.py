@@ -48,6 +48,7 @@ def check(input_path: str | Path) -> list[str]:
             problems.append("no index of its weight files")
     except CheckpointError as error:
         problems.append(str(error))
+
     if code := foreign_code(spec):
         problems.append(code)
     try:

@@ -59,6 +59,7 @@ def readers(spec: ModelSpec) -> list[str]:
     lora, (_, experts) = spec.trained.lora, adapted_paths(spec)
     assert lora is not None
     obstacles: dict[str, list[str]] = {"peft and transformers": [], "vLLM": [], "SGLang": [], "llama.cpp": []}
+
     if dense := dense_beside_experts(spec):
         what = f"peft 0.21 takes the dense {', '.join(dense)} for those of the experts and leaves them out"
         obstacles["peft and transformers"].append(what)
@@ -66,6 +67,7 @@ def readers(spec: ModelSpec) -> list[str]:
         obstacles["vLLM"].append("reads experts only of families whose weights it holds in one tensor, as gpt-oss")
     if lora.modules_to_save:
         obstacles["vLLM"].append("knows no modules_to_save up to summer 2026")
+
     lacks = {
         "looks for an adapter of each expert by itself": experts,
         "knows no modules_to_save": lora.modules_to_save,
@@ -73,6 +75,7 @@ def readers(spec: ModelSpec) -> list[str]:
     }
     for name in ("SGLang", "llama.cpp"):
         obstacles[name] += [what for what, needed in lacks.items() if needed]
+
     enough = next((rank for rank in VLLM_RANKS if rank >= lora.r), None)
     if enough is None:
         obstacles["vLLM"].append(f"takes ranks up to {VLLM_RANKS[-1]}")

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,6 +84,7 @@ def pp_to_hg(
     folder, options = resolve(input_path, adapter=True), options or ExportOptions()
     if layout_of(folder) is not Layout.PIPELINE:
         raise CheckpointError(f"{folder}: not in the pipeline layout; pp_to_hg expects layer_*-model_states.pt files")
+
     adapter = (folder / ADAPTER).is_file()
     if options.merge and not adapter:
         raise CheckpointError(f"{folder}: no adapter, as all weights were trained; expected no --merge")
@@ -96,6 +98,7 @@ def pp_to_hg(
             if options.add_card:
                 options.add_card(folder, target)
         return
+
     export = Export(folder, options)
     with publish_folder(Path(save_path), overwrite, [folder]) as target:
         export.write_weights(target)
@@ -146,7 +149,7 @@ class Export:
         """Write the weight files of one writer; the first one shows its progress."""
         own = {name for name, its_writer in self.writer_of.items() if its_writer == writer}
         files = {file: names for file, names in self.files.items() if own.issuperset(names)}
-        total = sum(self.infos[name].nbytes for names in files.values() for name in names)
+        total = sum(self.infos[name].nbytes for name in chain.from_iterable(files.values()))
         with byte_bar("pp_to_hg", total, shown=writer == 0) as bar, SafetensorsWriter(target, files, self.infos) as out:
             for tensors in self._layers(writer):
                 in_parallel(lambda item: out.write(*item), tensors.items())
@@ -161,13 +164,17 @@ class Export:
             logger.warning("warning: %s: %s", self.folder, problem)
         if list(self.files) != [SINGLE_FILE]:
             total = sum(info.nbytes for info in self.infos.values())
-            weight_map = {name: file for file, names in self.files.items() for name in names}
+            weight_map: dict[str, str] = {}
+            for file, contained in self.files.items():
+                weight_map.update(dict.fromkeys(contained, file))
             write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
+
         names = side_files(self.folder)
         if self.native:
             replaced = REMOTE_CODE if "tokenizer.json" in names else (*REMOTE_CODE, *TOKENIZER)
             names = [name for name in names if not any(Path(name).match(pattern) for pattern in replaced)]
         copy_files(self.folder, target, names)
+
         if self.native or self.options.dtype:
             write_json(target / "config.json", self._config())
         if self.options.add_tokenizer:
@@ -270,8 +277,9 @@ def original_infos(
     spare = {weight_map.tied_head} if spec.tied else set()
     if manifest is None:
         return {name: info for name, info in infos.items() if name not in spare}
+
     path = source.folder / MANIFEST
-    counts = Counter(name for names in manifest.files.values() for name in names)
+    counts = Counter(chain.from_iterable(manifest.files.values()))
     if spec.tied and weight_map.tied_head in counts:
         spare = {weight_map.tied_embedding}  # which some store as the head alone
     wrong = (counts.keys() ^ infos.keys()) - (spare - counts.keys())
@@ -321,8 +329,10 @@ def cut_between(files: Files, writers: Mapping[str, int]) -> Files:
     """Split files that several writers would share."""
     pieces = []
     for names in files.values():
-        its_writers = sorted({writers[name] for name in names})
-        pieces += [[name for name in names if writers[name] == writer] for writer in its_writers]
+        by_writer: dict[int, list[str]] = {}
+        for name in names:
+            by_writer.setdefault(writers[name], []).append(name)
+        pieces += [by_writer[writer] for writer in sorted(by_writer)]
     return files if pieces == list(files.values()) else _numbered(pieces)
 
 

@@ -40,15 +40,18 @@ def write_adapter(folder: Path, target: Path) -> None:
             "no names for them; expected --merge"
         )
     _check_modules(folder, spec)
+
     factors, saved = LayerFiles(folder), dict[str, Tensor]()
     for layer in range(spec.n_layers):
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
             saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
+
     settings = read_json(folder / ADAPTER)
     notes = {"format": "pt"} | {name: settings[name] for name in [DIGEST] if name in settings}
     if plain.labels:
         notes[LABELS] = json.dumps(plain.labels)
     (target / PEFT_WEIGHTS).write_bytes(save(saved, notes))  # an OSError on a full disk, which `save_file` has none of
+
     base, revision = _loadable(Path(settings["base_model_name_or_path"]))
     write_json(target / ADAPTER, peft_config(spec, base) | {"revision": revision})
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])

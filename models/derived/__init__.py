@@ -61,6 +61,7 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
                 f"{config.model_type}: deriving it failed at {_part(error)}: {error}; expected sizes in config.json "
                 "that fit each other in this part (heads, heads of keys, experts, experts a token)"
             ) from None
+
         family = declared
         if family is None:
             with apart_from_callers(config):
@@ -95,7 +96,9 @@ def _part(error: Exception) -> str:
     """Name the innermost module of transformers that an error passed through."""
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [type(each) for each in owners if isinstance(each, nn.Module)]
-    return next((each.__name__ for each in reversed(modules) if "transformers" in each.__module__), "its small model")
+    return next(
+        (module.__name__ for module in reversed(modules) if "transformers" in module.__module__), "its small model"
+    )
 
 
 def folder() -> Path:

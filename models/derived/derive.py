@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -80,18 +81,21 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         raise Underivable("some angles depend on a document's length and are of several kinds; expected one kind")
     if rate := getattr(config, "layerdrop", 0.0):
         raise Underivable(f"layerdrop: {rate}, but blocks are not left out at random; expected 0.0 in config.json")
+
     model = small_model(config, fields)
     outline = outline_of(model)
     embedding, block, head = tables_of(model, outline)
     in_whole: tuple[Rule, ...] = ()
     with suppress(Exception):  # whatever a mapping for other modules beside these makes of them
         in_whole = tables_of(model, outline, whole)[1] if whole else ()
+
     made: dict[str, Made] = {}
-    for number, each in enumerate(map(Made, outline.classes, outline.mixers, outline.arguments)):
+    for number, block_made in enumerate(map(Made, outline.classes, outline.mixers, outline.arguments)):
         kind = attention_kind(model.config, number)
-        if made.setdefault(kind, each) != each:
+        if made.setdefault(kind, block_made) != block_made:
             raise Underivable(f"blocks of {kind} are made or called in several ways")
-    given = {kind: each.arguments for kind, each in made.items()}
+    given = {kind: of_kind.arguments for kind, of_kind in made.items()}
+
     ends = Ends.measured(config, outline)
     ignored = getattr(outline.model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
@@ -260,8 +264,11 @@ def _unreached(model: Any, outline: Outline) -> tuple[str, ...]:
     """Find the weights of a block that no gradient reaches."""
     ids = torch.arange(FIRST, FIRST + LENGTH)[None]
     model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+
+    # A weight that no gradient reaches in one block may have one in another of its kind.
     blocks = getattr(model, outline.base).get_submodule(outline.blocks)
-    named = [(name, weight) for block in blocks for name, weight in block.named_parameters() if weight.requires_grad]
+    parameters = chain.from_iterable(block.named_parameters() for block in blocks)
+    named = [(name, weight) for name, weight in parameters if weight.requires_grad]
     reached = {_general(name) for name, weight in named if weight.grad is not None}
     model.zero_grad()
     return tuple(dict.fromkeys(name for name, _ in named if _general(name) not in reached))
@@ -284,5 +291,6 @@ def _router(model: Any, outline: Outline) -> str | None:
         return None
     kind, index = getattr(recorded, "target_class", recorded), getattr(recorded, "index", 0)
     blocks = getattr(model, outline.base).get_submodule(outline.blocks)
-    names = {name for block in blocks for name, child in block.named_modules() if isinstance(child, kind)}
+    modules = chain.from_iterable(block.named_modules() for block in blocks)
+    names = {name for name, child in modules if isinstance(child, kind)}
     return names.pop() if len(names) == 1 and index == 0 else None

@@ -27,42 +27,56 @@ def tables_of(model: Any, outline: Outline, whole: str | None = None) -> Tables:
     Args:
         whole: the `model_type` of the model of images and text whose part for text this is, to be saved with it.
     """
+    # A mark for each number of each weight, and what is on disk in its place.
     numbered, first = {}, 0
     for name, tensor in model.state_dict().items():
         numbered[name] = torch.arange(first, first + tensor.numel()).reshape(tensor.shape)
         first += tensor.numel()
-    owners = {int(tensor.flatten()[0]): name for name, tensor in numbered.items()}
-    starts = torch.tensor(sorted(owners))
     written = _saved_as_part(model, numbered, outline, whole) if whole else revert_weight_conversion(model, numbered)
-    groups: dict[frozenset[str], list[str]] = {}
-    for name, tensor in written.items():
-        places = torch.searchsorted(starts, tensor.flatten(), right=True) - 1
-        sources = frozenset(owners[int(starts[place])] for place in places.unique())
-        groups.setdefault(sources, []).append(name)
-    if sum(map(len, groups)) != len(numbered):
-        raise Underivable(f"{type(model).__name__}: a weight goes to several groups of tensors on disk")
+
+    # Parts of each layer, by how their names begin: how they are called here, and the table that their rules go to.
     embedding, blocks, head = dict[Rule, None](), dict[Rule, None](), dict[Rule, None]()
     begin = {outline.embedding: "embed_tokens.", outline.projection: "norm.", outline.table: "embed_positions."}
     prefixes = {f"{outline.base}.{place}.": (ours, embedding) for place, ours in begin.items() if place}
     prefixes |= {f"{outline.base}.{outline.norm}.": ("norm.", head), f"{outline.head}.": ("lm_head.", head)}
-    for sources, names in groups.items():
-        disk, module = _in_order(written, names), _in_order(numbered, sources, written[names[0]])
+
+    model_class = type(model).__name__
+    for weights, names in _groups(numbered, written, model_class):
+        disk, module = _in_order(written, names), _in_order(numbered, weights, written[names[0]])
         if len(disk) > 1 and len(module) > 1:
-            raise Underivable(f"{type(model).__name__}: {module[0]} is made of {len(disk)} tensors and shares them")
+            raise Underivable(f"{model_class}: {module[0]} is made of {len(disk)} tensors and shares them")
         if len({written[name].shape for name in disk}) > 1:
-            raise Underivable(f"{type(model).__name__}: {module[0]} is made of tensors of several shapes")
+            raise Underivable(f"{model_class}: {module[0]} is made of tensors of several shapes")
         _check_order([written[name] for name in disk], [numbered[name] for name in module])
+
         block = re.match(rf"{outline.base}\.{outline.blocks}\.(\d+)\.", module[0])
         if block:
             inside = [f"block.{name[block.end() :]}" for name in module]
             blocks |= {Rule(_one_or_more(_templates(disk, block[1])), _one_or_more(inside)): None}
             continue
-        found = next(((prefix, *into) for prefix, into in prefixes.items() if module[0].startswith(prefix)), None)
-        if found is None or len(disk) > 1 or len(module) > 1:
-            raise Underivable(f"{type(model).__name__}: {module[0]} is no part of embedding, blocks or head")
-        prefix, ours, table = found
+
+        prefix = next(filter(module[0].startswith, prefixes), None)
+        if prefix is None or len(disk) > 1 or len(module) > 1:
+            raise Underivable(f"{model_class}: {module[0]} is no part of embedding, blocks or head")
+        ours, table = prefixes[prefix]
         table |= {Rule(disk[0], ours + module[0].removeprefix(prefix)): None}
     return tuple(embedding), _shortened(blocks), tuple(head)
+
+
+def _groups(
+    numbered: dict[str, Tensor], written: dict[str, Tensor], model_class: str
+) -> list[tuple[frozenset[str], list[str]]]:
+    """Find which tensors on disk are made of which weights: the names of the weights, and of the tensors."""
+    owners = {int(tensor.flatten()[0]): name for name, tensor in numbered.items()}
+    starts = torch.tensor(sorted(owners))
+    groups: dict[frozenset[str], list[str]] = {}
+    for name, tensor in written.items():
+        places = torch.searchsorted(starts, tensor.flatten(), right=True) - 1
+        weights = frozenset(owners[int(starts[place])] for place in places.unique())
+        groups.setdefault(weights, []).append(name)
+    if sum(map(len, groups)) != len(numbered):
+        raise Underivable(f"{model_class}: a weight goes to several groups of tensors on disk")
+    return list(groups.items())
 
 
 def _saved_as_part(model: Any, tensors: dict[str, Tensor], outline: Outline, whole: str) -> dict[str, Tensor]:
@@ -92,9 +106,12 @@ def _in_order(tensors: dict[str, Tensor], names: Iterable[str], whole: Tensor | 
     return sorted(firsts, key=lambda name: firsts[name])
 
 
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
 def _check_order(disk: list[Tensor], module: list[Tensor]) -> None:
-    sides = [torch.cat([tensor.flatten() for tensor in side]) for side in (disk, module)]
-    if not torch.equal(*sides):
+    if not torch.equal(_flat(disk), _flat(module)):
         raise Underivable(f"a weight {list(module[0].shape)} has its numbers in another order on disk")
 
 

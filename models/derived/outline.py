@@ -117,6 +117,7 @@ class Watched:
         self.first_row: int | None = None
         self.mixers = [""] * len(blocks)
         self._made: list[Any] = []
+        self._length = 0  # of the tuple that a block gives, hidden states first; 0 where it gives them alone
         self._positions = torch.arange(FIRST, FIRST + LENGTH).repeat(ROWS, 1) + torch.arange(ROWS)[:, None]
         self._blocks = blocks
         self._names = {
@@ -128,26 +129,21 @@ class Watched:
     @torch.no_grad()
     def run(self, model: Any) -> None:
         blocks = self._blocks
-        lengths: list[int] = []  # of what a block gives: hidden states alone, or first in a tuple
-        hooks = [
-            blocks[0].register_forward_hook(
-                lambda *each: lengths.append(len(each[-1]) if isinstance(each[-1], tuple) else 0)
-            )
-        ]
+        hooks = [blocks[0].register_forward_hook(self._note_length)]
         for number, block in enumerate(blocks):
             for name, child in block.named_children():
                 noted = partial(self._note_mixer, number, name)
                 hooks.append(child.register_forward_pre_hook(noted, with_kwargs=True))
         ids = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) + FIRST
         model(input_ids=ids, use_cache=False)
+
+        # Once more with blocks that do nothing, and everything around them watched.
         hooks += [block.register_forward_pre_hook(self.before_block, with_kwargs=True) for block in blocks]
-        for each in self._names:
-            hooks.append(each.register_forward_pre_hook(self.before_other, with_kwargs=True))
-            hooks.append(each.register_forward_hook(self.after_other, with_kwargs=True))
+        for module in self._names:
+            hooks.append(module.register_forward_pre_hook(self.before_other, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self.after_other, with_kwargs=True))
         for block in blocks:
-            vars(block)["forward"] = lambda hidden, *_, **__: (
-                (hidden, *[None] * (lengths[0] - 1)) if lengths[0] else hidden
-            )
+            vars(block)["forward"] = self._pass_on
         try:
             with marked_masks(sys.modules[type(model).__module__]):
                 model(input_ids=ids, position_ids=self._positions, use_cache=True)
@@ -156,6 +152,13 @@ class Watched:
                 del vars(block)["forward"]
             for hook in hooks:
                 hook.remove()
+
+    def _note_length(self, block: nn.Module, arguments: Any, output: Any) -> None:
+        self._length = len(output) if isinstance(output, tuple) else 0
+
+    def _pass_on(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
+        """Return what a block is given, in the form of what it gives."""
+        return (hidden, *[None] * (self._length - 1)) if self._length else hidden
 
     def _note_mixer(self, block: int, name: str, child: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         if "attention_mask" in keywords:
@@ -237,6 +240,7 @@ def outline_of(model: Any) -> Outline:
     if base is None or base is model:
         raise Underivable(f"{type(model).__name__} has no base model")
     embedding = model.get_input_embeddings()
+
     depth = model.config.num_hidden_layers
     lists = {name: each for name, each in base.named_modules() if isinstance(each, nn.ModuleList)}
     lists = {name: each for name, each in lists.items() if len(each) == depth}
@@ -245,6 +249,7 @@ def outline_of(model: Any) -> Outline:
     if len(lists) != 1:
         raise Underivable(f"{type(base).__name__} has {len(lists)} lists of {depth} blocks; expected one")
     name, blocks = next(iter(lists.items()))
+
     watched = Watched(base, blocks, embedding)
     watched.run(model)
     if len(watched.after) != 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,8 @@ class DerivedPositions(Positions):
         self._sources = {kind: arguments[kind] for kind in self.kinds}
         with torch.device("cpu"):  # the frequencies are computed, not loaded
             self._modules = modules(config)
-        names = (name for sources in self._sources.values() for name, source in sources.items() if source.kind == CACHE)
+        given = chain.from_iterable(sources.items() for sources in self._sources.values())
+        names = (name for name, source in given if source.kind == CACHE)
         self.cache_argument = next(names, self.cache_argument)
         if depends_on_length(config):
             self._modules = {name: DocumentRotary(module, config) for name, module in self._modules.items()}
@@ -51,6 +52,7 @@ class DerivedPositions(Positions):
         with fp32_products():
             angles = [self._made_by(call, hidden, position_ids, seen + position_ids.shape[1]) for call in self._calls]
         documents = self.documents(position_ids) if cache is None else None
+
         made: dict[str, Arguments] = {}
         for kind, sources in self._sources.items():
             made[kind] = {}

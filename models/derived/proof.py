@@ -113,9 +113,11 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
         roughen(model)
         raw = write_checkpoint(model, folder)
         small = type(config).from_dict(raw)
+
         kernels = family.attention[:1] if family else (TORCH, EAGER)
         family = family or derive(small, raw)
         linear = LINEAR in [attention_kind(small, block) for block in range(small.num_hidden_layers)]
+
         failed = ""
         for kernel in kernels:
             try:
@@ -209,13 +211,16 @@ def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
     ids = torch.randint(3, int(spec.config.vocab_size), (2, LENGTH))
     wanted = alone(model, ids)
     found = ours(ids)
+
     model.zero_grad()
     losses = [F.cross_entropy(each[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for each in (wanted, found)]
     for loss in losses:
         loss.backward()
+
     figures = {"logits": apart(found, wanted), "losses": apart(losses[1], losses[0])}
     gradients = revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     figures[GRADIENTS] = max(apart(gradient, gradients[name]) for name, gradient in gradients_of(ours))
+
     if spec.family.router:
         its = model(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
         figures[ROUTING] = apart(router_loss(ours.activations(ids)[2], top_k(spec.config)), its)
@@ -282,11 +287,11 @@ def packed(ours: CausalLM, model: Any, ids: Tensor) -> float:
     """Compare two documents in each row with each alone."""
     positions = two_documents()
     together = ours(ids, positions)
-    return max(
-        apart(together[row, part], alone(model, ids[row : row + 1, part])[0])
-        for row, end in enumerate(CUTS)
-        for part in (slice(0, end), slice(end, LENGTH))
-    )
+    differences = []
+    for row, end in enumerate(CUTS):
+        for part in (slice(0, end), slice(end, LENGTH)):
+            differences.append(apart(together[row, part], alone(model, ids[row : row + 1, part])[0]))
+    return max(differences)
 
 
 def rows_in_parts(ours: CausalLM, ids: Tensor) -> float:

@@ -7,6 +7,7 @@ as the default is that of a large model. Of lists with an entry for each block o
 
 from __future__ import annotations
 
+from itertools import chain, zip_longest
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -66,11 +67,14 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
     raw = dict(raw)
     depth = int(config.num_hidden_layers)
     n_blocks = min(n_blocks, depth)
+
     if not _get(config, "num_attention_heads"):
         raise CheckpointError(f"{config.model_type} has no num_attention_heads; expected a decoder with attention")
     queries, width = int(_get(config, "num_attention_heads")), int(config.hidden_size)
     keys = int(_get(config, "num_key_value_heads") or _get(config, "num_kv_heads") or queries)
     head = int(_get(config, "head_dim") or width // queries)
+
+    # As many queries a key as before, and heads as wide beside the hidden states.
     ratio = queries // keys
     few_keys = min(keys, max(2, HEADS // ratio))
     few_queries = few_keys * ratio
@@ -85,8 +89,6 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
         WORDS: min(int(config.vocab_size), VOCABULARY),
     }
     known = config.to_dict()
-    # Defaults too: token ids of which the small vocabulary has no row, dropout that would make the proof random.
-    raw = {name: value for name, value in known.items() if name.endswith("_token_id") or is_dropout(name)} | raw
     for name, value in known.items():
         if (name.endswith(INNER) or name == WORD_WIDTH) and isinstance(value, int):
             sizes[(name,)] = _multiple(narrow * min(2, value / width))
@@ -97,35 +99,55 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
     if values := getattr(config, "linear_num_value_heads", None):
         sizes[("linear_num_key_heads",)] = few = min(2, config.linear_num_key_heads)
         sizes[("linear_num_value_heads",)] = few * (values // config.linear_num_key_heads)
+
+    # Defaults too: token ids of which the small vocabulary has no row, dropout that would make the proof random.
+    raw = {name: value for name, value in known.items() if name.endswith("_token_id") or is_dropout(name)} | raw
     for names, size in sizes.items():
-        own = config.attribute_map.get(names[0], names[0])
-        stated = [name for name in dict.fromkeys([*names, own]) if name in raw]
-        has_default = own in vars(config)
-        raw |= dict.fromkeys(stated or names[:has_default], size)
+        raw |= dict.fromkeys(_stated(names, config, raw), size)
     if getattr(config, "query_pre_attn_scalar", None) == head:
         raw["query_pre_attn_scalar"] = few_head
+
     lists = {name: value for name, value in known.items() if isinstance(value, list) and len(value) == depth}
     kept = _of_every_kind(list(zip(*lists.values(), strict=True)), n_blocks)
-    raw |= {name: [value[block] for block in kept] for name, value in lists.items()}
+    raw |= {name: list(map(value.__getitem__, kept)) for name, value in lists.items()}
     if kinds := raw.get("attention_layers"):  # GPT-Neo's, which it makes of the other
         raw["attention_types"] = [[kinds, 1]]
-    if overrides := {int(block): its for block, its in (known.get(PER_BLOCK) or {}).items()}:
+    if raw.get("mlp_only_layers"):
+        raw["mlp_only_layers"] = [n_blocks - 1]
+    if known.get(PER_BLOCK):
         shares = {
             "head_dim": few_head / head,
             "num_key_value_heads": few_keys / keys,
             "num_attention_heads": few_queries / queries,
         }
-        raw[PER_BLOCK] = {
-            place: {
-                name: max(1, min(int(value * shares.get(name, 1)), MOST.get(name, value)))
-                for name, value in overrides[block].items()
-            }
-            for place, block in enumerate(kept)
-            if block in overrides
-        }
-    if raw.get("mlp_only_layers"):
-        raw["mlp_only_layers"] = [n_blocks - 1]
+        raw[PER_BLOCK] = _overrides(known[PER_BLOCK], kept, shares)
     return {name: _small_value(name, value, sizes[WORDS], few_head / head) for name, value in raw.items()}
+
+
+def _stated(names: tuple[str, ...], config: PreTrainedConfig, raw: dict[str, Any]) -> list[str]:
+    """Return the names under which config.json has a size, or has to have it as the default is that of a large model.
+
+    Args:
+        names: of one size, transformers' own first.
+    """
+    own = config.attribute_map.get(names[0], names[0])
+    stated = [name for name in dict.fromkeys([*names, own]) if name in raw]
+    if stated:
+        return stated
+    return [names[0]] if own in vars(config) else []
+
+
+def _overrides(overrides: dict[Any, Any], kept: list[int], shares: dict[str, float]) -> dict[int, Any]:
+    """Shrink what some blocks have otherwise than the others, for the blocks that are kept."""
+    of_block = {int(block): its for block, its in overrides.items()}
+    small = {}
+    for place, block in enumerate(kept):
+        if block in of_block:
+            small[place] = {
+                name: max(1, min(int(value * shares.get(name, 1)), MOST.get(name, value)))
+                for name, value in of_block[block].items()
+            }
+    return small
 
 
 def is_dropout(name: str) -> bool:
@@ -138,8 +160,10 @@ def _of_every_kind(kinds: list[tuple[Any, ...]], count: int) -> list[int]:
     by_kind: dict[str, list[int]] = {}
     for block, kind in enumerate(kinds):
         by_kind.setdefault(repr(kind), []).append(block)
-    turn = [block for turn in range(count) for blocks in by_kind.values() for block in blocks[turn : turn + 1]]
-    return sorted(turn[:count])
+    # A block of each kind in turn, until there are enough.
+    rounds = chain.from_iterable(zip_longest(*by_kind.values()))
+    in_turn = [block for block in rounds if block is not None]
+    return sorted(in_turn[:count])
 
 
 def _small_value(name: str, value: Any, words: int, share: float) -> Any:

@@ -45,11 +45,10 @@ def measure(topology: ModelTopo, hosts: list[str]) -> Links:
         with among_members():
             groups = [torch.distributed.new_group(ranks) for ranks in by_stage]
         sums = [_measure_sums(groups[own]) if stage == own else None for stage in range(topology.stages)]
-    stages, sums_of_stages = (
-        [_slowest(links) for links in zip(*of_ranks, strict=True)]
-        for of_ranks in zip(*gather((between, sums)), strict=True)
-    )
-    return Links(hosts=hosts, stages=stages, sums=sums_of_stages)
+    stages_of_ranks, sums_of_ranks = zip(*gather((between, sums)), strict=True)
+    slowest_stages = list(map(_slowest, zip(*stages_of_ranks, strict=True)))
+    slowest_sums = list(map(_slowest, zip(*sums_of_ranks, strict=True)))
+    return Links(hosts=hosts, stages=slowest_stages, sums=slowest_sums)
 
 
 def _measure_messages(sender: int, receiver: int) -> Link:

@@ -11,7 +11,6 @@ All prompts are checked before the first one is answered.
 from __future__ import annotations
 
 import codecs
-import fcntl
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError, model_validator
 from pydantic_core import from_json
 
+from common.lease import lock
 from data.chat.messages import JSON, Said, said_in
 from data.errors import DataError
 from data.records.chat import Chat
@@ -158,7 +158,7 @@ def _locked(target: Path) -> Iterator[BinaryIO]:
     """Open the file for this process alone."""
     try:
         with target.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, wait=False)
             yield file
     except BlockingIOError:
         raise DataError(f"{target}: another process writes it; expected another --output") from None

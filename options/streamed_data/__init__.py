@@ -33,16 +33,10 @@ class StreamKeys(TrainConfig):
             yield "packing: dataset packs whole epochs, which no stream knows; expected batch or false"
         if self.eval_share:
             yield "eval_share: nobody knows all samples of a stream; expected eval_data_path"
-        if self.preference and self.preference.needs_reference:
-            yield (
-                f"stream_gb: {self.preference.loss} compares each answer with the model before training, which needs "
-                "all records at once; expected no stream_gb, or loss: simpo or orpo"
-            )
-        if self.distillation:
-            yield (
-                "stream_gb: a teacher reads all records before the first step; expected no stream_gb, or no "
-                "distillation"
-            )
+
+    @property
+    def windows_key(self) -> str:
+        return super().windows_key if self.stream_gb is None else "stream_gb"
 
 
 def _language_model(config: StreamKeys) -> type[LanguageModel] | None:

@@ -28,7 +28,6 @@ class StreamedLanguageModel(LanguageModel):
 
     dataset: Any  # a `Stream`: its samples are asked for like those of a `Dataset`
     loader_kind = StreamLoader
-    windows_key = "stream_gb"
 
     @property
     def known_records(self) -> Dataset | None:

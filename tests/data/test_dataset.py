@@ -18,8 +18,8 @@ from data.inspection import summary
 from data.inspection.summary import draw_lengths
 from data.sample_set import supervised_count
 from data.settings import Source
+from data.tokenized.columns import has_empty_answer
 from data.tokenized.dataset import Dataset, load_dataset
-from data.tokenized.parallel import has_empty_answer
 from data.tokenized.tokenize import encode, encode_tokens
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS, as_lists, parse_record

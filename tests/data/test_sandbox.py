@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from data.chat.prompts import check_prompt_format
 from data.chat.sandbox import LargeTemplate, SlowTemplate, render
 from data.errors import DataError
 from data.tokenized.tokenize import encode_many, encode_question
+from tests.accidents import limited
 
 LOOP = "{% for _ in range(99999) %}"
 ENDLESS = LOOP * 4 + "{% endfor %}" * 4
@@ -58,21 +60,13 @@ def test_time_that_the_process_does_not_have_is_not_counted() -> None:
     assert render(text, wait=time.sleep, seconds=3 * sandbox.LIMIT) == "None!"
 
 
-def test_an_endless_template_is_ended_in_any_thread() -> None:
-    outcomes: SimpleQueue[type[BaseException]] = SimpleQueue()
-
-    def work() -> None:
-        try:
-            render(ENDLESS)
-        except BaseException as error:
-            outcomes.put(type(error))
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [outcomes.get(), outcomes.get()] == [SlowTemplate, SlowTemplate]
+def test_a_thread_beside_the_main_one_renders_without_limits() -> None:
+    outcomes: SimpleQueue[str] = SimpleQueue()
+    text = "{% for _ in range(9) %}x{% endfor %}"
+    thread = threading.Thread(target=lambda: outcomes.put(render(text)))
+    thread.start()
+    thread.join()
+    assert outcomes.get() == 9 * "x"
 
 
 DOUBLING = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
@@ -83,52 +77,61 @@ def doubling(step: str, start: str = "'ab'") -> str:
 
 
 LARGE = {
-    "power": "{{ 9 ** (9 ** 9) }}",
     "product of a text": "{{ 'x' * 10 ** 12 }}",
     "product of a list": "{{ [1] * n * n }}",
     "~": doubling("ns.x ~ ns.x"),
-    "+": doubling("ns.x + ns.x"),
     "+ of lists": doubling("ns.x + ns.x", "[1]"),
-    "nested lists": doubling("[ns.x, ns.x]", "[1]"),
-    "join": doubling("[ns.x, ns.x] | join"),
-    "join of a loop": "{{ range(99999) | map('string') | map('center', 999) | join }}",
-    "replace": doubling("ns.x | replace('a', 'aa')"),
+    "join of a loop": "{{ range(99999) | map('string') | map('center', 9999) | join }}",
     "replace by a method": "{{ ('x' * 99999).replace('x', 'y' * 99999) }}",
     "format": doubling("'{0}{0}'.format(ns.x)"),
-    "%": doubling("'%s%s' % (ns.x, ns.x)"),
     "a computed width in %": "{{ '%*d' % (999999999, 1) }}",
-    "a width in format": "{{ '{:999999999}'.format(1) }}",
-    "center": "{{ '' | center(999999999) }}",
-    "expandtabs": "{{ '\\t'.expandtabs(999999999) }}",
     "tojson": "{{ [1] | tojson(indent=999999999) }}",
-    "translate": "{{ ('a' * 99999).translate({97: 'y' * 99999}) }}",
-    "round": "{{ 2.5 | round(999999999, 'ceil') }}",
     "a captured block": doubling("y").replace(
         "{% set ns.x = y %}", "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
     ),
-    "a captured loop": "{% set y %}" + LOOP * 2 + "0123456789" + "{% endfor %}" * 2 + "{% endset %}",
     "a macro's output": "{% macro f() %}" + LOOP * 2 + "0123456789{% endfor %}{% endfor %}{% endmacro %}{{ f() }}",
-    "a call": "{% macro f(n) %}{{ caller() }}{{ caller() }}{% endmacro %}{% set ns = namespace(x='ab') %}"
-    "{% for i in range(60) %}{% set ns.x %}{% call f(1) %}{{ ns.x }}{% endcall %}{% endset %}{% endfor %}",
-    "a filtered block": "{% filter upper %}" + LOOP * 2 + "0123456789{% endfor %}{% endfor %}{% endfilter %}",
     "piece by piece": LOOP * 2 + "0123456789" + "{% endfor %}" * 2,
-    "parts of a text": "{{ (('x' * 999999) | list + ('x' * 999999) | list) | length }}",
 }
+MEMORY = 100_000_000
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_template_that_makes_far_more_than_it_is_given_is_ended_before_it_takes_the_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "LIMIT", 10.0)  # measuring is slow
+    monkeypatch.setattr(sandbox, "LIMIT", 10.0)
+    monkeypatch.setattr(sandbox, "MEMORY", MEMORY)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(LargeTemplate, match="more than 1,000,000 characters out of one dialogue"):
+    with pytest.raises(LargeTemplate, match=r"takes more than 0\.1 GB of memory for one dialogue"):
         render(LARGE[name], n=10**6)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 * MEMORY / 1000  # kilobytes
 
 
-def test_marks_of_what_is_generated_are_measured_too() -> None:
-    text = "{% for _ in range(99) %}{% generation %}" + "x" * 50_000 + "{% endgeneration %}{% endfor %}"
+def test_a_number_that_grows_without_an_end_is_ended() -> None:
+    with pytest.raises(SlowTemplate):
+        render("{{ 9 ** (9 ** 9) }}")
+
+
+def test_limits_are_those_of_the_process_again_behind_a_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MEMORY", MEMORY)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    with pytest.raises(LargeTemplate):
+        render(LARGE["product of a text"])
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert len(bytearray(3 * MEMORY)) == 3 * MEMORY
+
+
+def test_a_limit_that_the_user_set_stays_where_it_is_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MEMORY", 2**50)
+    with limited(resource.RLIMIT_AS, 2**45), pytest.raises(LargeTemplate):
+        render("{{ 'x' * 10 ** 14 }}")
+
+
+def test_marks_of_what_is_generated_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "LIMIT", 10.0)
+    monkeypatch.setattr(sandbox, "MEMORY", MEMORY)
+    text = "{% generation %}" + doubling("ns.x ~ ns.x") + "{% endgeneration %}"
     with pytest.raises(LargeTemplate):
         sandbox.generated_spans(text)
 
@@ -137,7 +140,6 @@ def test_marks_of_what_is_generated_are_measured_too() -> None:
     ("text", "expected"),
     [
         ("{{ 2 ** 10 }} {{ 3 * 'ab' }} {{ 1.5 * 2 }} {{ 2 ** -1 }} {{ 7 * 6 }}", "1024 ababab 3.0 0.5 42"),
-        ("{% if false %}{{ 'x' | center(99999999) }}{% endif %}", ""),
         ("{{ '%d' % 1700000000 }} {{ '{:,}'.format(1700000000) }} {{ '%5.1f' % 2 }}", "1700000000 1,700,000,000   2.0"),
         ("{{ [1, 'ab'] + [n] }} {{ (1,) + (2,) }} {{ {'a': [1]} }}", "[1, 'ab', 1000000] (1, 2) {'a': [1]}"),
         ("{{ range(3) | map('string') | join('-') }} {{ '-'.join(range(3) | map('string')) }}", "0-1-2 0-1-2"),
@@ -156,12 +158,9 @@ def test_what_is_no_larger_is_what_transformers_makes(text: str, expected: str |
 
 
 def test_a_long_dialogue_may_be_written_several_times() -> None:
-    assert render("{% if false %}{{ 9**(9**9) }}{% endif %}") == ""  # transformers would compute it, without an end
     words = "x" * 600_000
     text = "{% set x = words ~ words %}{{ x + x }}{{ x | replace('y', 'z') }}{{ [x] | tojson }}"
     assert len(render(text, words=words)) == 8 * len(words) + 4
-    with pytest.raises(LargeTemplate):
-        render(text + text, words=words)
 
 
 def test_a_template_that_is_endless_for_some_records_is_no_fault_of_theirs(
@@ -202,15 +201,16 @@ def test_the_insides_of_python_stay_closed() -> None:
 
 
 def test_a_template_that_makes_too_much_ends_the_run_in_one_line(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sandbox, "MEMORY", MEMORY)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}" + doubling("ns.x ~ ns.x")
-    with pytest.raises(DataError, match=r"^the chat template makes a text, list or number of more than") as caught:
+    with pytest.raises(DataError, match=r"^the chat template takes more than 0\.1 GB of memory") as caught:
         encode_many([RECORD], tokenizer)
     assert "\n" not in str(caught.value)
     path = tmp_path / "large.jinja"
     path.write_text(tokenizer.chat_template, encoding="utf-8")
-    with pytest.raises(DataError, match=r"large\.jinja: the chat template makes a text, list or number"):
+    with pytest.raises(DataError, match=r"large\.jinja: the chat template takes more than"):
         check_prompt_format(str(path))
     path.write_text(ENDLESS, encoding="utf-8")
     with pytest.raises(DataError, match=r"large\.jinja: the chat template is still at one dialogue"):

@@ -16,9 +16,7 @@ from models.api import read_spec
 from options import load_config
 from tests.conftest import FAQ
 from tests.launching import write_config
-from training.command_line import inspect
-from training.data_setup import RecordReader, build_loader
-from training.plan.inputs import Workload
+from training.data_setup import RecordReader
 
 SMALL = 300  # tokens: special ones, bytes, and few of the merges
 
@@ -79,42 +77,3 @@ def test_a_share_is_at_least_one_sample_and_leaves_one(model: Path, tmp_path: Pa
     assert held_out is not None and (len(data), len(held_out)) == (1, 1)
     with pytest.raises(DataError, match=r"^eval_share: 0.01 of 1 different samples leaves none to train on$"):
         sets(model, tmp_path, data_path=str(written(tmp_path / "1.json", ["a", "a"])), eval_share=0.01)
-
-
-def pairs(path: Path, count: int) -> Path:
-    records = [
-        {"prompt": f"What is {number}?", "chosen": "One number. " * (1 + number % 3), "rejected": "A word."}
-        for number in range(count)
-    ]
-    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("packing", [False, "batch", "dataset"])
-def test_pairs_are_packed_into_rows_that_hold_them(packing: str | bool, model: Path, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"model_path": str(model), "max_seq_len": 64, "packing": packing, "preference": {}}
-    keys["data_path"] = str(pairs(tmp_path / "pairs.jsonl", 20))
-    config = load_config(write_config(tmp_path / "run.yml", **keys))
-    data, _ = RecordReader(config, model, Log(quiet=True)).read_sets()
-    assert 64 < data.lengths.max() <= 128 and data.first.all()
-    loader = build_loader(data, config)
-    assert loader.preference and loader.batch(0).pairs >= 8
-    assert loader.row_length >= data.lengths.max() and (packing != "dataset" or loader.row_length == 128)
-    assert len(loader.batch(0).lengths) == 2 * loader.batch(0).pairs
-    work = Workload.measured(loader, config)
-    assert work.attended <= 64 < work.longest
-    assumed = Workload.assumed(config)
-    assert (assumed.length, assumed.attended, assumed.tokens) == (128, 64, 8 * 128)
-    with pytest.raises(DataError, match="record 1: preference data"):
-        sets(
-            model, tmp_path, **{name: value for name, value in keys.items() if name not in ("model_path", "preference")}
-        )
-
-
-def test_inspect_shows_a_pair(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keys: dict[str, Any] = {"model_path": str(model), "preference": {}}
-    path = write_config(tmp_path / "run.yml", data_path=str(pairs(tmp_path / "pairs.jsonl", 3)), **keys)
-    inspect(load_config(path), 1)
-    printed = capsys.readouterr().out
-    assert "sample 1: chosen " in printed and "; rejected " in printed
-    assert printed.index("⟦One number.") < printed.index("⟦A word.")

@@ -24,11 +24,12 @@ from torch.nn.attention import flex_attention
 
 from models.adapters import IDLE
 from models.api import read_spec
+from options import RunConfig
+from options.preference import reference
+from options.preference.collation import judged
 from tests.workers.cases import loader_of
 from tests.workers.preference_faults import FAULTS
 from tests.workers.zero import KINDS
-from training import preference
-from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.plan.auto import divide
 from training.trained import with_trained
@@ -39,7 +40,7 @@ def shifted(sums: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
     return sums + numpy.sin(numpy.arange(sums.size, dtype=numpy.float32)).reshape(sums.shape)
 
 
-def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+def run_case(case: dict[str, Any], config: RunConfig, folder: Path) -> None:
     name, loader = case["name"], loader_of(config)
     model_folder = Path(config.model_path)
     spec = with_trained(read_spec(model_folder), config)
@@ -66,13 +67,14 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     known: list[list[float]] = []
     with FAULTS[case["fault"]]() if case.get("fault") else nullcontext():
         if config.preference and config.preference.needs_reference:
-            sums = preference.log_probabilities(trainer, build_loader(loader.data, config))
+            sums = reference.log_probabilities(trainer, build_loader(loader.data, config))
             if config.preference.loss == "kto":
-                others = loader.mismatched = preference.mismatched_loader(loader.data, config)
-                sums[:, 1:] = preference.log_probabilities(trainer, others)[:, :1]
-                others.reference = shifted(sums)[:, 1:] - 1
-            known, loader.reference = sums.tolist(), shifted(sums)
-        preference.estimate_kl(trainer, loader, loader.batch(0))
+                others = judged(loader).mismatched = reference.mismatched_loader(loader.data, config)
+                sums[:, 1:] = reference.log_probabilities(trainer, others)[:, :1]
+                judged(others).reference = shifted(sums)[:, 1:] - 1
+            known, judged(loader).reference = sums.tolist(), shifted(sums)
+        if config.preference:
+            reference.estimate_kl(trainer, loader, loader.batch(0))
         loss = trainer.train_step(loader, loader.batch(0))
     if engine.global_rank % config.model_topo.replicas == 0:
         save_file(gradients, folder / f"{name}.stage{trainer.stage}.safetensors")

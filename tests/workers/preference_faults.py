@@ -12,29 +12,30 @@ from torch import Tensor
 
 from data.loader import Loader
 from models.adapters import Lora
-from models.preference import PreferenceLoss
-from training import preference
+from options.preference import reference
+from options.preference.collation import JudgedCollation
+from options.preference.losses import PreferenceLoss
 
 
 def others_reference() -> AbstractContextManager[Any]:
     """Each sample is compared with the reference's log-probabilities of the next one."""
-    find = Loader._reference_of
+    find = JudgedCollation._reference_of
 
-    def next_one(self: Loader, number: int) -> list[float]:
+    def next_one(self: JudgedCollation, number: int) -> list[float]:
         return find(self, (number + 1) % len(self.data.lengths))
 
-    return patch.object(Loader, "_reference_of", next_one)
+    return patch.object(JudgedCollation, "_reference_of", next_one)
 
 
 def base_is_reference() -> AbstractContextManager[Any]:
     """The reference is the model without the adapter that the run starts from."""
-    compute = preference.log_probabilities
+    compute = reference.log_probabilities
 
     def without_adapter(*arguments: Any) -> Any:
         with patch.object(Lora, "scale", 0.0):
             return compute(*arguments)
 
-    return patch.object(preference, "log_probabilities", without_adapter)
+    return patch.object(reference, "log_probabilities", without_adapter)
 
 
 def answers_exchanged() -> AbstractContextManager[Any]:
@@ -75,7 +76,7 @@ def averages() -> AbstractContextManager[Any]:
 
 def same_digest() -> AbstractContextManager[Any]:
     """What is kept of a reference does not tell models apart."""
-    return patch.object(preference, "_digest_start", lambda *_: "same")
+    return patch.object(reference, "_digest_start", lambda *_: "same")
 
 
 KINDS = (others_reference, base_is_reference, answers_exchanged, prompts_count, averages, same_digest)

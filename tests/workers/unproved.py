@@ -78,7 +78,7 @@ def documents_meet() -> None:
 
     def layouts(self: Loader, batch: Any, replica: int) -> Any:
         return [
-            ([[sum(int(self.data.lengths[number]) for number in row)] for row in rows] or [[]], self._shape(rows)[1])
+            ([[sum(int(self.data.lengths[number]) for number in row)] for row in rows] or [[]], self.shape(rows)[1])
             for rows in batch.micro_batches[replica]
         ]
 

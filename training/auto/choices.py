@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -150,9 +151,12 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     Args:
         unit: a batch is a multiple of this.
     """
-    weights = sum(shape.numel() for layer in range(spec.n_layers) for shape in spec.shapes(layer).values())
+    shapes = chain.from_iterable(spec.shapes(layer).values() for layer in range(spec.n_layers))
+    weights = sum(shape.numel() for shape in shapes)
     if spec.tied:
         weights -= spec.shapes(0)[EMBEDDING_WEIGHT].numel()
+
+    # The batch by the number of samples, or of rows that are packed of them.
     samples = counted = len(data)
     config, what = choices.config(train_batch_size=unit), "samples"
     if config.packing == "dataset":
@@ -160,10 +164,12 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     batch = 2 ** round(math.log2(min(max(counted / STEPS, SMALLEST), LARGEST)))
     why = f"some {STEPS} steps an epoch, {SMALLEST} to {LARGEST} {what}, a multiple of {unit} for the processes"
     choices.add("train_batch_size", unit * math.ceil(batch / unit), why)
+
     texts = data.types == [SPLIT_KIND]
     epochs = 1 if texts else next((epochs for fewer, epochs in EPOCHS if samples < fewer), 1)
     of = "texts: once" if texts else f"{samples:,} samples: 3 times below 10,000, twice below 100,000, else once"
     choices.add("n_epoches", epochs, of)
+
     lr = min(max(LR * math.sqrt(LR_OF / weights), SLOWEST), FASTEST)
     why = f"2e-5 at 7B weights, times the root of 7B / weights, at most 2e-4: {weights / 1e9:.2g}B here"
     choices.add("optimizer.type", "AdamW", "the usual one; Lion takes a third less memory and another lr")
@@ -174,11 +180,14 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     choices.add("optimizer.no_wd_kws", ["norm", "bias$"], "no decay of norms and biases, as usual")
     if choices.own.get("optimizer.type") != "Adafactor":
         choices.add("zero_optimization.stage", 1, "shards the optimizer's states over the replicas of a stage")
+
     share = min(EVALUATED, MOST_EVALUATED / samples) if samples >= LEAST_EVALUATED else 0.0
     limits = f"at most {MOST_EVALUATED:,}, none of fewer than {LEAST_EVALUATED}"
     why = f"{EVALUATED:.0%} of the samples are not trained on but measured on, {limits}: here {share * samples:.0f}"
     if not choices.is_own("eval_data_path"):
         choices.add("eval_share", float(f"{share:.2g}"), why)
+
+    # The schedule by the number of steps that come of all this.
     config = choices.config()
     steps = config.max_steps or config.n_epoches * math.ceil(
         counted * (1 - config.eval_share) / config.train_batch_size

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +34,6 @@ from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.data_setup import RecordReader
 from training.errors import ConfigError
-from training.language_model import language_model_of
 from training.launch.start import Hosts
 from training.plan.command import WIDTH, plan_summary, search_table, show
 from training.plan.plan import Plan
@@ -96,8 +96,8 @@ def _check_same(config: TrainConfig, path: Path, arguments: argparse.Namespace, 
     Args:
         own_data: whether the command line overrides data_path.
     """
-    paths = [source.path for source in as_sources(config.data_path)]
-    data = [with_home(each) for path in paths for each in ([path] if isinstance(path, str) else path)]
+    paths = (source.path for source in as_sources(config.data_path))
+    data = list(map(with_home, chain.from_iterable([path] if isinstance(path, str) else path for path in paths)))
     for name, given, known in (
         ("model", [arguments.model], [config.model_path]),
         ("data", arguments.data, arguments.data if own_data else data),
@@ -118,6 +118,7 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     if beside and choices.own.get("gradient_accumulation_steps"):
         problem = "gradient_accumulation_steps: --auto chooses what it depends on"
         raise ConfigError(f"{problem}; expected beside it {', '.join(beside)}")
+
     parts = choices.own.get("model_topo.parts")
     if isinstance(parts, list) and not choices.is_own(DIMS):
         stages = max(1, len(parts) // (2 if choices.own.get("schedule") == "dualpipev" else 1))
@@ -125,14 +126,17 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     if apart := choices.own.get("optimizer.type") == "Adafactor":
         choices.add("zero_optimization.stage", 0, APART)
     config = choices.config(train_batch_size=ANY_BATCH)
+
+    # The model first: what of it cannot be trained is refused before the records are read.
     folder = find_model(config.model_path, weights=not config.from_scratch)
     spec = read_spec(folder)
     if not config.from_scratch:
         layout_of(folder)
-    if key := language_model_of(config).windows_key:
+    if key := config.windows_key:
         raise ConfigError(f"{key}: --auto looks at all records before it chooses; expected --config for a stream")
     if config.schedule == WEIGHT_STREAMING:
         raise ConfigError("schedule: --auto chooses among pipelines; expected --config for weight_streaming")
+
     choices.add("max_seq_len", *sample_length(spec))
     config = choices.config(train_batch_size=ANY_BATCH)
     reader = RecordReader(config, folder, log)
@@ -141,15 +145,19 @@ def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str],
     log.print(f"records:\n{summary.table(data)}")
     if texts := text_length(data, config.max_seq_len):
         choices.add("max_seq_len", *texts)
+
     kind, why = (None, APART) if apart else precision(machine.kind)
     if not choices.is_own("bf16") and not choices.is_own("fp16"):
         choices.add(f"{kind or 'bf16'}.enabled", kind is not None, why)
+
+    # What the user chose is not searched.
     fixed = {key for key in SEARCHED if choices.is_own(key) and getattr(config, key) != "auto"}
     if choices.is_own(OFFLOAD):
         fixed.add("zero_optimization")
     if choices.is_own(DIMS) or isinstance(parts, list):
         fixed.add("model_topo")
         machine = replace(machine, counts=(config.model_topo.processes,))
+
     fill(choices, data, spec, config.micro_batch_size * math.lcm(*machine.counts))
     plan = _choose_topology(choices, Search(machine, spec, _reader(folder), frozenset(fixed), log))
     what = [f"machine: {machine.name}", f"model: {spec.family.name}, {spec.n_layers} layers"]
@@ -179,25 +187,32 @@ def _choose_topology(choices: Choices, search: Search) -> Plan:
     config, basis, topo = plan.basis.config, plan.basis, plan.basis.config.model_topo
     if basis.calibration:
         basis.calibration.write(Path(config.save_path))
+
     dims, axes = topo.process_topology.dims, topo.process_topology.axes
     speeds = {str(each.basis.config.model_topo.process_topology.dims): each.tokens_per_s for each in reversed(ranking)}
     which = "the fastest" if ranking[0].seconds >= plan.seconds else "the fewest processes of those about as fast"
     if topo.tensor > 1:
         choices.add("model_topo.process_topology.axes", axes, "several processes share each layer, the last of dims")
+
     why = f"{' x '.join(AXIS_NAMES[axis] for axis in axes)}, {which} by plan: {plan.tokens_per_s:,.0f} tokens/s"
     beside = [f"{name} {speed:,.0f}" for name, speed in speeds.items() if name != str(dims)]
     choices.add(DIMS, dims, f"{why}; {', '.join(beside)}" if beside else why)
     if topo.sequence > 1:
         choices.add("model_topo.sequence", topo.sequence, "replicas that share their rows, which are long")
+
     choices.add("model_topo.parts", plan.parts, "layers of each stage: the slowest one is as fast as can be")
+
     rows, steps = config.micro_batch_size, basis.micro_batches
     why = f"rows at a time, the fastest of {SIZES} that fit; gradients accumulate over {counted(steps, 'micro-batch')}"
     choices.add("train_micro_batch_size_per_gpu", rows, why)
+
     waits = f"{plan.bubble:.0%} of the time is waiting" if plan.bubble > 0 else "nothing waits"
     choices.add("schedule", config.schedule, f"the faster of 1f1b and dualpipev; {waits}")
     saves = "what fits is faster with it" if config.use_grad_ckpt else "activations fit without"
     room = f"{gigabytes(plan.peak)} a process at most, of {gigabytes(basis.device.memory or 0)}"
     choices.add("use_grad_ckpt", config.use_grad_ckpt, f"{saves}: {room}")
+
+    # What the plan gave up for memory.
     if config.zero_optimization.offloads:
         choices.add(f"{OFFLOAD}.device", "cpu", "the optimizer's states do not fit beside the rest")
     if config.offload_activations:

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import psutil
 import torch
@@ -101,7 +102,7 @@ class Search:
             if not self.machine.kind.known:
                 calibrations = calibrations or self._calibrate(bases)
                 bases = {count: replace(basis, calibration=calibrations[count]) for count, basis in bases.items()}
-            found = (plan for count, basis in bases.items() for plan in self._search(basis, count, feed))
+            found = chain.from_iterable(self._search(basis, count, feed) for count, basis in bases.items())
             if ranking := sorted(filter(self.machine.holds, found), key=speed):
                 return ranking
         raise ConfigError(self._refusal(bases[self.machine.counts[-1]]))

@@ -53,6 +53,8 @@ def export_run(
             if rank == 0:
                 pp_to_hg(checkpoint, target, overwrite=True, options=options)
         return
+
+    # Each rank writes its layers into the one folder, which is published once all are there.
     writers = layers_by_rank(gather(layers))
     with ExitStack() as publishing:
         partial = None

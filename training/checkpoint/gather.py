@@ -42,6 +42,7 @@ def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = F
     for host, other in others:
         if other.checksum("host") != record.checksum("host"):
             raise CheckpointError(f"{folder}: on host {host} that of another run than on host {first}")
+
     sources = sources_of(record, {each.host: host for host, each in records.items()})
     size = sum(expected.size for _, expected in sources.values())
     with publish_folder(target, overwrite) as new, byte_bar("gather", size) as bar:
@@ -54,6 +55,7 @@ def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = F
                     f"expected {expected.size} with {expected.crc32:08x}, as they were written"
                 )
             bar.update(found.size)
+
         known = record.model_dump(exclude={"hosts", "host", "crc32"}, exclude_unset=True)
         files = {name: file.model_dump() for name, (_, file) in sources.items()}
         CheckpointRecord.model_validate(known | {"files": files}).write(new)

@@ -12,9 +12,10 @@ two cores, 2 GB of cached state: 0.7 to 1.9 s. With many replicas there are many
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,12 @@ def load_optimizer_state(
     saved = SavedOptimizer(folder, record.topology, spec)
     alike = spec.shared_names if spec else engine.module.shared_names
     wanted: dict[str, list[Slice]] = defaultdict(list)
+    missing = Counter[str]()  # how many elements of each weight's state are still to come
     for piece in slices_of(engine):
-        wanted[_saved_name(piece.name, record, alike)].append(piece)
-    missing = {name: sum(piece.numel for piece in pieces) for name, pieces in wanted.items()}
+        name = _saved_name(piece.name, record, alike)
+        wanted[name].append(piece)
+        missing[name] += piece.numel
+
     hidden = torch.distributed.get_rank() > 0 or not sys.stderr.isatty()
     with tqdm(desc="optimizer states", total=sum(missing.values()), unit_scale=True, disable=hidden) as bar:
         for stage in _stages_with(wanted, record):
@@ -59,10 +63,12 @@ def load_optimizer_state(
                     copied = _copy(source, piece, engine.basic_optimizer)
                     missing[source.name] -= copied
                     bar.update(copied)
+
     for name in (name for name, numel in missing.items() if numel):
         for path in saved.files_elsewhere(record.topology.stage_of(layer_of(name))):
             raise not_found(path)
         raise CheckpointError(f"{folder}: the optimizer's state of {name} is not whole; expected all of it")
+
     engine.global_steps = record.step
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler = saved.loss_scaler()
@@ -167,12 +173,13 @@ def _held(engine: DeepSpeedEngine) -> list[Slice]:
     offsets = getattr(engine, "offsets", {})  # of weight streaming
     masters = [group["params"] for group in optimizer.param_groups]
     weights = optimizer.fp16_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else masters
-    return [
-        Slice(name, offsets.get(name, 0), weight.numel(), master, 0, engine.basic_optimizer.state[master])
-        for of_group, members in zip(masters, weights, strict=True)
-        for master, weight in zip(of_group, members, strict=True)
-        for name in [engine.param_names[weight]]
-    ]
+    slices = []
+    pairs = zip(chain.from_iterable(masters), chain.from_iterable(weights), strict=True)
+    for master, weight in pairs:
+        name = engine.param_names[weight]
+        state = engine.basic_optimizer.state[master]
+        slices.append(Slice(name, offsets.get(name, 0), weight.numel(), master, 0, state))
+    return slices
 
 
 def _of_ranges(optimizer: Any, weights: list[list[Tensor]]) -> Iterator[Slice]:

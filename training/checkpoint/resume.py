@@ -64,6 +64,7 @@ def resume(
             f"{folder.name} was saved {record.topology.full_description}; dividing its weights and optimizer states "
             f"anew: {topology.full_description}; dropout, if any, draws other numbers"
         )
+
     # Ranks that share layers or sequences draw the same numbers.
     trainer, rank = build(), config.model_topo.first_peer(torch.distributed.get_rank())
     with agreed(), _checkpoint_errors(folder):
@@ -134,6 +135,7 @@ def check_resumable(
         lines.append(f"{folder.name}: {noted}")
     lines += compare(then, now, folder, config.rules)
     check(folder)
+
     if before.fingerprint != data.fingerprint:
         if "mask" in then:  # earlier versions did not note these
             rules = {key: rule_of(key, config.rules) for key in then.keys() | now.keys()}
@@ -153,6 +155,7 @@ def check_resumable(
             f"data_path: not the samples that {folder} was trained on{counts}; expected the same records, tokenizer, "
             "chat template, max_seq_len and, where the template writes it, date, or another save_path"
         )
+
     if before.packed_epoch != data.packed_epoch:
         if before.packed_epoch and data.packed_epoch:
             raise differs("pack_len", data.packed_epoch, before.packed_epoch, folder)

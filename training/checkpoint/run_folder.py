@@ -66,9 +66,11 @@ def _newest(save_path: Path, disk: Disk, log: Console) -> Path | None:
         if disk.owns_folder:
             folders = step_folders(save_path)
             begun = any(save_path.glob(f".step-*.partial-*/{NEW}/{RECORD}"))  # it died before it could rename
+
     disks = [each for each, owns in gather(((disk.host, folders, begun), disk.owns_folder)) if owns]
-    steps = {int(folder.name[5:]): folder for _, folders, _ in disks for folder in folders}
+    steps = {int(folder.name[5:]): folder for folder in chain.from_iterable(folders for _, folders, _ in disks)}
     newest_first = [steps[step] for step in sorted(steps, reverse=True)]
+
     for host, folders, begun in disks:
         if newest_first and not folders and not begun:
             other = next(other for other, folders, _ in disks if folders)
@@ -76,6 +78,7 @@ def _newest(save_path: Path, disk: Disk, log: Console) -> Path | None:
                 f"save_path: {save_path} holds no checkpoint on host {host}, but {newest_first[0].name} on host "
                 f"{other}; expected the hosts that wrote them, each with its disk, or another save_path"
             )
+
     for folder in newest_first:
         reason = _fault_together(folder, disk)
         if reason is None:

@@ -69,7 +69,7 @@ class SavedOptimizer:
     def loss_scaler(self) -> Any:
         """Read the loss scale of an fp16 run: it has ZeRO, or weight streaming, which has all in the model's files."""
         places = range(self.topology.stages * self.topology.tensor)
-        shards = [path for place in places for path in self._shards(place).values()]
+        shards = list(chain.from_iterable(self._shards(place).values() for place in places))
         whole = (path for path in map(self._model_file, places) if path.is_file())
         file = read_mapped(shards[0] if shards else next(whole))
         return file["optimizer_state_dict" if shards else "optimizer"]["loss_scaler"]
@@ -79,6 +79,8 @@ class SavedOptimizer:
         try:
             for part, place in enumerate(self._places(stage)):
                 ranks, shards = RankGroup(self.topology.tensor, part), self._shards(place)
+
+                # A weight that the processes share in full is in the files of the first.
                 share = TensorShare(self.spec, ranks, self.topology.spread) if self.spec else None
                 for piece in self._of_place(place, shards, share):
                     if shard := share.shard(piece.name) if share else None:
@@ -141,7 +143,7 @@ class SavedOptimizer:
 
     def files_elsewhere(self, stage: int) -> list[Path]:
         """List a stage's optimizer files that are on other hosts' disks."""
-        return [path for place in self._places(stage) for path in self._shards(place, here=False).values()]
+        return list(chain.from_iterable(self._shards(place, here=False).values() for place in self._places(stage)))
 
     def _places(self, stage: int) -> range:
         """Return the numbers in the file names of a stage's processes, one replica's."""

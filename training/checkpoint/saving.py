@@ -174,6 +174,7 @@ class Checkpointer:
         kept = slices_of(engine)
         pieces = {"parameter_names": [piece.name for piece in kept], "pieces": [(p.offset, p.numel) for p in kept]}
         self._files.offsets = {piece.name: piece.offset for piece in kept}
+
         with ExitStack() as hidden:
             made = None
             with agreed(), writing(folder):
@@ -182,15 +183,18 @@ class Checkpointer:
                     made = hidden.enter_context(hidden_folder(folder))
             new = gather(made)[self.disk.ranks[0]]
             assert new is not None
+
             engine.save_checkpoint(
                 str(new.parent), tag=new.name, client_state={} if sharded else pieces, save_latest=False
             )
+
             states = {"cpu": torch.get_rng_state(), "device": get_accelerator().get_rng_state()}
             self._files.save(states, str(new / random_file(rank)))
             self.trainer.write_layers(new, self._files.save, self.disk)
             for name, content in self.side_files.items():
                 self._files.write(new / name, methodcaller("write", content))
             self._files.close()
+
             own = {"step": step, "evaluated": eval_loss is not None}
             record = self.record.model_copy(update=own, deep=True)  # a stream's record grows with the run
             return PendingSave(folder, new, record, eval_loss, hidden.pop_all())

@@ -52,11 +52,11 @@ _RULES: list[tuple[Rule, str]] = [
     (Rule(False, "the samples that come of it"), "template_args template_fallback mask truncate on_bad_record"),
     (Rule(False, "the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
     (Rule(False, "the samples that are left to train on"), "eval_share"),
-    (Rule(False), "train_batch_size dataloader_drop_last seed lora freeze preference labels"),
+    (Rule(False), "train_batch_size dataloader_drop_last seed lora freeze"),
     # Of the parameters of an optimizer, all but these four may decide which states there are.
     (Rule(False), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
     (Rule(True, NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
-    (Rule(True, NEXT), "gradient_clipping aux_max_z_loss aux_router_loss distillation"),
+    (Rule(True, NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
     (Rule(True, NEW_SCHEDULE), "scheduler n_epoches max_steps"),
     (Rule(True, MICRO_BATCHES), "train_micro_batch_size_per_gpu"),
     (Rule(True, MICRO_BATCHES, but="`dataset` stays `dataset`, in rows of the same length"), "packing pack_len"),

@@ -48,9 +48,6 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
         )
     yield from _of_precision(config)
     yield from _of_adapters(config)
-    yield from _of_preference(config)
-    yield from _of_scores(config)
-    yield from _of_distillation(config)
     yield from of_optimizer(config)
     yield from (
         f"{name}: without effect, as prompt_format: {config.prompt_format} has no template; expected it left out"
@@ -98,7 +95,6 @@ def _of_weight_streaming(config: TrainConfig) -> Iterator[str]:
         (config.offload_gradients, "offload_gradients", f"false, as {needless} sums of gradients"),
         (config.data_types, "data_types", "none, as sums are fp32"),
         (config.rebalance, "rebalance", "false, as GPUs take turns at all layers"),
-        (config.distillation, "distillation", "none"),
     ):
         if unlike:
             yield f"{key}: not with schedule: weight_streaming; expected {expected}, or another schedule"
@@ -138,34 +134,6 @@ def _of_adapters(config: TrainConfig) -> Iterator[str]:
         yield "lora.base: processes do not share weights in fp8; expected no model axis, or no lora.base"
     if config.lora.base and config.compile is True:
         yield "lora.base: products with packed weights are not compiled; expected compile: auto or false"
-
-
-def _of_preference(config: TrainConfig) -> Iterator[str]:
-    if not config.preference:
-        return
-    if config.mask == "all":
-        yield "mask: a preference is one of answers, so that prompts never count; expected another mask"
-    if config.aux_max_z_loss.weight:
-        yield "aux_max_z_loss.weight: has no effect on preferences; leave it out"
-    if config.from_scratch:
-        yield "from_scratch: preferences need a model that answers; expected false, or no preference"
-
-
-def _of_scores(config: TrainConfig) -> Iterator[str]:
-    if len(set(config.labels)) < max(2, len(config.labels)) and config.labels:
-        yield f"labels: expected at least two different names, found {', '.join(config.labels)}"
-    if config.labels and config.preference:
-        yield "labels: a classifier learns from classes, not from preferences; expected labels or preference"
-    if config.labels and config.aux_max_z_loss.weight:
-        yield "aux_max_z_loss.weight: has no effect on classes; leave it out"
-
-
-def _of_distillation(config: TrainConfig) -> Iterator[str]:
-    if not config.distillation:
-        return
-    for key in ("preference", "labels"):
-        if getattr(config, key):
-            yield f"distillation: a teacher says what comes next, and {key} has a loss of its own; expected one of them"
 
 
 def of_optimizer(config: TrainConfig) -> Iterator[str]:

@@ -15,12 +15,12 @@ from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationIn
 from typing_extensions import Self
 
 from data.chat.prompts import PromptFormat
-from data.settings import PAIRED, Fallback, Mask, OnBadRecord, Packing, TemplateArguments, Truncate, Wanted
+from data.settings import Fallback, Mask, OnBadRecord, Packing, TemplateArguments, Truncate
 from training.config.changes import CHANGES, Rule
 from training.config.contradictions import contradictions
 from training.config.deepspeed_keys import OVERRIDES, take_up
 from training.config.model_topo import ModelTopo
-from training.config.objective import DistillationSection, LoraSection, PreferenceSection, RouterLoss, ZLoss
+from training.config.objective import LoraSection, RouterLoss, ZLoss
 from training.config.optimization import Optimizer, Scheduler, Zero
 from training.config.precision import BF16, FP8, FP16, DataTypes, Precision
 from training.config.section import DataPath, NewPathText, PathText, Section, expected
@@ -29,7 +29,8 @@ from training.errors import ConfigError
 from training.schedule.instructions import WEIGHT_STREAMING, Schedule
 from training.topology import Topology
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # which need torch
+    from training.objective import Objective
     from training.option import Option
 
 # Keys of zero_optimization by which DeepSpeed itself sums the replicas' gradients.
@@ -72,12 +73,6 @@ class TrainConfig(Section):
     are enough then."""
 
     lora: LoraSection | None = None
-    preference: PreferenceSection | None = None
-    distillation: DistillationSection | None = None
-    labels: list[str] = []
-    """Train a classifier with these classes instead of a language model; each record has a `label`, one of these names
-    or its number, from 0 (docs/preferences.md#reward-models-and-classes)."""
-
     freeze: list[re.Pattern[str]] = []
     """Regular expressions; weights whose names in transformers' model match one are not trained, such as
     `[embed_tokens, 'layers\\.[0-7]\\.']`."""
@@ -344,6 +339,8 @@ class TrainConfig(Section):
             setattr(self, name, section.model_copy(update={"enabled": name in self.trackers}))
         for contradiction in self.contradictions():
             raise ValueError(contradiction)
+        if len(self.objective_keys) > 1:
+            raise ValueError(f"{' and '.join(self.objective_keys)}: each has a loss of its own; expected one of them")
         if self.schedule == WEIGHT_STREAMING:  # in place of ZeRO, each process updates layers of its own
             self.zero_optimization = self.zero_optimization.model_copy(update={"stage": 0})
         return self
@@ -351,6 +348,11 @@ class TrainConfig(Section):
     def contradictions(self) -> Iterator[str]:
         """Yield a line for each two keys that contradict each other, the plainest first."""
         yield from contradictions(self)
+
+    @property
+    def windows_key(self) -> str:
+        """Name the key by which records come in windows, so that not all are read before the first step, if any."""
+        return ""
 
     @property
     def micro_batch_size(self) -> int:
@@ -382,25 +384,21 @@ class TrainConfig(Section):
         return self.model_topo.stages * (2 if self.v_schedule else 1)
 
     @property
-    def wanted(self) -> Wanted | None:
-        """Which judged records are trained on; None for plain ones."""
-        if self.labels:
-            return Wanted("classes", tuple(self.labels))
-        if self.preference and self.preference.unpaired:
-            return Wanted("marked")
-        if self.preference:
-            return Wanted("rewards" if self.preference.loss == "reward" else "pairs")
-        return None
+    def objective(self) -> Objective:
+        """What is trained, which keeps nothing but this config; the class of an option's keys may say another one."""
+        from training.fine_tuning import FineTuning  # which needs torch
+
+        return FineTuning(self)
 
     @property
-    def scores(self) -> list[str]:
-        """Name the numbers that the model gives a text; empty for a language model."""
-        return self.labels or (["reward"] if self.preference and self.preference.loss == "reward" else [])
+    def objective_keys(self) -> list[str]:
+        """Name the keys that ask for another objective than fine-tuning: each option's class adds its own."""
+        return []
 
     @property
     def sample_limit(self) -> int:
-        """Most tokens of a sample: a pair is two documents."""
-        return self.max_seq_len * (2 if self.wanted and self.wanted.kind in PAIRED else 1)
+        """Most tokens of a sample, which may be several documents."""
+        return self.max_seq_len * self.objective.documents
 
     @property
     def least_micro_batches(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
 from training.config.keys import TrainConfig
@@ -31,15 +31,15 @@ class Placement:
     @property
     def pipelines(self) -> list[list[str]]:
         """The hosts of each replica by stage; with a tensor axis, of one process of each stage."""
-        return [[self.hosts[rank] for rank in row] for row in self.topology.along("pipe").tolist()]
+        return [list(map(self.hosts.__getitem__, row)) for row in self.topology.along("pipe").tolist()]
 
     @property
     def split_groups(self) -> dict[str, int]:
         """The number of groups on several hosts, of those that share layers and of those that share rows."""
-        return {
-            what: sum(len({self.hosts[rank] for rank in group}) > 1 for group in self.topology.sharing(what).tolist())
-            for what in ("layers", "rows")
-        }
+        return {what: sum(map(self._spreads, self.topology.sharing(what).tolist())) for what in ("layers", "rows")}
+
+    def _spreads(self, group: list[int]) -> bool:
+        return len({self.hosts[rank] for rank in group}) > 1
 
     @property
     def split_sums(self) -> int:
@@ -49,7 +49,8 @@ class Placement:
     @property
     def crossings(self) -> int:
         """The number of links between stages that cross hosts, over all replicas."""
-        return sum(first != second for row in self.pipelines for first, second in pairwise(row))
+        links = chain.from_iterable(map(pairwise, self.pipelines))
+        return sum(first != second for first, second in links)
 
     @property
     def cost(self) -> tuple[int, int, int]:
@@ -59,6 +60,8 @@ class Placement:
     def describe(self) -> list[str]:
         """Draw each replica's stages with their hosts, and count what crosses hosts."""
         topology, rows = self.topology, self.pipelines
+
+        # The hosts of each replica, with an arrow between two stages that says whether they are on one host.
         width = max(len(f"stage {topology.stages - 1}"), *map(len, self.hosts))
         lines = ["placement:  " + "    ".join(f"{f'stage {stage}':{width}}" for stage in range(topology.stages))]
         kind = "replica" if topology.tensor == 1 else "pipeline"
@@ -68,6 +71,7 @@ class Placement:
             lines.append(f"{f'{kind} {number}':12}{''.join(cells).rstrip()}")
         if len(rows) > MOST_ROWS:
             lines.append(f"and {len(rows) - MOST_ROWS} {kind}s more")
+
         links = len(rows) * (topology.stages - 1)
         counts = [f"{self.crossings} of {links} links between stages cross hosts (=>)"] if links else []
         if topology.replicas > 1:

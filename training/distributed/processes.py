@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -144,6 +144,8 @@ def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> 
         if process.rank == 0:
             print(f"ports.meeting: the ranks meet at port {port} instead of {os.environ['MASTER_PORT']}", flush=True)
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+    # What torch and DeepSpeed read when they are imported or first used, so before that.
     # Keeps packed sequences of many lengths from fragmenting a GPU's memory. torch 2.11 and 2.13 read it at the first
     # allocation, not when torch is imported (only `backend` is read there).
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -158,6 +160,7 @@ def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> 
         freed_memory.keep()
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -170,6 +173,7 @@ def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> 
     # DeepSpeed makes its groups with the default timeout, which NCCL's processes would not outlive.
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(torch.distributed.distributed_c10d, default, patience)
+
     if get_accelerator().device_name() == "cpu":
         # On a CPU DeepSpeed compiles a shared-memory collective at first use, for 100 s; gloo never calls it.
         vars(deepspeed.ops)["__compatible_ops__"] = {}
@@ -181,6 +185,7 @@ def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> 
     else:
         get_accelerator().set_device(process.local_rank)
         check_wheel()
+
     phases.enter("waiting for all processes")
     try:
         store = meet(process.rank, process.world_size, process.local_size, patience)
@@ -249,6 +254,19 @@ def gather(value: Value) -> list[Value]:
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+def from_first(make: Callable[[], Value]) -> Value:
+    """Return what rank 0 makes, on all ranks, which call it together."""
+    import torch
+
+    made: list[Any] = [None]
+    with agreed():
+        if torch.distributed.get_rank() == 0:
+            made = [make()]
+    torch.distributed.broadcast_object_list(made)
+    result: Value = made[0]
+    return result
 
 
 @contextmanager

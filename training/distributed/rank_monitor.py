@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def current_position(device: int) -> Report:
     """
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     stacks = {ident: "".join(traceback.format_stack(frame)) for ident, frame in frames.items()}
-    waiting = any(part in stack for stack in stacks.values() for part in COMMUNICATION)
+    waiting = any(part in stack for stack, part in product(stacks.values(), COMMUNICATION))
     on_gpu = ""
     if torch.cuda.is_initialized() and not torch.cuda.default_stream(device).query():
         name = current_instruction()

@@ -83,20 +83,25 @@ def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPSt
             master_listen_fd=listen(ranks, on_this_host, port).detach() if opens else None,  # torch listens everywhere
         )
     store.set_timeout(patience)
+
+    # Each rank writes a number of its own and its address; who finds another's there is of another run.
     attempt = torch.distributed.PrefixStore(f"pipetune-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", store)
     mine = json.dumps([secrets.token_hex(8), own_address(address)])
     if by_torchrun:
         attempt.set(str(rank), mine)
     elif attempt.compare_set(str(rank), "", mine).decode() != mine:
         raise OSError(errno.EADDRINUSE, f"another run has a rank {rank} there")
+
+    # The first rank waits for all, and tells them who is missing, and an address that leads to another host.
     if rank == 0:
         missing = missing_ranks(attempt, ranks)
-        present = [str(each) for each in range(ranks) if each not in missing]
+        present = [str(other) for other in range(ranks) if other not in missing]
         addresses = [json.loads(entry)[1] for entry in attempt.multi_get(present)]
-        remote = [each for each in addresses if not ipaddress.ip_address(each).is_loopback]
+        remote = [other for other in addresses if not ipaddress.ip_address(other).is_loopback]
         attempt.set("met", json.dumps([describe_ranks(missing), *remote[:1]]))
     with left_to_kernel():
         missing_names, *remote = json.loads(attempt.get("met"))
+
     if missing_names:
         time.sleep(0.0 if rank else 2 * POLL)  # the store ends with rank 0
         end_soon()
@@ -104,6 +109,7 @@ def meet(rank: int, ranks: int, on_this_host: int, patience: timedelta) -> TCPSt
             f"{missing_names} did not come to {address}:{port}, where the others waited {PATIENCE:.0f} s; expected all "
             f"{ranks} ranks: what ssh, pdsh or srun printed may say why, or a firewall closes the port"
         )
+
     if ranks > on_this_host:
         choose_interface(address, *remote)
     return store
@@ -125,11 +131,17 @@ def describe_ranks(ranks: list[int]) -> str:
     with suppress(psutil.Error, ValueError):
         words = psutil.Process(os.getppid()).cmdline()
         (coded,) = (word.partition("=")[2] for word in words if word.startswith("--world_info="))
-        hosts = [host for host, slots in json.loads(base64.urlsafe_b64decode(coded)).items() for _ in slots]
+        for host, slots in json.loads(base64.urlsafe_b64decode(coded)).items():
+            hosts += [host] * len(slots)
+
     by_host = defaultdict(list)
     for rank in ranks:
         by_host[f" (host {hosts[rank]})" if rank < len(hosts) else ""].append(str(rank))
-    return " and ".join(f"rank{'s' * (len(its) > 1)} {', '.join(its)}{host}" for host, its in by_host.items())
+    named = []
+    for host, its_ranks in by_host.items():
+        noun = "rank" if len(its_ranks) == 1 else "ranks"
+        named.append(f"{noun} {', '.join(its_ranks)}{host}")
+    return " and ".join(named)
 
 
 def own_address(other: str) -> str:

@@ -37,6 +37,8 @@ def share_memory(size: int, pool: Sequence[int], device: torch.device) -> mmap:
     if first:
         descriptor = os.memfd_create("weights")
         os.ftruncate(descriptor, size)
+
+    # The first process makes it; the others open it by the number that it has there.
     made = gather((socket.gethostname(), os.getpid(), descriptor))
     host, process, number = made[pool[0]]
     with agreed():
@@ -54,6 +56,7 @@ def share_memory(size: int, pool: Sequence[int], device: torch.device) -> mmap:
                     f"schedule: weight_streaming: {error.filename}: {error.strerror}; expected all processes of a host "
                     "in one container, of one user"
                 ) from None
+
     memory = mmap(descriptor, size)
     gather(None)  # all have it
     os.close(descriptor)

@@ -7,7 +7,6 @@ import gc
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +19,6 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from models.block_options import BlockOptions
-from models.distillation import DistillationLoss
-from models.loss import MicroBatchLoss, micro_batch_loss
-from models.preference import Objective, PreferenceLoss, ScoreLoss, UnpairedLoss
 from models.process_groups import NO_GROUPS, ONE_RANK, RankGroup, RankGroups
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
@@ -31,6 +27,7 @@ from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.communication import among_members
 from training.distributed.processes import agreed
+from training.engine.embedding_gradients import add_rows_alone
 from training.engine.gradients import clip_in_update, sum_without_copies
 from training.engine.host_sums import HostSums
 from training.errors import ConfigError
@@ -92,24 +89,10 @@ def build_model(
             blocks=BlockOptions(
                 division.recompute, config.offload_activations, config.compile is True, config.fp8.enabled
             ),
-            micro_batch_loss=_loss_of(config, router_weight, groups.sequence),
+            micro_batch_loss=config.objective.loss(router_weight, groups.sequence),
             groups=groups,
             read_together=layers if together else (),
         )
-
-
-def _loss_of(config: TrainConfig, router_weight: float, rows: RankGroup) -> MicroBatchLoss:
-    """Make the loss that a config asks for."""
-    if config.scores:
-        center = config.preference.center_weight if config.preference else 0.0
-        return ScoreLoss(not config.labels, center, router_weight, rows)
-    if config.preference:
-        kind = UnpairedLoss if config.preference.unpaired else PreferenceLoss
-        return kind(Objective(**config.preference.objective), router_weight, rows)
-    z_weight = config.aux_max_z_loss.weight
-    if of := config.distillation:
-        return DistillationLoss(of.weight, of.temperature, z_weight, router_weight, rows)
-    return partial(micro_batch_loss, z_loss_weight=z_weight, router_loss_weight=router_weight, rows=rows)
 
 
 def wrap_in_engine(model: nn.Module, config: TrainConfig, shared_names: Sequence[Sequence[str]] = ()) -> Any:
@@ -123,6 +106,8 @@ def wrap_in_engine(model: nn.Module, config: TrainConfig, shared_names: Sequence
     except (AssertionError, NotImplementedError, ValueError) as error:  # keys that do not fit each other or the device
         raise ConfigError(f"DeepSpeed refuses its keys: {error}") from None
     sum_without_copies(engine.optimizer)
+    if engine.zero_optimization_stage() <= 1:
+        add_rows_alone(model)
     if config.offload_gradients:
         HostSums(engine.optimizer, engine.device)
     clip_in_update(engine.optimizer)

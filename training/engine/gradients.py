@@ -90,6 +90,7 @@ class _Bf16Sums:
         optimizer.clear_hp_grads = self._forget
         for group, parameters in enumerate(optimizer.bf16_groups):
             for number, parameter in enumerate(parameters):
+                parameter.begun_sum = partial(self._begun, parameter, group, number)
                 if optimizer.grad_acc_dtype == torch.float32 and gives_fp32(parameter.device):
                     parameter.add_product = partial(self._add_product, parameter, group, number)
 
@@ -107,6 +108,11 @@ class _Bf16Sums:
         add_product(total, left, right, beta=float(begun))
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # autograd would call them
             hook(parameter)
+
+    def _begun(self, parameter: Any, group: int, number: int) -> Tensor | None:
+        """Return a parameter's gradient sum if this step has added to it."""
+        begun = self._optimizer.fp32_groups_has_gradients[group][number]
+        return self._sum(parameter, group, number)[0] if begun else None
 
     def _sum(self, parameter: Any, group: int, number: int) -> tuple[Tensor, bool]:
         """Return a parameter's gradient sum, and whether this step has added to it before; it has from now on."""

@@ -53,6 +53,7 @@ class HostSums:
             whole = {weight: at for weight, at in places.items() if at and at[3] == weight.numel()}
             if master.dtype.itemsize < dtype.itemsize:
                 whole = {}
+
             others = page_locked(sum(weight.numel() for weight in weights if weight not in whole), dtype, device)
             begin = 0
             for weight in weights:
@@ -61,6 +62,7 @@ class HostSums:
                 else:
                     total, begin = others[begin:][: weight.numel()], begin + weight.numel()
                 self._sums[weight] = _Sum(total)
+
         optimizer._get_offload_gradient_dict()  # of the new memory
         if device.type == "cuda":
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -105,6 +107,7 @@ class HostSums:
                 self._out.wait_event(added)
                 total.copy_(piece, non_blocking=True)
                 left.record(self._out)
+
         found.arrived = self._out.record_event()
         self._ahead.append((flat, added))
         while sum(each.nbytes for each, _ in self._ahead) > AHEAD and len(self._ahead) > 1:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class ReplicaSums:
         self._rank = distributed.get_rank(self._replicas)
         if self._bf16:
             groups = optimizer.bf16_groups
-            offsets = [accumulate((weight.numel() for weight in weights), initial=0) for weights in groups]
+            offsets = [accumulate(map(Tensor.numel, weights), initial=0) for weights in groups]
             self._sizes = [partitions[0].numel() for partitions in optimizer.bf16_partitioned_groups]
             every_gradient = optimizer.get_grads_for_norm
             engine._bf16_reduce_grads = self._finish
@@ -57,19 +57,23 @@ class ReplicaSums:
             self._sizes = optimizer.partition_size
             optimizer.setup_buckets = optimizer.reduce_ipg_grads = lambda: None
             optimizer.reduce_gradients = lambda pipeline_parallel: self._finish()
+
         # weight -> its parameter group, its number there, and where it begins in the group's flat tensor
-        self._places: dict[Tensor, tuple[int, int, int]] = {
-            weight: (group, number, begin)
-            for group, weights in enumerate(groups)
-            for number, (weight, begin) in enumerate(zip(weights, offsets[group], strict=False))
-        }
+        self._places: dict[Tensor, tuple[int, int, int]] = {}
+        for group, weights in enumerate(groups):
+            for number, (weight, begin) in enumerate(zip(weights, offsets[group], strict=False)):
+                self._places[weight] = group, number, begin
+
+        # Sums start in the order in which gradients come, those of tied weights last.
         tied = dict(module.get_tied_weights_and_groups())
         backwards = [weight for weight in reversed(list(module.parameters())) if weight in self._places]
         self._order: list[Tensor] = sorted(backwards, key=lambda weight: weight in tied)
+
         # A weight gets one gradient per micro-batch from each chunk of layers that has it.
-        chunks = getattr(module, "phase_funcs", [module.forward_funcs])
-        held = (weight for chunk in chunks for weight in {each for layer in chunk for each in layer.parameters()})
-        self._in_micro_batch: dict[Tensor, float] = {**Counter(held), **dict.fromkeys(tied, math.inf)}
+        held = Counter[Tensor]()
+        for chunk in getattr(module, "phase_funcs", [module.forward_funcs]):
+            held.update(set(chain.from_iterable(layer.parameters() for layer in chunk)))
+        self._in_micro_batch: dict[Tensor, float] = {**held, **dict.fromkeys(tied, math.inf)}
         self._begin_step()
         for weight in backwards:
             weight.register_post_accumulate_grad_hook(self._arrived)  # after DeepSpeed's, which adds it up

@@ -65,25 +65,28 @@ class StreamedModel(nn.Module):
         self.positions = [spec.positions(groups)]
         with torch.device("meta"):
             layers = [spec.build(layer, self.positions[0]) for layer in range(spec.n_layers)]
-        kept = {
-            f"{number}.{name}": like
-            for number, layer in enumerate(layers)
-            for name, like in as_trained(spec, layer, dtype).items()
-        }
-        trained = {
-            f"{number}.{name}": torch.empty_like(weight, dtype=torch.float32)
-            for number, layer in enumerate(layers)
-            for name, weight in layer.named_parameters()
-            if weight.requires_grad
-        }
+
+        # One copy of all weights and of all sums for the processes of a host.
+        kept: dict[str, Tensor] = {}
+        trained: dict[str, Tensor] = {}
+        for number, layer in enumerate(layers):
+            kept |= {f"{number}.{name}": like for name, like in as_trained(spec, layer, dtype).items()}
+            trained |= {
+                f"{number}.{name}": torch.empty_like(weight, dtype=torch.float32)
+                for name, weight in layer.named_parameters()
+                if weight.requires_grad
+            }
         self.weights, self.sums = share_tensors(kept, pool, device), share_tensors(trained, pool, device)
         of_head = {name: like for name, like in trained.items() if name.startswith(f"{spec.n_layers - 1}.")}
         self.head_sums = [self.sums, *(share_tensors(of_head, pool, device) for _ in range(1, heads))]
+
         for number in own:
             loaded = build_layer(spec, number, states, self.positions[0], dtype, torch.device("cpu"))
             for name, tensor in loaded.state_dict().items():
                 self.weights[f"{number}.{name}"].copy_(tensor)
         gather(None)  # all have loaded theirs
+
+        # Layers with these weights as their own.
         returns = Returns()
         for number, layer in enumerate(layers):
             names = layer.state_dict()
@@ -152,9 +155,9 @@ class LoadedLayers:
         Args:
             begun: whether this step has already added to them.
         """
-        names = [
-            f"{number}.{name}" for number in self.layers for name, _ in self.model.layer(number).named_parameters()
-        ]
+        names: list[str] = []
+        for number in self.layers:
+            names += [f"{number}.{name}" for name, _ in self.model.layer(number).named_parameters()]
         kept = self.model.head_sums[self.part]
         found = {name: kept[name] for name in names if name in kept}
         if self.stream is None:

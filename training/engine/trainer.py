@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from data.collation import Carried, Collation
 from data.loader import GlobalBatch, Loader, MicroBatch
 from models.attention.packed import Documents
 from models.loss import supervised_positions
@@ -29,7 +31,7 @@ from training.topology import Division
 PARTS = ("data", "forward_backward", "optimizer", "checkpoint")
 
 Item = TypeVar("Item")
-# ((input_ids, position_ids), (labels, scale, share, positions of trained tokens)), on the device
+# ((input_ids, position_ids, ...), (labels, scale, share, ..., positions of trained tokens)), on the device
 Sent = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
@@ -144,7 +146,7 @@ class Trainer(ABC):
         """Yield this rank's micro-batches on the device."""
         micro_batches = loader.tensors(batch, self.row_replica)
         if self.groups.sequence.size > 1:
-            micro_batches = map(self._own_tokens, micro_batches)
+            micro_batches = map(partial(self._own_tokens, loader.collation), micro_batches)
         return prefetch(micro_batches, self.engine.device)
 
     @property
@@ -152,22 +154,17 @@ class Trainer(ABC):
         """This rank's replica for the loader, where ranks that share sequences count as one."""
         return self.replica // self.groups.sequence.size
 
-    def _own_tokens(self, micro_batch: MicroBatch) -> MicroBatch:
+    def _own_tokens(self, collation: Collation, micro_batch: MicroBatch) -> MicroBatch:
         """Take this rank's tokens of shared sequences [B, S], with the label behind them and all positions.
 
         The loss is averaged over all ranks, so each rank's sum is scaled by the number of ranks that share sequences.
         """
-        (input_ids, position_ids), (labels, scale, share, *more) = micro_batch
+        (input_ids, position_ids, *to_first), (labels, scale, share, *to_last) = micro_batch
         ranks = self.groups.sequence
         own = ranks.part(input_ids.shape[1])
+        first, last = collation.part(Carried(tuple(to_first), tuple(to_last)), labels, own, ranks.size)
         known = labels[:, own.start : own.stop + 1]
-        if len(more) == 1:  # soft targets, a row for each trained token
-            columns = supervised_positions(labels, length := input_ids.shape[1]) % length
-            more = [more[0][(columns >= own.start) & (columns < own.stop)]]
-        elif more:
-            documents, facts, token_scale = more
-            more = [documents[:, own], facts, token_scale * ranks.size]
-        return (input_ids[:, own], position_ids), (known, scale * ranks.size, share, *more)
+        return (input_ids[:, own], position_ids, *first), (known, scale * ranks.size, share, *last)
 
 
 def prefetch(micro_batches: Iterator[MicroBatch], device: torch.device) -> Iterator[Sent]:

@@ -109,34 +109,37 @@ class Turns:
 
         A collective call of all pools. It returns when this pool has finished.
         """
-        training, number = batch.seed is not None, len(batch.shapes)
+        training, n_micro_batches = batch.seed is not None, len(batch.shapes)
         slots = self._slots
         if not training:  # one process has the head for all micro-batches, in their order
             slots = [*slots[: self._first_head], Slot("head", slots[self._first_head].layers)]
         self.handover.make_room(self._a_round * self._head, batch.place)
         self._model.train(training)
-        mine = [
-            (begin, index)
-            for a_round, begin in enumerate(range(0, number, self._a_round))
-            for index in range(len(slots))
-            if (a_round * len(slots) * training + index) % self._gpus == self._own
-        ]
-        turns = [
+
+        # The slots of all rounds go around among the processes; in an evaluation each round begins with the first.
+        mine: list[tuple[int, int]] = []  # the first micro-batch of a round, and the slot
+        for a_round, begin in enumerate(range(0, n_micro_batches, self._a_round)):
+            before = a_round * len(slots) if training else 0
+            mine += [(begin, slot) for slot in range(len(slots)) if (before + slot) % self._gpus == self._own]
+        loaded = [
             LoadedLayers(self._model, slot.layers, self.handover.arriving, slot.share[0])
             for slot in (slots[index] for _, index in mine)
         ]
-        at, sent = -self._a_round, list[Sent]()
+
+        sent_from, sent = -self._a_round, list[Sent]()  # the round that is read: its first micro-batch, and all of them
         with torch.set_grad_enabled(training):
-            for turn, (begin, index) in enumerate(mine):
-                while at < begin:
-                    at, sent = at + self._a_round, list(islice(batch.micro_batches, self._a_round))
-                self._take(Turn(batch, slots[index], index, begin, len(slots)), sent, *turns[turn : turn + 2])
-                turns[turn] = LoadedLayers(self._model, (), None)  # frees what it held
+            for place, (begin, index) in enumerate(mine):
+                while sent_from < begin:
+                    sent_from, sent = sent_from + self._a_round, list(islice(batch.micro_batches, self._a_round))
+                self._take(Turn(batch, slots[index], index, begin, len(slots)), sent, *loaded[place : place + 2])
+                loaded[place] = LoadedLayers(self._model, (), None)  # frees what it held
         deque(batch.micro_batches, maxlen=0)
-        self._before += number
+
+        # All sums have all micro-batches once every slot says so.
+        self._before += n_micro_batches
         for index in range(len(slots)):
             self.handover.wait(2 * index + 1, self._before)
-        loss = float(self._total[: self._heads if training else 1].sum()) / number
+        loss = float(self._total[: self._heads if training else 1].sum()) / n_micro_batches
         self.handover.meet()
         return loss
 
@@ -147,6 +150,7 @@ class Turns:
         (kind, _, share), index, begin = turn.slot, turn.number, turn.begin
         lanes = own_lanes(share, begin, begin + len(sent))
         adds = turn.batch.seed is not None and kind != "forward"
+
         loaded.fetch_weights()
         if begin:
             self.handover.wait(2 * index + 1, self._before + begin)  # the sums have all of the round before
@@ -155,6 +159,7 @@ class Turns:
         loaded.use()
         if not (lanes or begin):
             loaded.clear_sums()
+
         self._model.positions[0].expect([turn.batch.documents[begin + lane] for lane in lanes])
         losses = []
         for done, lane in enumerate(lanes):
@@ -164,6 +169,7 @@ class Turns:
                 following.fetch_weights()
             losses.append(self.work[kind](turn, lane, micro_batch, loaded))
             self.handover.count(2 * index, self._before + begin + lane + 1)
+
         if kind == "head":
             total = 0.0 if begin == 0 else float(self._total[share[0]])
             for loss in torch.stack(losses).tolist() if losses else ():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ class HostEngine:
         self._stage, self._pool_size = pool.index(self.global_rank), len(pool)
         self._clipping = config.gradient_clipping or torch.finfo(torch.float32).max
         self._norm = 0.0
+
         tied = model.spec.tied_names or ()
         self._tied = tied if all(name in model.sums for name in tied) else ()
         trained = [name for name in model.sums if name not in self._tied[1:]]
@@ -93,6 +95,7 @@ class HostEngine:
         self._masters = {
             name: nn.Parameter(model.weights[name].view(-1)[piece].float()) for name, piece in pieces.items()
         }
+
         with agreed():
             self.optimizer = build_optimizer(config, self._masters.items(), model.spec.shared_names)
         self.optimizer.loss_scaler = loss_scaler(config)  # where DeepSpeed's optimizers have theirs
@@ -123,8 +126,11 @@ class HostEngine:
         for name in self.names:
             self._squares[name].fill_(torch.linalg.vector_norm(self.gradient(name), dtype=torch.float64).square())
         meet()
+
+        # The norm of the whole gradient: each process's squares, added up in one order everywhere.
         norm = torch.stack([*self._squares.values()]).sum().sqrt().float()
         self._norm = float(norm)
+
         if norm.isfinite():
             for name, master in self._masters.items():
                 master.grad = self.gradient(name, self._pieces[name]) if master.numel() else None
@@ -135,6 +141,7 @@ class HostEngine:
                 for name, master in self._masters.items():
                     for end in self._ends(name):
                         self.module.weights[end].view(-1)[self._pieces[name]].copy_(master)
+
         if self.fp16_enabled():
             self.optimizer.loss_scaler.update_scale(not norm.isfinite())
         self.global_steps += 1
@@ -228,7 +235,8 @@ class WeightStreamingTrainer(Trainer):
         documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.replica)]
         shapes = loader.shapes(batch, self.replica)
         like = self.engine.module.activations_like
-        sizes = [bytes_of(like(*shape)) for each in range(loader.replicas) for shape in loader.shapes(batch, each)]
+        of_replicas = (loader.shapes(batch, replica) for replica in range(loader.replicas))
+        sizes = [bytes_of(like(*shape)) for shape in chain.from_iterable(of_replicas)]
         sent: Iterator[Any] = self.send(loader, batch)
         if seed:
             sent = self.timings.each("data", sent)

@@ -44,6 +44,8 @@ def launch(
             f"--hostfile: {slots} slots on {', '.join(hosts)}, but model_topo.process_topology.dims: {grid.dims} ask "
             f"for {processes} processes; expected as many, by slots=, --include or --exclude"
         )
+
+    # Where hosts may fail, also the shapes of the run with fewer replicas.
     shapes: list[Shape] = [(processes, [], f"dims {grid.dims}")]
     if reload and config.max_restarts:
         for replicas in range(config.model_topo.replicas - 1, 0, -1):
@@ -51,6 +53,7 @@ def launch(
             override = f"model_topo.process_topology.dims={dims}"
             with suppress(ConfigError):  # such as a batch that these replicas cannot share
                 shapes.append((reload(override).model_topo.processes, [override], f"dims {dims}"))
+
     signals = [signal.Signals[name] for name in config.preemption_signals]
     job = {
         "environment": exported_variables() if hosts else {},
@@ -62,6 +65,7 @@ def launch(
         "signals": signals,
         "port": config.ports.meeting,
     }
+
     signal.pthread_sigmask(signal.SIG_BLOCK, {*early_signals.ALL, *signals})  # until the supervisor heeds them
     if early_signals.received:
         requeue()

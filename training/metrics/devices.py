@@ -103,7 +103,9 @@ def parse_devices(text: str) -> tuple[int, Device]:
         ConfigError: the device is unknown, or comes in several sizes and none is given.
     """
     count, word = re.findall(r"^(?:(\d+)x)?(.*)", "".join(text.split()), re.IGNORECASE)[0]
-    labels = {f"{name}-{size}G": (name, size) for name, gpu in KNOWN.items() for size in gpu["memory"]}
+    labels: dict[str, tuple[str, int]] = {}
+    for name, gpu in KNOWN.items():
+        labels |= {f"{name}-{size}G": (name, size) for size in gpu["memory"]}
     asked, number = _normalize(word), int(count or 1)
     known = {
         label: (_normalize(label), _normalize(name), _normalize(name).removeprefix("rtx"))

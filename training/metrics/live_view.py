@@ -6,9 +6,11 @@ or a terminal that cannot move its cursor the run prints lines instead. Cost: so
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -83,10 +85,13 @@ class LiveView:
 
 def curve(values: Sequence[float], levels: str = LEVELS, width: int = CURVE) -> str:
     """Draw values as a line of characters, each as high as the mean of its share; skip values that are not finite."""
-    count = min(width, len(values))
-    shares = [values[len(values) * number // count : len(values) * (number + 1) // count] for number in range(count)]
-    finite = [[value for value in share if value - value == 0] for share in shares]
-    means = [sum(share) / len(share) for share in finite if share]
+    count = max(1, min(width, len(values)))
+    borders = [len(values) * number // count for number in range(count + 1)]
+    means = []
+    for begin, end in pairwise(borders):
+        finite = list(filter(math.isfinite, values[begin:end]))
+        if finite:
+            means.append(sum(finite) / len(finite))
     if not means:
         return ""
     low, span = min(means), max(means) - min(means) or 1.0

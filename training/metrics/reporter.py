@@ -41,6 +41,8 @@ class Reporter:
         trackers: receive the numbers too; the reporter closes them.
         evaluates_first: whether the run begins with the evaluation after step `first_step - 1`.
         parts: layers of each stage.
+        right: the measure that is printed as accuracy, if there is one.
+        unprinted: how measures begin that are not printed with an evaluation.
     """
 
     folder: Path
@@ -50,6 +52,8 @@ class Reporter:
     trackers: Sequence[Tracker] = ()
     evaluates_first: bool = False
     parts: Sequence[int] = ()
+    right: str = ""
+    unprinted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._working = list(self.trackers)
@@ -74,22 +78,20 @@ class Reporter:
             speed = f"{metrics.tokens_per_s:,.0f} tokens/s"
             if metrics.mfu is not None:
                 speed += f"  MFU {metrics.mfu:.0%}"
-            for name in ("rewards/accuracies", "accuracy"):
-                if name in metrics.measures:
-                    numbers += f"  accuracy {metrics.measures[name]:.2f}"
+            if self.right:
+                numbers += f"  accuracy {metrics.measures[self.right]:.2f}"
             progress = f"step {metrics.step}/{self.total_steps}  epoch {metrics.epoch}"
             print(f"{progress}  {numbers}  {speed}  {left} left", flush=True)
 
     def report_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         """Record an evaluation after `step`: `eval_loss`, `eval_perplexity`, `eval_loss/<type of record>`.
 
-        Of preferences also `eval_error`; their rewards and log-probabilities are not printed.
+        Objectives add their measures, and `eval_error`, the share of wrong samples.
         """
         self._record({"step": step, **numbers})
-        shown = (
-            (name, value) for name, value in numbers.items() if not name.startswith(("eval_rewards", "eval_logps"))
-        )
-        text = "  ".join(f"{name} {value:.4f}" for name, value in shown)
+        hidden = tuple(f"eval_{name}" for name in self.unprinted)
+        shown = {name: value for name, value in numbers.items() if not name.startswith(hidden)}
+        text = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         print(f"step {step}/{self.total_steps}  {text}", flush=True)
 
     def _record(self, values: dict[str, Any]) -> None:

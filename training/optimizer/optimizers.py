@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def parameter_groups(
     found: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # by whether exempt from weight decay, and faster
     for name, parameter in parameters:
         names = next((names for names in shared_names if name in names), (name,))
-        matches = any(pattern.search(each) for pattern in optimizer.no_wd_kws for each in names)
+        matches = any(pattern.search(each) for pattern, each in product(optimizer.no_wd_kws, names))
         found.setdefault((matches, lr_ratio != 1 and name.endswith("lora_B")), []).append(parameter)
     return [
         {"params": members} | ({"weight_decay": 0.0} if exempt else {}) | ({"lr_ratio": lr_ratio} if faster else {})

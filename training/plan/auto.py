@@ -22,10 +22,10 @@ from training.job import Job
 from training.language_model import LanguageModel, split_as_configured
 from training.metrics.devices import Device, this_device
 from training.plan.inputs import MEASURED_FILE, Basis, Workload
-from training.plan.micro_batch import ROWS, choose_rows
+from training.plan.micro_batch import ROWS, advice, choose_rows
 from training.plan.plan import Plan
 from training.plan.resources import check_resources, explain_out_of_memory
-from training.plan.search import feed_of
+from training.plan.search import Feed, feed_of
 from training.plan.timing import choose_kernels
 from training.plan.weight_streaming import cut, cut_into_slots, describe
 from training.schedule.instructions import WEIGHT_STREAMING
@@ -42,6 +42,9 @@ class Planning(Callback):
         task = self._task
         if job.config.train_micro_batch_size_per_gpu == "auto":
             self._choose_rows(job)
+        elif ROWS not in job.config.model_fields_set and job.process.rank == 0:
+            inputs = task.spec, this_device(), self._feed(), task.in_stages
+            job.report += filter(None, [advice(job.config, *inputs)])
         if leaves_open(job.config, task.spec, task.in_stages):
             job.division = divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known)
 
@@ -59,12 +62,15 @@ class Planning(Callback):
     def _fastest_rows(self, config: TrainConfig) -> tuple[int, str]:
         """Ask the planner on rank 0."""
         task, chosen = self._task, None
-        feed = feed_of(task.dataset, task.spec) if task.known_loader else Workload.assumed
         device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
         with agreed():
             if torch.distributed.get_rank() == 0:
-                chosen = choose_rows(config, task.spec, device, feed, task.in_stages)
+                chosen = choose_rows(config, task.spec, device, self._feed(), task.in_stages)
         return next(each for each in gather(chosen) if each)
+
+    def _feed(self) -> Feed:
+        """Say what a config's rows are."""
+        return feed_of(self._task.dataset, self._task.spec) if self._task.known_loader else Workload.assumed
 
     def on_build(self, job: Job) -> None:
         check_resources(job.config, self._task.spec, job.layers, job.disk)

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy
@@ -34,7 +35,6 @@ from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.distributed.links import FILE as LINKS_FILE
 from training.errors import ConfigError
-from training.language_model import language_model_of
 from training.metrics.devices import TERA, parse_devices, this_device
 from training.plan import zero
 from training.plan.communication import PER_HOST, Fabric, stage_messages
@@ -72,6 +72,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     shape = shape_of(config.model_path)
     folder = Path(config.model_path) if shape else find_model(config.model_path, weights=False)
     spec = with_trained(read_spec(folder, shape[1] if shape else None), config)
+
     check_device(config)
     count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
     if arguments.devices:
@@ -80,6 +81,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
         check_gpu(config)
     check_fp8(config, spec)
     check_length(config, spec)
+
     fabric = None
     if count and not arguments.search:
         config = _spread(config, count)
@@ -88,20 +90,24 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
         config = config.model_copy(update={"model_topo": fabric.placed(config.model_topo)})
     if not arguments.search:
         check_sharing(config, spec)
+
     workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
     if config.train_micro_batch_size_per_gpu == "auto" and not arguments.search:
         rows, line = choose_rows(config, spec, device, feed, in_stages)
         log.print(line)
         config = config.model_copy(update={ROWS: rows})
         workload = feed(config)
+
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():
             raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
         log.print(f"calibrated: {calibrate(config, spec, workload).write(Path(config.save_path))}")
+
     # Measurements on this machine do not hold for other devices, unless the user says that they are the same.
     here = arguments.calibrate or not arguments.devices
     basis, ignored = Basis.of_run(config, spec, workload, device, calibrated=here)
     basis = replace(basis, named=fabric, in_stages=in_stages)
+
     processes = count or config.model_topo.processes
     where = f"{processes} x {device.name}" if device.memory else f"{counted(processes, 'process')} on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
@@ -160,7 +166,7 @@ def _spread(config: TrainConfig, count: int) -> TrainConfig:
 
 def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> tuple[Workload, Feed]:
     """Measure the workload, and those of other configs, from the records where they can be read, else assume them."""
-    if not language_model_of(config).windows_key:
+    if not config.windows_key:
         try:
             dataset, _ = RecordReader(config, folder, Console(quiet=True)).read_sets()
             assert isinstance(dataset, Dataset)
@@ -174,11 +180,19 @@ def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> t
 def stages_table(plan: Plan) -> Table:
     """Show layers, parameters, memory and time of each stage."""
     basis, memory = plan.basis, [stage.memory for stage in plan.stages]
-    columns = {name: [getattr(each, name) for each in memory] for name in MEMORY}
+    columns = {name: list(map(attrgetter(name), memory)) for name in MEMORY}
+
+    # Columns of nothing but zeros are left out.
     sent = [stage_messages(basis, stage.layers).sent(basis.config.model_topo) for stage in plan.stages]
-    exchanges, all_reduces = ([basis.micro_batches * size for size in sizes] for sizes in zip(*sent, strict=True))
-    more = {"main memory": [each.host for each in memory], "exchanges": exchanges, "all-reduces": all_reduces}
+    exchanges = [basis.micro_batches * exchanged for exchanged, _ in sent]
+    all_reduces = [basis.micro_batches * reduced for _, reduced in sent]
+    more: dict[str, list[float]] = {
+        "main memory": [each.host for each in memory],
+        "exchanges": exchanges,
+        "all-reduces": all_reduces,
+    }
     columns |= {heading: sizes for heading, sizes in more.items() if any(sizes)}
+
     what = "memory, and messages of a process in a step," if any([*exchanges, *all_reduces]) else "memory"
     shape = ", V schedule" if basis.config.v_schedule else ""
     headings = ["stage", "layers", "parameters", *columns, "time"]
@@ -217,6 +231,7 @@ def plan_summary(plan: Plan) -> list[str]:
         f"{config.schedule if basis.in_stages else 'no pipeline'}",
         f"bubble: {plan.bubble:.1%} of the devices' time" if basis.in_stages else zero.describe(basis),
     ]
+
     if basis.in_fp8:
         lines.append(f"products of the blocks: fp8, at best {device.fp8 / TERA:,.0f} TFLOP/s; MFU is of bf16's peak")
     if basis.measured:
@@ -229,14 +244,13 @@ def plan_summary(plan: Plan) -> list[str]:
         lines.append(f"times: estimated, a roofline of {device.name}: {products}")
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
+
     lines += _links(plan)
     if plan.knows_seconds:
         lines.append(f"speed: {_speed(plan)}")
         if work.steps:
             lines.append(f"the whole run: {counted(work.steps, 'step')}, {duration(work.steps * plan.seconds)}")
-    if config.distillation:
-        lines.append(f"distillation: the pass of {config.distillation.teacher} before the first step is not planned")
-    return [*lines, f"memory: {_room(plan)}"]
+    return [*lines, *config.objective.unplanned(), f"memory: {_room(plan)}"]
 
 
 def _speed(plan: Plan) -> str:
@@ -282,11 +296,14 @@ def advice_table(advice: Sequence[Advice], now: Plan) -> Table:
     headings = ["change", "peak alone, GB", "with those above, GB", "fits", "step time"]
     made = _table("changes that make it fit, cheapest first", headings)
     for each in advice:
+        fits = "alone" if each.alone.fits else "no"
+        if each.together.fits:
+            fits = "yes"
         made.add_row(
             each.change,
             f"{each.alone.peak / GIGA:.2f}",
             f"{each.together.peak / GIGA:.2f}",
-            "yes" if each.together.fits else "alone" if each.alone.fits else "no",
+            fits,
             f"x {each.together.seconds / now.seconds:.2f}",
         )
     return made
@@ -312,6 +329,7 @@ def search_table(plans: Sequence[Plan]) -> Table:
                 "MFU": "" if plan.mfu is None else f"{plan.mfu:.0%}",
             }
         )
+
     usual = {"axes": "pipe, data", "sequence": "1"}  # columns that are left out where they say nothing
     headings = [heading for heading in rows[0] if {row[heading] for row in rows} != {usual.get(heading)}]
     tight = f"; *: less than {ERROR:.0%} of the memory is left, and a plan may err by as much"
@@ -327,11 +345,16 @@ def draw(plan: Plan, path: Path) -> Path:
     from matplotlib.ticker import MaxNLocator
 
     basis, device = plan.basis, plan.basis.device
-    memory = {name: numpy.array([getattr(stage.memory, name) for stage in plan.stages]) / GIGA for name in DRAWN}
-    stepping = memory["step"] > memory["activations"]  # they are never in memory together
-    memory["activations"], memory["step"] = memory["activations"] * ~stepping, memory["step"] * stepping
+    of_stages = [stage.memory for stage in plan.stages]
+    memory = {name: numpy.array(list(map(attrgetter(name), of_stages))) / GIGA for name in DRAWN}
+    # Activations and what the step needs are never in memory together.
+    stepping = memory["step"] > memory["activations"]
+    memory["activations"] = numpy.where(stepping, 0.0, memory["activations"])
+    memory["step"] = numpy.where(stepping, memory["step"], 0.0)
+
     stages, bottom = numpy.arange(len(plan.stages)), numpy.zeros(len(plan.stages))
     figure = Figure(figsize=(max(9.0, 4.0 + 0.35 * len(stages)), 6), dpi=DPI, layout="constrained")
+
     above, below = figure.subplots(2, 1, sharex=True)
     for name, heights in memory.items():
         if heights.any():
@@ -341,6 +364,7 @@ def draw(plan: Plan, path: Path) -> Path:
         usable = f"{device.name}: {gigabytes(device.memory)} usable"
         above.axhline(device.memory / GIGA, color="black", linewidth=0.8, linestyle="--", label=usable)
     above.set_ylabel("peak of a process, GB")
+
     unit = 1.0 if plan.knows_seconds else plan.seconds
     times, step = [stage.seconds / unit for stage in plan.stages], plan.seconds / unit
     below.bar(stages, times, color="tab:gray", label="a stage's own work in a step")
@@ -349,6 +373,7 @@ def draw(plan: Plan, path: Path) -> Path:
     below.set_xlabel("stage")
     below.set_xlim(-0.75, len(stages) - 0.25)
     below.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
     for panel, top in ((above, max(bottom.max(), (device.memory or 0) / GIGA)), (below, step)):
         panel.set_ylim(0, 1.05 * top)
         panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -135,9 +135,13 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     device = this_device() if calibrated else basis.device  # a calibration holds for the device that it was made on
     passes = {kind: _passes(basis, kind, device) for kind in set(kinds)}
     offloaded = kept_bytes(basis)[1] if config.offload_activations else [0] * len(kinds)
-    sent = {kind: [Spent(**each.seconds(basis)) for each in layer_messages(basis, kind)] for kind in passes}
+
+    sent = {}
+    for kind in passes:
+        sent[kind] = [Spent(**message.seconds(basis)) for message in layer_messages(basis, kind)]
     update = (calibrated.update if calibrated else 1.0) * update_time(config, device)
     update /= config.model_topo.replicas if config.zero_optimization.stage else 1
+
     times = []
     for number, kind in enumerate(kinds):
         weights = basis.trained[number]
@@ -147,19 +151,24 @@ def layer_times(basis: Basis) -> list[LayerTime]:
             factors = calibrated.layers[str(kind)]
             forward, backward = forward.times(factors[0]), backward.times(factors[1])
         forward, backward = forward + sent[kind][0], backward + sent[kind][1]
+
         if basis.measured:
             factor = basis.measured.layers[number]
             forward, backward = forward.times(factor), backward.times(factor)
         if number in basis.recomputed:
             backward += forward
+
+        # What goes on beside the computing: sums of the replicas, and copies from and to host memory.
         early = config.sums_while_computing and basis.in_stages  # without stages DeepSpeed sums, afterwards
         hidden = backward.total if early and device.reserves else 0.0
         summed = _sum_time(config, basis.sums_bandwidth, weights, hidden, early)
         once = Spent(optimizer=weights * update, replicas=summed)
+
         moved = offloaded[number] * work.length / work.longest / HOST_LINK
         crosses = SUM_CROSSES if config.offload_gradients and device.reserves else 0.0
         forward += Spent(offload=max(0.0, moved - forward.total))
         backward += Spent(offload=max(0.0, moved + weights * StateBytes.of(config).sum * crosses - backward.total))
+
         gathered, reduced = zero.seconds(basis, number, sent_bytes(config))
         forward, backward = forward + Spent(replicas=gathered), backward + Spent(replicas=reduced)
         times.append(LayerTime(forward, backward, once))

@@ -137,13 +137,18 @@ class Feedback(Callback):
             ranks: stage, seconds, peak and device of each.
         """
         config, topology = self._config, self._division.topology
-        device = min((each[3] for each in ranks), key=lambda device: device.memory or math.inf)
+        device = min((device for *_, device in ranks), key=lambda device: device.memory or math.inf)
         workload = Workload.of(self._task.known_loader, config)
         basis, _ = Basis.of_run(config, self._task.spec, workload, device)
         plan = Plan(replace(basis, recompute=self._division.recompute), topology.parts)
-        by_stage = [[each for each in ranks if each[0] == stage] for stage in range(topology.stages)]
-        seconds = [max(each[1] for each in stage) for stage in by_stage]
-        measured = measure(plan, self._steps, seconds, [max(each[2] for each in stage) for stage in by_stage])
+
+        # A stage is as slow, and takes as much memory, as the worst of its ranks.
+        seconds, peaks = [0.0] * topology.stages, [0] * topology.stages
+        for stage, its_seconds, its_peak, _ in ranks:
+            seconds[stage] = max(seconds[stage], its_seconds)
+            peaks[stage] = max(peaks[stage], its_peak)
+        measured = measure(plan, self._steps, seconds, peaks)
+
         better = better_parts(Plan(replace(plan.basis, measured=measured), plan.parts))
         moves = better is not None and config.rebalance and measured.moves < MOVES
         measured.better, measured.moves = better and better[0], measured.moves + moves
@@ -194,11 +199,20 @@ def layer_factors(
         seconds: measured for each stage.
     """
     common, names = sum(seconds) / sum(costs), sorted(set(kinds))
-    of_kind = [[sum(costs[layer] for layer in layers if kinds[layer] == name) for name in names] for layers in held]
-    shares = common * numpy.array(of_kind) / numpy.array(seconds)[:, None]
+
+    # What the kinds of layers take of each stage, [stages, kinds], as shares of what was measured.
+    of_kind = numpy.zeros((len(held), len(names)))
+    for stage, layers in enumerate(held):
+        for layer in layers:
+            of_kind[stage, names.index(kinds[layer])] += costs[layer]
+    shares = common * of_kind / numpy.array(seconds)[:, None]
+
+    # By least squares a factor for each kind, near to 1 where the stages do not tell the kinds apart.
     missing = numpy.concatenate([1 - shares.sum(axis=1), numpy.zeros(len(names))])
     change = numpy.linalg.lstsq(numpy.vstack([shares, SURE * numpy.eye(len(names))]), missing, rcond=None)[0]
     by_kind = dict(zip(names, common * numpy.maximum(1 + change, LEAST), strict=True))
+
+    # What is left over goes to all layers of a stage alike.
     factors = [float(by_kind[kind]) for kind in kinds]
     for layers, measured in zip(held, seconds, strict=True):
         rest = measured / sum(costs[layer] * factors[layer] for layer in layers)
@@ -233,4 +247,4 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
 def stage_seconds(plan: Plan) -> list[float]:
     """Return the planned time of each stage for a micro-batch."""
     times = [(layer.forward + layer.backward).total for layer in plan.times]
-    return [sum(times[layer] for layer in stage.layers) for stage in plan.stages]
+    return [sum(map(times.__getitem__, stage.layers)) for stage in plan.stages]

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, product
 from math import ceil, prod
 from pathlib import Path
 from statistics import mean
@@ -71,7 +72,7 @@ class Workload:
     def assumed(cls, config: TrainConfig) -> Workload:
         """Assume that every document has `max_seq_len` tokens, all supervised."""
         length, (rows, micro_batches) = config.sample_limit, divide_rows(config.train_batch_size, config)
-        what = "answer" if config.preference else "sample"
+        unit = config.objective.unit
         return cls(
             rows=rows,
             length=length,
@@ -81,16 +82,17 @@ class Workload:
             micro_batches=micro_batches,
             tokens=config.train_batch_size * length,
             steps=config.max_steps,
-            source=f"assumed: every {what} has max_seq_len, {config.max_seq_len}, tokens, all supervised",
+            source=f"assumed: every {unit} has max_seq_len, {config.max_seq_len}, tokens, all supervised",
         )
 
     @classmethod
     def measured(cls, loader: Loader, config: TrainConfig) -> Workload:
         """Measure the first global batches."""
         batches = [loader.batch(step) for step in range(min(SAMPLED_STEPS, loader.steps_per_epoch))]
-        lengths = [length for batch in batches for length in batch.lengths]
-        replicas = range(loader.replicas)
-        shapes = [shape for batch in batches for replica in replicas for shape in loader.shapes(batch, replica)]
+        lengths = list(chain.from_iterable(batch.lengths for batch in batches))
+        shapes: list[tuple[int, int]] = []
+        for batch, replica in product(batches, range(loader.replicas)):
+            shapes += loader.shapes(batch, replica)
         padded, rows = sum(map(prod, shapes)), max(rows for rows, _ in shapes)  # smaller where the schedule needs more
         return cls(
             rows=rows,
@@ -295,7 +297,7 @@ class Basis:
     @cached_property
     def trained(self) -> list[int]:
         """Parameters of each layer that are trained, on one rank."""
-        return [sum(prod(self.shapes(layer)[name]) for name in names) for layer, names in enumerate(self.trained_names)]
+        return [sum(self._sizes(layer, names)) for layer, names in enumerate(self.trained_names)]
 
     @cached_property
     def trained_names(self) -> list[list[str]]:
@@ -306,7 +308,11 @@ class Basis:
     def packed(self) -> list[list[int]]:
         """Sizes of each layer's weights that are held in 4 or 8 bits, on one rank."""
         names = [self.once(ModelSpec.packed_names, layer) for layer in range(self.spec.n_layers)]
-        return [[prod(self.shapes(layer)[name]) for name in each] for layer, each in enumerate(names)]
+        return [self._sizes(layer, of_layer) for layer, of_layer in enumerate(names)]
+
+    def _sizes(self, layer: int, names: Iterable[str]) -> list[int]:
+        shapes = self.shapes(layer)
+        return [prod(shapes[name]) for name in names]
 
     def transfers(self, size: float) -> list[float]:
         """Return seconds of a message of `size` bytes from each stage to the next."""

@@ -267,8 +267,7 @@ class MemoryModel:
         copies = 1.0 + (0.5 if self._itemsize == 2 else 0.0)  # with their gradient in 16 bits
         if getattr(self._spec.config, "final_logit_softcapping", None):
             copies += 1
-        if self._config.distillation and self._config.distillation.temperature != 1 and self._device.reserves:
-            copies += 1
+        copies += self._config.objective.logit_copies(self._device.reserves)
         summed = shape.numel() if HEAD_WEIGHT in self._basis.trained_names[self._head] else 0
         rounded = summed * self._itemsize if self._itemsize == 2 else 0  # when the backward pass hands it on
         return max(int(chunk * copies), rounded) + 4 * summed + tokens * shape[1] * (self._itemsize + 4)

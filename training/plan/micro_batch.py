@@ -2,7 +2,8 @@
 
 Few rows keep all stages of a pipeline busy; many let kernels work on larger products, and add up a model's gradients
 less often. The planner weighs both (`training.plan.costs`). On a device whose speed it does not know, such as a CPU,
-layers are timed with one row and with `TIMED_ROWS`; a time grows evenly between them and beyond.
+blocks are timed with one row and with `TIMED_ROWS`, and how far the plan is from that changes evenly between them.
+Embedding and head are timed with one row alone: they take the most time, and products as large gain least from rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from common.quantities import counted
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device
-from training.plan.inputs import Basis, Calibration
+from training.plan.inputs import Basis, Calibration, layer_kinds
 from training.plan.plan import Plan, fitting_parts
 from training.plan.search import SIZES, Feed
 from training.plan.timing import calibrate
@@ -23,6 +24,7 @@ from training.schedule.instructions import WEIGHT_STREAMING
 
 ROWS = "train_micro_batch_size_per_gpu"
 TIMED_ROWS, TIMED_LENGTH, ROUNDS = 4, 512, 2
+NOTABLE = 1.1  # times the fastest: what a run is told that leaves the key out
 ALIKE = 0.995  # of the time of a step, from which on fewer rows are taken: they take less memory
 
 
@@ -33,23 +35,50 @@ def choose_rows(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed
         device: of each process.
         feed: the workload of a config.
     """
-    candidates = [config.model_copy(update={ROWS: rows}) for rows in SIZES]
-    replicas = config.model_topo.row_replicas
-    enough = max(1, config.train_batch_size // (replicas * max(1, config.least_micro_batches)))
-    possible = [each for each in candidates if each.micro_batch_size <= enough and _divides(each)]
-    bases = [replace(Basis(each, spec, feed(each), device), in_stages=in_stages) for each in possible]
+    bases = _possible(config, spec, device, feed, in_stages)
     if not device.known and len(bases) > 1:
         bases = _timed(bases)
-
-    found = {each.config.micro_batch_size: _seconds(each) for each in bases}
-    seconds = {rows: time for rows, time in found.items() if time is not None}
+    seconds = _all_seconds(bases)
     if not seconds:
         return 1, "micro-batch: auto, 1 row, as no number fits"
-    fastest, (least, slowest) = min(seconds.values()), next(iter(seconds.items()))
-    rows = next(rows for rows, time in seconds.items() if time * ALIKE <= fastest)
+    rows, least = _fastest(seconds), min(seconds)
     if rows == least:
         return rows, f"micro-batch: auto, {counted(rows, 'row')}"
-    return rows, f"micro-batch: auto, {rows} rows, {slowest / seconds[rows] - 1:.0%} faster than {least} by plan"
+    return rows, f"micro-batch: auto, {rows} rows, {seconds[least] / seconds[rows] - 1:.0%} faster than {least} by plan"
+
+
+def advice(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed, in_stages: bool) -> str:
+    """Return a line for who leaves the key out, where another number than its default is a tenth faster by plan."""
+    seconds = _all_seconds(_possible(config, spec, device, feed, in_stages))
+    default = seconds.get(config.micro_batch_size)
+    if default is None or default < NOTABLE * min(seconds.values()):
+        return ""
+    rows, own = _fastest(seconds), counted(config.micro_batch_size, "row")
+    gain = default / seconds[rows] - 1
+    return f"micro-batch: {own} by default; {rows} are {gain:.0%} faster by plan: {ROWS}: auto chooses"
+
+
+def _possible(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed, in_stages: bool) -> list[Basis]:
+    """List the workload of each number of rows that the batch allows."""
+    # As many rows as leave the schedule its micro-batches, and divide the global batch.
+    replicas = config.model_topo.row_replicas
+    enough = max(1, config.train_batch_size // (replicas * max(1, config.least_micro_batches)))
+    candidates = [config.model_copy(update={ROWS: rows}) for rows in SIZES if rows <= enough]
+    return [
+        replace(Basis(candidate, spec, feed(candidate), device), in_stages=in_stages)
+        for candidate in filter(_divides, candidates)
+    ]
+
+
+def _all_seconds(bases: list[Basis]) -> dict[int, float]:
+    """Return the time of a step by rows, where it fits."""
+    found = {_rows(each): _seconds(each) for each in bases}
+    return {rows: time for rows, time in found.items() if time is not None}
+
+
+def _fastest(seconds: dict[int, float]) -> int:
+    fastest = min(seconds.values())
+    return next(rows for rows, time in seconds.items() if time * ALIKE <= fastest)
 
 
 def _divides(config: TrainConfig) -> bool:
@@ -69,30 +98,35 @@ def _seconds(basis: Basis) -> float | None:
 
 def _timed(bases: list[Basis]) -> list[Basis]:
     """Time layers with one row and with several, and correct the plan's times of any number of rows by both."""
-    few, many = (next(each for each in order if _rows(each) <= TIMED_ROWS) for order in (bases, bases[::-1]))
-    first, last = (_calibrated(each) for each in (few, many))
+    timed = [basis for basis in bases if _rows(basis) <= TIMED_ROWS]
+    few, many = timed[0], timed[-1]
+    kinds = set(layer_kinds(few.spec))
+    first, last = _calibrated(few, kinds), _calibrated(many, kinds - {0, few.spec.n_layers - 1})
+
     span = max(1, _rows(many) - _rows(few))
-    return [
-        replace(each, calibration=_between(first, last, min(1.0, (_rows(each) - _rows(few)) / span))) for each in bases
-    ]
+    corrected = []
+    for basis in bases:
+        share = min(1.0, (_rows(basis) - _rows(few)) / span)
+        corrected.append(replace(basis, calibration=_between(first, last, share)))
+    return corrected
 
 
 def _rows(basis: Basis) -> int:
     return basis.config.micro_batch_size
 
 
-def _calibrated(basis: Basis) -> Calibration:
+def _calibrated(basis: Basis, kinds: set[int]) -> Calibration:
     length = min(math.ceil(basis.workload.length), TIMED_LENGTH)
     short = replace(basis.workload, length=length, attended=min(basis.workload.attended, length))
-    return calibrate(basis.config, basis.spec, short, ROUNDS)
+    return calibrate(basis.config, basis.spec, short, ROUNDS, kinds)
 
 
 def _between(first: Calibration, last: Calibration, share: float) -> Calibration:
     def mixed(one: float, other: float) -> float:
         return one + share * (other - one)
 
-    layers = {
-        kind: (mixed(times[0], last.layers[kind][0]), mixed(times[1], last.layers[kind][1]))
-        for kind, times in first.layers.items()
-    }
+    layers = dict(first.layers)
+    for kind, (last_forward, last_backward) in last.layers.items():
+        forward, backward = first.layers[kind]
+        layers[kind] = mixed(forward, last_forward), mixed(backward, last_backward)
     return first.model_copy(update={"layers": layers})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
 
 from training.topology import layer_ranges
@@ -26,7 +26,7 @@ FIRST_GROWTH = 4  # the limit grows by 1/4 first, then by twice as much each tim
 
 def layers_of(ranges: Iterable[LayerRange]) -> list[int]:
     """Return the layers in these ranges."""
-    return [layer for begin, end in ranges for layer in range(begin, end)]
+    return list(chain.from_iterable(range(begin, end) for begin, end in ranges))
 
 
 def held_layers(parts: Sequence[int], ranks: int) -> list[tuple[LayerRange, ...]]:
@@ -98,6 +98,7 @@ def _best(
                     break
                 if cost(x, y) > others * limit:
                     continue
+
                 value = left**2 + right**2 if even else left + right
                 inner: list[int] = []
                 if others:
@@ -106,7 +107,8 @@ def _best(
                         continue
                     value = value + rest[0] if even else max(value, rest[0])
                     inner = rest[1]
-                if best is None or value < best[0] + (not v_schedule):
+                # Of equal splits the one that gives the first ranks more is found last, with the V schedule first.
+                if best is None or value < best[0] or (value == best[0] and not v_schedule):
                     best = value, [x - begin, *inner, *([end - y] if v_schedule else [])]
         return best
 

@@ -86,9 +86,10 @@ class Plan:
     def seconds(self) -> float:
         """Time of a step. Only as many micro-batches are simulated as fill the pipeline; more repeat its middle."""
         basis = self.basis
-        chunks = [self.times[begin:end] for begin, end in layer_ranges(self.parts)]
-        forward = [sum(time.forward.total for time in times) for times in chunks]
-        backward = [sum(time.backward.total for time in times) for times in chunks]
+        forward, backward = [], []
+        for begin, end in layer_ranges(self.parts):
+            forward.append(sum(time.forward.total for time in self.times[begin:end]))
+            backward.append(sum(time.backward.total for time in self.times[begin:end]))
         hidden = basis.share.micro_tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
         simulated = partial(simulate, basis.schedule, forward, backward, transfer=basis.transfers(hidden))
         number = min(basis.micro_batches, 8 * basis.config.chunks)
@@ -96,7 +97,9 @@ class Plan:
         if left := basis.micro_batches - number:
             before = number // 2
             seconds += left * (seconds - simulated(before).seconds) / (number - before)
-        return seconds + max(sum(self.times[layer].update.total for layer in stage.layers) for stage in self.stages)
+
+        updates = [time.update.total for time in self.times]
+        return seconds + max(sum(map(updates.__getitem__, stage.layers)) for stage in self.stages)
 
     @property
     def bubble(self) -> float:

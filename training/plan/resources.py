@@ -46,23 +46,27 @@ def check_resources(config: TrainConfig, spec: ModelSpec, layers: Sequence[int],
     Raises:
         RunRefused: on every rank, where they do not suffice on some host.
     """
+    # How many of the rank's weights there are, and how many of them are trained.
     state, replicas = StateBytes.of(config), config.model_topo.replicas
-    sharers = config.model_topo.tensor
     weights = trained = 0
     for layer in layers:
-        shapes, names = part_shapes(spec, layer, sharers), spec.trained_names(layer)
+        shapes, names = part_shapes(spec, layer, config.model_topo.tensor), spec.trained_names(layer)
         weights += sum(shape.numel() for shape in shapes.values())
         trained += sum(shapes[name].numel() for name in names)
-    frozen, in_memory = weights - trained, state.host
-    on_host = not torch.cuda.is_available() or config.schedule == WEIGHT_STREAMING
-    if on_host:  # ZeRO 2 and 3 shard more than the optimizer
-        stage = config.zero_optimization.stage
-        in_memory += state.optimizer + state.gradient / (replicas if stage > 1 else 1)
-        in_memory += state.weight / (replicas if stage > 2 else 1)
-    kept = frozen * state.weight
-    share = (trained * state.checkpoint(replicas) + (0 if config.lora else kept)) / replicas
+    frozen_bytes = (weights - trained) * state.weight
+
+    # What they take of the host's memory: all where it is the one to compute in, else what is offloaded.
+    in_memory = trained * state.host
+    if not torch.cuda.is_available() or config.schedule == WEIGHT_STREAMING:
+        stage = config.zero_optimization.stage  # ZeRO 2 and 3 shard more than the optimizer
+        a_weight = state.host + state.optimizer + state.gradient / (replicas if stage > 1 else 1)
+        a_weight += state.weight / (replicas if stage > 2 else 1)
+        in_memory = trained * a_weight + frozen_bytes
+
+    # And of a checkpoint, of which save_async holds a copy.
+    share = (trained * state.checkpoint(replicas) + (0 if config.lora else frozen_bytes)) / replicas
     copied = share if config.save_async else 0
-    in_memory = trained * in_memory + (kept if on_host else 0)
+
     ranks = gather((socket.gethostname(), disk.host, in_memory + copied, share))
     held = sum(here for host, _, here, _ in ranks if host == socket.gethostname())
     saved = sum(share for _, host, _, share in ranks if host == disk.host)
@@ -74,6 +78,7 @@ def check_resources(config: TrainConfig, spec: ModelSpec, layers: Sequence[int],
                 f"memory: {gigabytes(free)} are free; expected more than {gigabytes(held)}, which weights, "
                 f"gradients and optimizer states of its processes take{copies}"
             )
+
         free = shutil.disk_usage(config.save_path).free
         if disk.owns_folder and saved > free:
             raise ConfigError(

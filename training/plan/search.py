@@ -66,9 +66,11 @@ def search(basis: Basis, devices: int, feed: Feed | None = None, fixed: Containe
             workloads[case] = feed(config)
         return replace(candidate, workload=workloads[case]) if feed else candidate
 
-    found = (fed(each) for each in candidates(basis, devices, fixed) if _may_fit(each))
+    found = map(fed, filter(_may_fit, candidates(basis, devices, fixed)))
     enough = [each for each in found if each.workload.micro_batches >= each.config.least_micro_batches]
-    ordered = sorted((_lower_bound(each), number) for number, each in enumerate(enough))
+
+    # The most promising first: once the bound of one is above the time of the last to be returned, so are all others'.
+    ordered = sorted((_lower_bound(candidate), number) for number, candidate in enumerate(enough))
     best: list[Plan] = []
     for bound, number in tqdm(ordered, "search", disable=None, leave=False):  # None: only on a terminal
         within = best[-1].seconds if len(best) == FASTEST else inf
@@ -76,7 +78,8 @@ def search(basis: Basis, devices: int, feed: Feed | None = None, fixed: Containe
             break
         if parts := enough[number].config.model_topo.parts or fitting_parts(enough[number], within):
             plan = Plan(enough[number], parts)
-            best = sorted([*best, *([plan] if plan.fits else [])], key=speed)[:FASTEST]
+            if plan.fits:
+                best = sorted([*best, plan], key=speed)[:FASTEST]
     return best
 
 
@@ -118,7 +121,8 @@ def _grids(basis: Basis, devices: int) -> list[ModelTopo]:
         for sequence in _divisors(replicas):
             if tensor * sequence == 1 or (gpus and basis.workload.longest >= LONG * sequence):
                 tried = fabric.placed(_grid(basis.config.model_topo, stages, replicas, tensor, sequence))
-                grids += [tried] if _can_share(basis.changed(model_topo=tried)) else []
+                if _can_share(basis.changed(model_topo=tried)):
+                    grids.append(tried)
     return grids
 
 

@@ -20,7 +20,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -63,24 +63,40 @@ WARM_UP, REPEATS = 2, 5
 ROWS = 512  # of the products on the other cores
 
 
-def calibrate(config: TrainConfig, spec: ModelSpec, workload: Workload, rounds: int = REPEATS) -> Calibration:
-    """Measure one layer of each kind, and the optimizer; the least of several rounds counts."""
+def calibrate(
+    config: TrainConfig,
+    spec: ModelSpec,
+    workload: Workload,
+    rounds: int = REPEATS,
+    kinds: Collection[int] | None = None,
+) -> Calibration:
+    """Measure one layer of each kind, and the optimizer; the least of several rounds counts.
+
+    Args:
+        kinds: of the layers to measure; all where absent.
+    """
+    kinds = set(layer_kinds(spec)) if kinds is None else kinds
     set_numerics(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        return _calibrate(config, spec, workload, device, rounds)
+        return _calibrate(config, spec, workload, device, rounds, kinds)
     threads, others = torch.get_num_threads(), config.model_topo.processes - 1
     set_threads(others + 1, spec.config.hidden_size)
     try:
         busy = min(others, len(os.sched_getaffinity(0)) - 1)
         with _busy_cores(busy, spec.config.hidden_size, training_dtype(config)):
-            return _calibrate(config, spec, workload, device, rounds)
+            return _calibrate(config, spec, workload, device, rounds, kinds)
     finally:
         torch.set_num_threads(threads)
 
 
 def _calibrate(
-    config: TrainConfig, spec: ModelSpec, workload: Workload, device: torch.device, rounds: int
+    config: TrainConfig,
+    spec: ModelSpec,
+    workload: Workload,
+    device: torch.device,
+    rounds: int,
+    kinds: Collection[int],
 ) -> Calibration:
     torch.manual_seed(config.seed)
     as_timed = {"compile": False, "use_flash_attn": False, "fp8": FP8(), "schedule": "1f1b"}
@@ -88,9 +104,12 @@ def _calibrate(
     plain, workload = config.model_copy(update=as_timed | {"model_topo": ModelTopo()}), _rank_rows(config, workload)
     estimates = layer_times(Basis(plain, spec, workload, this_device(), recompute=frozenset()))
     layers: dict[str, tuple[float, float]] = {}
-    for kind in dict.fromkeys(layer_kinds(spec)):
+    for kind in sorted(kinds):
         forward, backward = time_layer(kind, config, spec, workload, device, rounds=rounds)
-        layers[str(kind)] = (forward / estimates[kind].forward.total, backward / estimates[kind].backward.total)
+        planned = estimates[kind]
+        # A frozen embedding has no backward pass.
+        back = backward / planned.backward.total if planned.backward.total else 1.0
+        layers[str(kind)] = (forward / planned.forward.total, back)
     update = _time_update(config, spec, device) / update_time(config, this_device())
     return Calibration.of(config, spec, layers, update)
 
@@ -188,13 +207,14 @@ def _sum_in_fp32(module: nn.Module) -> None:
 def _least_seconds(device: torch.device, *works: Callable[[Any], Any], rounds: int = REPEATS) -> list[float]:
     """Time each of several works, done in turn, each with the result of the one before; the least of several rounds."""
     times = []
-    for _ in range(WARM_UP + rounds):
+    warm_up = min(WARM_UP, rounds - 1)
+    for _ in range(warm_up + rounds):
         result, moments = None, [_now(device)]
         for work in works:
             result = work(result)
             moments.append(_now(device))
         times.append([end - begin for begin, end in pairwise(moments)])
-    return [min(each) for each in zip(*times[WARM_UP:], strict=True)]
+    return [min(each) for each in zip(*times[warm_up:], strict=True)]
 
 
 def _now(device: torch.device) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from common.quantities import counted, duration, gigabytes
 from training.config.deepspeed_config import training_dtype
@@ -83,16 +84,20 @@ class Streaming:
         topo = basis.config.model_topo.spread(1, 1)
         self.basis = basis.changed(model_topo=topo, use_grad_ckpt=True, **keys)
         plain = self.basis.changed(offload_gradients=False)  # here sums cross in each round, not in each micro-batch
+
         self.gpus, self.head = gpus, basis.spec.n_layers - 1
         self.forward = [time.forward.total for time in layer_times(plain)]
         self.backward = [time.backward.total for time in layer_times(plain)]
         self._memory, states = MemoryModel(self.basis), StateBytes.of(plain.config)
+
         itemsize = training_dtype(plain.config).itemsize
-        self._weights = [each * itemsize for each in self.basis.parameters]
-        self._sums = [each * states.sum for each in self.basis.trained]
+        self._weights = [numel * itemsize for numel in self.basis.parameters]
+        self._sums = [numel * states.sum for numel in self.basis.trained]
         self.heads = self._head_slots()
         self._host = sum(self._weights) + sum(self.basis.trained) * (states.host - itemsize)
-        self._update = [each * MASTERS / TOTAL_HOST for each in self.basis.trained]
+        self._update = [numel * MASTERS / TOTAL_HOST for numel in self.basis.trained]
+
+        # A turn of the head beyond the first has sums of its own, which the update adds up.
         more = (self.heads - 1) * self._sums[self.head]
         self._host += more
         self._update[self.head] += ADDING * more / TOTAL_HOST
@@ -110,8 +115,11 @@ class Streaming:
     def _plans(self) -> Iterator[StreamedPlan]:
         number = self.basis.micro_batches
         sizes = [size for size in range(min(self.gpus, number), min(MOST_ROUND, number) + 1) if number % size == 0]
+
         # The embedding beside blocks, or alone, where both together take too much memory.
-        counts = {-(-layers // blocks) for layers in (self.head - 1, self.head) for blocks in range(1, MOST_BLOCKS + 1)}
+        options = product((self.head - 1, self.head), range(1, MOST_BLOCKS + 1))
+        counts = {-(-layers // blocks) for layers, blocks in options}
+
         for slots in sorted(counts):
             backward = cut(self.backward[: self.head], slots)
             longest = max(sum(self.backward[begin:end]) for begin, end in layer_ranges(backward))
@@ -129,7 +137,7 @@ class Streaming:
         """Return a power of two, which divides most rounds."""
         # By estimates: a resumed run has measured its first steps, and has to have the same sums.
         *blocks, head = layer_times(replace(self.basis, calibration=None, measured=None))
-        longest, slots = max(each.backward.total for each in blocks), 1
+        longest, slots = max(block.backward.total for block in blocks), 1
         while head.forward.total + head.backward.total > slots * longest:
             if 2 * slots > min(MOST_HEADS, self.basis.micro_batches):
                 break
@@ -148,12 +156,14 @@ class Streaming:
             )
             for begin, end in layer_ranges(forward)
         ]
+
         head, hidden = self.head, self._hidden
         both = self.forward[head] + self.backward[head]
         for part in range(self.heads):
             update = 0.0 if part else self._update[head]
             share = part, self.heads
             made.append(Slot(both, self._weights[head], self._sums[head], hidden, hidden, update, share))
+
         for begin, end in reversed(layer_ranges(backward)):
             inputs = end - max(begin, 1)  # the embedding's is not kept
             leaves = hidden if begin else 0.0

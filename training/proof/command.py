@@ -84,7 +84,7 @@ def prove_run(config: TrainConfig, script: str) -> None:
 def _run_all(small: SmallRun, script: str, log: Console) -> list[Row]:
     """Let another model fill the cache, run, compute the reference, export, run again, kill and resume."""
     whole, broken = small.start(script, "run"), small.start(script, "killed")
-    if small.config.preference and small.config.preference.needs_reference:
+    if small.config.objective.formula().begins_alone:
         small.write_weights(small.config.seed + 1)
         with _progress(log, "another model leaves its reference in the cache", 1) as show:
             small.start(script, "other", max_steps=1).run(show)

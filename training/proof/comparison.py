@@ -7,9 +7,9 @@ fp32 but each value between operations is rounded, so the bound is 8 x sqrt(laye
 of many terms are rounded: 100 x sqrt(layers) x 2^-23. Key biases, whose gradients nearly cancel, reach three quarters
 of it, most weights a fifth. Losses and norms are means, in which most errors cancel: 2^-23 x 32, 2^-7 and 2^-10. States
 of linear attention amplify errors (half a rounding of the embeddings changes gradients of transformers' own model by
-2^-10), so in fp32 their bounds are 64 times as wide. A preference of sums over answers (DPO) feels their rounding times
-beta: the bounds of its losses and norms are 1 + 20 beta times as wide (in bf16 one rounding was seen for 0.1). The
-optimizer always computes in fp32: 2^-23 x 1024. Where the bits must be the same, the bound is 0.
+2^-10), so in fp32 their bounds are 64 times as wide. An objective whose loss feels the rounding of sums over tokens has
+wider bounds of losses and norms (`training.objective.Formula`). The optimizer always computes in fp32: 2^-23 x 1024.
+Where the bits must be the same, the bound is 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from training.proof.small_run import SAVED, STEPS, SmallRun
 ROUNDINGS = {torch.float32: (32, 100), torch.bfloat16: (1, 8), torch.float16: (1, 8)}
 RECURRENT = {torch.float32: 64}  # factor for blocks with recurrent states
 UPDATE_BOUND = 1024 * torch.finfo(torch.float32).eps
-SUMMED = 20  # per beta of a preference, see above
 WEIGHT_SHARE = 1e-3  # of a weight, added to the norm of its update
 Tensors = Mapping[str, Tensor]
 
@@ -80,12 +79,11 @@ class Comparison:
         self._small, self._run, self._dtype = small, run, training_dtype(small.config)
         recurrent = LINEAR in small.spec.positions().kinds
         mean_bound, gradient_bound = choose_bounds(self._dtype, small.spec.n_layers, recurrent)
-        preference, factor = small.config.preference, 1.0
-        if preference and not (preference.length_normalised or small.config.scores):
-            factor += SUMMED * preference.beta
+        self._formula = small.config.objective.formula()
+        factor = self._formula.widening
         self.loss = Row("loss", factor * mean_bound)
         self.norm = Row("norm of the gradient", factor * mean_bound)
-        self.answers = Row("log-probabilities of answers", mean_bound)
+        self.noted = Row(self._formula.about, mean_bound)
         self.gradients = Row("gradients", gradient_bound)
         self.flat = Row("gradients that say nothing", 0.0)
         self.updates = Row("updates of the weights", UPDATE_BOUND)
@@ -98,8 +96,7 @@ class Comparison:
     @property
     def rows(self) -> list[Row]:
         rows = [value for value in vars(self).values() if isinstance(value, Row)]
-        config = self._small.config
-        return rows if config.preference and not config.scores else [row for row in rows if row is not self.answers]
+        return rows if self._formula.noted else [row for row in rows if row is not self.noted]
 
     def compare_reference(self, show: Callable[[int], None]) -> None:
         """Compare each step of the run, its checkpoints and evaluations with the reference.
@@ -107,15 +104,15 @@ class Comparison:
         Args:
             show: takes the number of completed steps.
         """
-        numbers, tied = self._run.read_numbers(), self._small.spec.tied_names
+        numbers, tied = self._run.read_numbers(self._formula.noted), self._small.spec.tied_names
         reference = Reference(self._small.config, self._small.samples, self._small.evaluated)
         for step in range(1, STEPS + 1):
             noted, place = Recorded(self._run.notes, step), self._place(step)
             expected = reference.step(step, noted.gradients)
             self.loss.note(relative_difference(numbers["loss"].get(step), expected.loss), place(""))
             self.norm.note(relative_difference(numbers["grad_norm"].get(step), expected.norm), place(""))
-            for name, value in expected.answers.items():
-                self.answers.note(relative_difference(numbers[name].get(step), value), place(""))
+            for name, value in expected.noted.items():
+                self.noted.note(relative_difference(numbers[name].get(step), value), place(""))
             compare(self.gradients, place, noted.gradients, expected.gradients, tied)
             for name, gradient in noted.gradients.items():
                 self.flat.note(float(is_flat(gradient)), place(name))

@@ -68,11 +68,11 @@ def _load(small: SmallRun, folder: Path, name: str) -> Any:
     """Load an export in fp32, an adapter on top of its exported base."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    whole, scores = folder, len(small.spec.labels)
+    whole, labels = folder, len(small.spec.labels)
     if name == ADAPTER:
         pp_to_hg(small.folder / MODEL, whole := folder.with_name("exported-base"))
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    options: dict[str, Any] = {"num_labels": scores} if scores else {}
+    kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    options: dict[str, Any] = {"num_labels": labels} if labels else {}
     model = kind.from_pretrained(whole, dtype=torch.float32, attn_implementation="eager", **options)
     if name == ADAPTER:
         from peft import PeftModel  # which need not be installed

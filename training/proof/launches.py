@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ import psutil
 from common.parent import end_with_this_process, without_sigterm
 from training.errors import RunRefused
 from training.metrics.reporter import METRICS_FILE, read_metrics
-from training.proof.preferences import ANSWERS
 from training.proof.recorder import HELD, HOLD
 
 POLL = 0.05  # seconds
@@ -69,9 +68,9 @@ class Start:
             if process is not None:
                 _kill(process)
 
-    def read_numbers(self) -> dict[str, dict[int, float]]:
-        """Read losses, norms and log-probabilities: name -> step -> number."""
-        found: dict[str, dict[int, float]] = {name: {} for name in ("loss", "grad_norm", "eval_loss", *ANSWERS)}
+    def read_numbers(self, more: Sequence[str] = ()) -> dict[str, dict[int, float]]:
+        """Read losses, norms and `more` numbers: name -> step -> number."""
+        found: dict[str, dict[int, float]] = {name: {} for name in ("loss", "grad_norm", "eval_loss", *more)}
         for values in read_metrics(self.folder / METRICS_FILE):
             for name, by_step in found.items():
                 if values.get(name) is not None:

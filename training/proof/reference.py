@@ -1,11 +1,11 @@
 """Compute the same training in one process: one module, fp32, one sample at a time, torch's optimizer.
 
-There are no stages, replicas, micro-batches, packing, padding, recomputation and no DeepSpeed, and the loss is torch's
-cross-entropy over all logits, or a formula of preferences (`training.proof.preferences`). Adapters are added to the
-weights under them. Each step is checked by itself. Loss and gradients are computed from the reference's own weights,
-rounded to the run's precision. The update uses the run's gradients, as Adam turns rounding errors of a tiny gradient
-into full steps. The first weights are those of the file, so if each step's gradients and update are right, the whole
-run is.
+There are no stages, replicas, micro-batches, packing, padding, recomputation and no DeepSpeed, and the loss is the
+objective's formula over all logits (`training.objective`): torch's cross-entropy for fine-tuning. Adapters are added to
+the weights under them. Each step is checked by itself. Loss and gradients are computed from the reference's own
+weights, rounded to the run's precision. The update uses the run's gradients, as Adam turns rounding errors of a tiny
+gradient into full steps. The first weights are those of the file, so if each step's gradients and update are right, the
+whole run is.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lion_pytorch import Lion
 from torch import Tensor, nn
 
 from data.loader import GlobalBatch
-from data.sample_set import InMemory, Sample
+from data.sample_set import InMemory, Sample, documents
 from models.adapters import base_of, is_transposed, merged
 from models.api import read_spec
 from models.causal_lm import CausalLM
@@ -33,7 +32,7 @@ from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader, training_loader
 from training.errors import ConfigError
-from training.proof.preferences import ANSWERS, documents, pair_loss, score_loss
+from training.objective import Parts
 from training.trained import initial_states, with_trained
 
 
@@ -44,7 +43,7 @@ class Step:
     Attributes:
         gradients, before, weights: `<layer>.<name>` -> gradient, weight before and after the update; a tied model has
             only those of the embedding.
-        answers: of preferences, the mean log-probabilities of the better and the worse answers, as metrics name them.
+        noted: further means over the samples, as metrics name them (`Formula.noted`).
     """
 
     loss: float
@@ -52,7 +51,7 @@ class Step:
     gradients: dict[str, Tensor]
     before: dict[str, Tensor]
     weights: dict[str, Tensor]
-    answers: dict[str, float]
+    noted: dict[str, float]
 
 
 class Reference:
@@ -67,6 +66,7 @@ class Reference:
         spec = with_trained(read_spec(folder), config)
         spec.config._experts_implementation = "eager"
         self._config, self._samples, self._evaluated = config, samples, evaluated
+        self._formula = config.objective.formula()
         self._router_weight = router_loss_weight(config, spec)
         self._loader = training_loader(InMemory(samples), config, spec)
         begin = CausalLM(spec, initial_states(config, spec, folder), dtype, cpu)
@@ -89,8 +89,8 @@ class Reference:
         self._masters = {name: value.clone().requires_grad_() for name, value in trained.items()}
         self._optimizer = own_optimizer(config, self._masters, spec.tied_names)
         self._round()
-        with torch.no_grad():  # what the model says of all answers before the first step
-            self._begin = [self._log_probabilities(samples), self._log_probabilities(evaluated)]
+        with torch.no_grad():  # what the model finds before the first step
+            self._begin = [self._noted(samples), self._noted(evaluated)]
 
     def step(self, number: int, gradients: dict[str, Tensor]) -> Step:
         """Compute step `number`, from 1.
@@ -99,7 +99,7 @@ class Reference:
             gradients: the run's, for the update.
         """
         self._round()
-        loss, answers = self._loss(self._loader.batch(number - 1), self._samples, self._begin[0])
+        loss, noted = self._loss(self._loader.batch(number - 1), self._samples, self._begin[0])
         own = torch.autograd.grad(loss, list(self._weights.values()), materialize_grads=True)
         norm = torch.stack([gradient.square().sum() for gradient in own]).sum().sqrt()
         before = {name: weight.detach().clone() for name, weight in self._masters.items()}
@@ -111,12 +111,12 @@ class Reference:
             group["lr"] = own_rate(self._config, number) * group.get("lr_ratio", 1.0)
         self._optimizer.step()
         after = {name: weight.detach().clone() for name, weight in self._masters.items()}
-        means = dict(zip(ANSWERS, answers.tolist(), strict=True)) if self._pairs else {}
+        means = dict(zip(self._formula.noted, noted.tolist(), strict=True))
         return Step(loss.item(), norm.item(), dict(zip(self._weights, own, strict=True)), before, after, means)
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean loss of the trained tokens, or of the pairs or documents, that are evaluated on.
+        """Return the mean loss of what is evaluated on.
 
         They are one batch here, so how the run cuts them must not matter.
         """
@@ -126,55 +126,36 @@ class Reference:
 
     @torch.no_grad()
     def logits(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the ids of each document that is evaluated, and its logits [S, V], or its scores [classes]."""
+        """Yield the ids of each document that is evaluated, and what an export has to find of its logits [S, V]."""
         for sample in self._evaluated:
             for document in documents(sample):
-                logits = self._document(document)[0]
-                yield document["input_ids"], logits[-1] if self._config.scores else logits
-
-    @property
-    def _pairs(self) -> bool:
-        """Return whether answers have log-probabilities that are compared."""
-        return bool(self._config.preference and not self._config.scores)
+                yield document["input_ids"], self._formula.compared_logits(self._document(document)[0])
 
     def _loss(
         self, batch: GlobalBatch, samples: Sequence[Sample], begin: Tensor, auxiliary: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of a global batch, and the mean log-probabilities of better and worse answers, [2]."""
-        total, answers = torch.zeros(()), torch.zeros(2)
-        supervised = _supervised([documents(samples[number])[0] for number in batch.samples])
+        """Return the loss of a global batch, and the means of what the formula notes, [noted]."""
+        total, noted = torch.zeros(()), torch.zeros(len(self._formula.noted))
+        first_documents = [documents(samples[number])[0] for number in batch.samples]
+        supervised, n_samples = _supervised(first_documents), len(batch.samples)
         for rows in (rows for replica in batch.micro_batches for rows in replica):
             numbers = [number for row in rows for number in row]
             routed = torch.zeros(())
             for number in numbers:
-                of_sample, of_tokens, sums, its_routed = self._sample(samples[number], begin[number], auxiliary)
-                total = total + of_sample / batch.pairs + of_tokens / supervised
-                routed, answers = routed + its_routed, answers + sums.detach() / batch.pairs
+                parts, its_routed = self._sample(samples[number], begin[number], auxiliary)
+                total = total + parts.of_sample / n_samples + parts.of_tokens / supervised
+                routed, noted = routed + its_routed, noted + parts.noted.detach() / n_samples
             if auxiliary and self._router_weight and numbers:  # the router loss is one of a micro-batch
                 share = sum(len(samples[number]["input_ids"]) for number in numbers) / batch.tokens
                 chosen = top_k(self._model.spec.config)
                 total = total + self._router_weight * share * router_loss(routed, chosen)
-        return total, answers
+        return total, noted
 
-    def _sample(self, sample: Sample, begin: Tensor, auxiliary: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a sample's loss, its summed loss of tokens, its answers' log-probabilities, and its router sums."""
-        config, none = self._config, torch.zeros(())
+    def _sample(self, sample: Sample, begin: Tensor, auxiliary: bool) -> tuple[Parts, Tensor]:
+        """Return the parts of a sample's loss, and its router sums."""
         found = [self._document(each) for each in documents(sample)]
-        routed = sum((each for *_, each in found), none)
-        if config.scores:
-            center = config.preference.center_weight if config.preference else 0.0
-            scores = torch.stack([logits[-1] for logits, *_ in found])
-            return score_loss(scores, sample.get("value", 0.0), center), none, torch.zeros(2), routed
-        each = [-F.cross_entropy(logits[:-1], targets, reduction="none") for logits, targets, _ in found]
-        sums = torch.stack([numbers.sum() for numbers in each])
-        if config.preference:
-            lengths = torch.tensor([int((targets >= 0).sum()) for _, targets, _ in found])
-            objective = config.preference.objective
-            loss = pair_loss(objective, sums, begin * config.preference.needs_reference, lengths)
-            return loss, -objective["sft_weight"] * sums[0], sums, routed
-        ((logits, targets, _),) = found
-        largest = torch.log_softmax(logits[:-1][targets >= 0], dim=-1).amax(dim=-1)
-        return none, config.aux_max_z_loss.weight * auxiliary * largest.square().sum() - sums[0], none, routed
+        routed = sum((each for *_, each in found), torch.zeros(()))
+        return self._formula.parts(sample, [each[:2] for each in found], begin, auxiliary), routed
 
     def _document(self, document: Sample) -> tuple[Tensor, Tensor, Tensor]:
         """Return a document's logits [S, V], what all tokens but the last should predict [S - 1], and router sums."""
@@ -182,11 +163,12 @@ class Reference:
         logits = self._model.head.project(self._model.head.norm(hidden))[0]
         return logits, torch.tensor(document["labels"][1:]), sum(routed, torch.zeros(()))
 
-    def _log_probabilities(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute the log-probabilities of all answers, [samples, 2]; 0 where none are compared."""
-        if not (self._pairs and samples):
-            return torch.zeros(len(samples), 2)
-        return torch.stack([self._sample(each, torch.zeros(2), False)[2] for each in samples])
+    def _noted(self, samples: Sequence[Sample]) -> Tensor:
+        """Compute what the formula notes of each sample, [samples, noted]."""
+        nothing = torch.zeros(len(self._formula.noted))
+        if not (self._formula.noted and samples):
+            return nothing.expand(len(samples), -1)
+        return torch.stack([self._sample(each, nothing, False)[0].noted for each in samples])
 
     def _take_out(self, factor: str) -> tuple[nn.Module, str, Tensor, str]:
         """Make the weight under an adapter a plain tensor, in whose place sums can be set."""

@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
-from data.sample_set import IGNORED, Sample
+from data.sample_set import IGNORED, Sample, documents
 from data.tokenized.dataset import check_vocabulary
 from models.adapters import ALL_LINEAR, is_factor
 from models.api import read_spec
@@ -39,7 +39,6 @@ from training.data_setup import RecordReader, training_loader
 from training.errors import ConfigError
 from training.language_model import language_model_of
 from training.proof.launches import Start
-from training.proof.preferences import documents, record
 from training.trained import adapter_file, with_trained
 
 MODEL, ADAPTER, DATA, EVALUATION = "model", "adapter", "data.jsonl", "evaluation.jsonl"  # in the folder
@@ -103,8 +102,9 @@ class SmallRun:
         differs += lines
         words = int(spec.config.vocab_size)
         samples, evaluated = (distinct([shorten(sample, words) for sample in each]) for each in (samples, evaluated))
+        formula = small.objective.formula()
         for name, each in ((DATA, samples), (EVALUATION, evaluated)):
-            lines = [json.dumps(record(sample, bool(config.labels))) + "\n" for sample in each]
+            lines = [json.dumps(formula.record(sample)) + "\n" for sample in each]
             (folder / name).write_text("".join(lines), encoding="utf-8")
         sizes = [f"{spec.n_layers} of {whole.n_layers} layers"]
         for name, meaning in (("hidden_size", "hidden"), ("vocab_size", "vocabulary")):
@@ -165,21 +165,15 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     """Make the config of the small run in `folder`, and a line for each difference from the user's.
 
     Raises:
-        ConfigError: the run keeps no fp32 weights to compare, or its loss has no formula here.
+        ConfigError: the run keeps no fp32 weights to compare, or its objective has no formula.
     """
     for name in ("bf16", "fp16"):
         if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
             raise ConfigError(f"--prove: {name}.{key} leaves no fp32 weights to compare; expected none of it")
-    if config.preference and config.preference.unpaired:
-        raise ConfigError(
-            f"--prove: preference.loss: {config.preference.loss} has no formula here; expected one of pairs"
-        )
-    if config.distillation:
-        raise ConfigError("--prove: no distillation; expected distillation=null beside it, to prove all other keys")
+    config.objective.formula()  # refuses what has none
     values, before, lr = config.dump(), config.model_topo, config.optimizer.params.get("lr", LR)
     exact_router = spec.has_experts and training_dtype(config) is not torch.float32
     ordered = torch.cuda.is_available() and not config.deterministic
-    windows_key = language_model_of(config).windows_key
     changes = (
         (
             topo.processes != before.processes,
@@ -191,7 +185,7 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         (config.tf32, "tf32: false, as the bounds are those of fp32"),
         (config.fp8.enabled, "fp8: off, as the bounds are those of bf16"),
         (lr < LR, f"lr: {lr:g} -> {LR:g}, so that a step is larger than the rounding of a weight"),
-        (windows_key, f"{windows_key}: the samples of the first window, not streamed"),
+        (config.windows_key, f"{config.windows_key}: the samples of the first window, not streamed"),
     )
     if exact_router:
         values |= {"bf16": {}, "fp16": {}}
@@ -235,7 +229,7 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
         "trackers": [],
     }
     if config.packing:
-        values["pack_len"] = (4 if config.preference else 2) * LENGTH
+        values["pack_len"] = 2 * config.objective.documents * LENGTH
     return type(config).model_validate(values), [line for changed, line in changes if changed]
 
 
@@ -281,9 +275,8 @@ def _read_samples(
 ) -> tuple[list[Sample], list[Sample]]:
     """Read the first samples that the user's run would train on, and some to evaluate on."""
     reader = RecordReader(config, folder, log)
-    task = language_model_of(config)
-    if task.windows_key:
-        data, held_out = task.first_window(config, reader), reader.read_evaluation()
+    if config.windows_key:
+        data, held_out = language_model_of(config).first_window(config, reader), reader.read_evaluation()
     else:
         data, held_out = reader.read_sets()
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)

@@ -78,7 +78,9 @@ def walk(
                     clock = max(clock, arrival)
                 else:
                     posted.update({(message, rank): clock for message in step})
-                    others = [(message, peer) for message in step for peer in message.ends - {rank}]
+                    others = []
+                    for message in step:
+                        others += [(message, peer) for peer in message.ends - {rank}]
                     while any(other not in posted for other in others):
                         yield
                     taken = max(transfers[min(message.ends)] for message in step) if transfers else 0.0

@@ -81,6 +81,7 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
     """
     if len(slots) <= gpus or micro_batches % a_round:
         raise ValueError(f"{len(slots)} slots, {gpus} GPUs, {micro_batches} micro-batches, {a_round} a round")
+
     turns = len(slots) * (micro_batches // a_round)
     updated = sum(slot.update for slot in slots)
     summed = [0.0] * len(slots)  # when a slot's sums are back on the host
@@ -94,6 +95,8 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
         lanes = own_lanes(slot.share, begin, begin + a_round)
         if turn < gpus:
             came[gpu] = loaded[gpu] = updated + slot.weights / link
+
+        # The weights of the GPU's following turn come in pieces, between the inputs of this one's micro-batches.
         pieces, piece, allowed, most = 0, 0.0, 0.0, max(1, len(lanes))
         if following < turns:
             number = following % len(slots)
@@ -101,6 +104,7 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
             pieces, allowed = most, max(released[gpu], summed[number] if again else updated)
             piece = (slots[number].weights + (slots[number].sums if again else 0.0)) / link / pieces
             moved += piece * link * pieces
+
         for done, lane in enumerate(lanes):
             while pieces and (
                 max(came[gpu], allowed) < handed[lane] or (most - pieces < done and allowed <= came[gpu])
@@ -110,6 +114,7 @@ def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int,
             computed[gpu] = max(computed[gpu], came[gpu], loaded[gpu]) + slot.seconds
             left[gpu] = max(left[gpu], computed[gpu]) + slot.leaves / link
             handed[lane] = left[gpu]
+
         if following < turns:
             came[gpu] = max(came[gpu], allowed) + pieces * piece if pieces else came[gpu]
         loaded[gpu] = came[gpu]

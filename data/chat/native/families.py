@@ -39,6 +39,7 @@ def llama(path: Path, settings: dict[str, Any]) -> Built:
             f"{path.with_name('tokenizer_config.json')}: add_prefix_space: {stated!r}, but {path.name} has {prefix}; "
             "take the key out, or fetch both again"
         )
+
     # `tokenizers` normalizes a text before it looks for such tokens, so that it has one beginning; else each part has.
     once: dict[str, bool] = {"normalized": True} if prefix and settings.get("legacy") is False else {}
     older = path.with_name("added_tokens.json")  # a token's id by its name
@@ -48,7 +49,8 @@ def llama(path: Path, settings: dict[str, Any]) -> Built:
         raise DataError(
             f"{path}: with legacy: false, {stripping[0]!r} cannot take blanks in; expected a tokenizer.json"
         )
-    names = [*CONTROLS, *(each.content for each in added.values())] if once else []
+
+    names = [*CONTROLS, *(token.content for token in added.values())] if once else []
     tokenizer = bpe(proto, [piece.piece for piece in proto.pieces], bare=names)
     tokenizer.add_special_tokens([AddedToken(name, normalized=bool(once)) for name in CONTROLS])
     for number in sorted(added):
@@ -70,6 +72,7 @@ def internlm2(path: Path, settings: dict[str, Any]) -> Built:
     tokenizer = bpe(proto, names)
     tokenizer.add_special_tokens(CONTROLS)
     tokenizer.add_tokens([added[number] for number in sorted(added)])
+
     if lost := [number for number in sorted(added) if tokenizer.token_to_id(added[number].content) != number]:
         raise DataError(f"{path}: has no room for the ids {lost} of added_tokens_decoder in tokenizer_config.json")
     options = NAMED | {"pad_token": "</s>", "add_bos_token": True, "chat_template": None}
@@ -136,6 +139,7 @@ def chatglm3(path: Path, _: dict[str, Any]) -> Built:
     proto = read_model(path)
     names = [piece.piece if piece.type in (NORMAL, BYTE) else piece.piece + MARK for piece in proto.pieces]
     names += [name + MARK for name in COMMANDS]
+
     # A control token's mark goes, and the dummy prefix of the text after it (\A: the very beginning).
     tokenizer = bpe(proto, names, dropped=rf"\A |{MARK} ?")
     tokenizer.add_special_tokens([name for name in names if name.endswith(MARK)])
@@ -143,6 +147,7 @@ def chatglm3(path: Path, _: dict[str, Any]) -> Built:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*prefix, "$A"], special_tokens=[(name, names.index(name)) for name in prefix]
     )
+
     options = dict.fromkeys(("unk_token", "pad_token"), "<unk>" + MARK) | {"eos_token": "</s>" + MARK}
     roles = {f"{name.strip('<|>')}_token": name + MARK for name in COMMANDS[5:]}
     return tokenizer, options | {

@@ -36,19 +36,14 @@ class Kind(NamedTuple):
 
 FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
 MODEL = "tokenizer.model"
+LLAMA = "llama mistral mixtral internlm LlamaTokenizer LLaMATokenizer InternLMTokenizer".split()
 # By model_type, and by what tokenizer_config.json calls the class.
 KINDS = {
-    name: kind
-    for names, kind in {
-        "chatglm ChatGLMTokenizer": Kind(MODEL, families.chatglm3, fixed=True),
-        "baichuan BaiChuanTokenizer BaichuanTokenizer": Kind(MODEL, families.baichuan),
-        "internlm2 InternLM2Tokenizer": Kind(MODEL, families.internlm2),
-        "llama mistral mixtral internlm LlamaTokenizer LLaMATokenizer InternLMTokenizer": Kind(
-            MODEL, families.llama, shipped=True
-        ),
-        "qwen QWenTokenizer": Kind("qwen.tiktoken", families.qwen),
-    }.items()
-    for name in names.split()
+    **dict.fromkeys(("chatglm", "ChatGLMTokenizer"), Kind(MODEL, families.chatglm3, fixed=True)),
+    **dict.fromkeys(("baichuan", "BaiChuanTokenizer", "BaichuanTokenizer"), Kind(MODEL, families.baichuan)),
+    **dict.fromkeys(("internlm2", "InternLM2Tokenizer"), Kind(MODEL, families.internlm2)),
+    **dict.fromkeys(LLAMA, Kind(MODEL, families.llama, shipped=True)),
+    **dict.fromkeys(("qwen", "QWenTokenizer"), Kind("qwen.tiktoken", families.qwen)),
 }
 
 
@@ -62,6 +57,7 @@ def native_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     kind = _kind(folder, settings)
     if kind is None or (folder / "tokenizer.json").is_file():
         return None
+
     path = folder / kind.vocabulary
     if not path.is_file():
         if kind.shipped:

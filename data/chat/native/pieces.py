@@ -98,6 +98,7 @@ def read_model(path: Path) -> ModelProto:
         proto.ParseFromString(path.read_bytes())
     except DecodeError:
         proto.Clear()
+
     # A file that was cut loses what stands at its end: the trainer's settings, which say that it is BPE. A damaged
     # name is no string any more, or stands there twice.
     names = [piece.piece for piece in proto.pieces]
@@ -109,6 +110,7 @@ def read_model(path: Path) -> ModelProto:
     )
     if not whole:
         raise DataError(f"{path}: damaged, or no sentencepiece BPE model with byte fallback; fetch the file again")
+
     if names[:3] != CONTROLS:
         found = f"begins with {', '.join(names[:3])}, and the class that the folder names with {', '.join(CONTROLS)}"
         raise DataError(f"{path}: {found}; expected the class of this vocabulary, or the vocabulary of this class")

@@ -14,16 +14,15 @@ from common.log import Log
 from data.errors import DataError
 from data.tokenized.dataset import check_vocabulary
 from options import RunConfig, load_config
-from options.streamed_data.stream import StreamLoader
 from options.streamed_data.task import stream_of
 from tests.conftest import FAQ
 from tests.launching import topology, write_config
 from tests.training.checkpoint.test_resume import finished, kill_after, losses
-from tests.training.test_data_setup import SMALL, pairs
+from tests.training.test_data_setup import SMALL
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.resume import check_resumable
 from training.config.changes import compare, settings_of
-from training.data_setup import RecordReader, build_loader
+from training.data_setup import RecordReader
 from training.errors import ConfigError
 
 STEPS = 10
@@ -128,20 +127,3 @@ def test_tokens_that_the_model_does_not_have_are_refused(make_checkpoint: Callab
     reader = RecordReader(config, model, Log(quiet=True))
     with pytest.raises(DataError, match=r"gives ids up to 511"):  # nobody knows yet which
         check_vocabulary(reader.tokenizer, SMALL, stream_of(config, reader))
-
-
-def test_pairs_are_streamed(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    model = make_checkpoint("llama")
-    keys: dict[str, Any] = {"model_path": str(model), "max_seq_len": 64, "preference": {"loss": "simpo"}}
-    keys |= {"stream_gb": 0.001, "max_steps": 1, "cache_dir": str(tmp_path / "cache")}
-    keys |= {"data_path": str(pairs(tmp_path / "pairs.jsonl", 20))}
-    config = load_config(write_config(tmp_path / "run.yml", **keys))
-    stream: Any = stream_of(config, RecordReader(config, model, Log(quiet=True)))
-    loader = build_loader(stream, config, kind=StreamLoader)
-    assert loader.row_length == 128
-    batch = loader.batch(0)
-    known = list(loader.tensors(batch, 0))
-    assert batch.pairs == 8 and sum(len(loss[4]) for _, loss in known) == 16 == len(batch.lengths)
-    trained = sum(int((labels != -100).sum()) for _, (labels, *_) in known)
-    assert trained == batch.supervised > 0
-    stream.close()

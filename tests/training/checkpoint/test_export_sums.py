@@ -171,7 +171,7 @@ def test_a_run_that_begins_with_a_damaged_checkpoint_is_refused(
     task = LanguageModel(PipelineTrainer, read_spec)
     task.model_folder, task._notes = Path(str(places["model_path"])), tmp_path / "notes"
     if teacher := places["distillation.teacher"]:
-        task.teacher = teacher, read_spec(teacher)
+        task.other_models = {key: (teacher, read_spec(teacher))}
     job: Any = SimpleNamespace(
         progress=SimpleNamespace(checkpoint=None),
         config=SimpleNamespace(from_scratch=False, lora=lora),

@@ -61,7 +61,7 @@ def test_ranks_in_another_order_do_not_continue_each_others_random_numbers() -> 
         (None, {"data_path": "moved"}, f"data_path: not the samples that {FOLDER} was trained on (3 then, 2 now); "),
         # Of an earlier version, which recorded fewer settings.
         (
-            {key: value for key, value in settings_of(config()).items() if rule_of(key).counts and key != "labels"},
+            {key: value for key, value in settings_of(config()).items() if rule_of(key).counts and key != "freeze"},
             {"mask": "all"},
             "data_path: not the samples",
         ),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from options import RunConfig, load_config
+from options import load_config
 from tests.conftest import FAQ
 from tests.launching import run, write_config
 from tests.training.config.test_config import REQUIRED, refusal
@@ -68,7 +68,7 @@ def test_a_whole_file_is_the_same_config_as_its_keys(write: Any) -> None:
 def test_what_a_run_writes_needs_no_other_file(write: Any, tmp_path: Path) -> None:
     config = load_config(write(FLAGAI, **with_file(FLAGAI)))
     (tmp_path / "ds.json").unlink()
-    again = RunConfig.model_validate(config.dump())
+    again = type(config).model_validate(config.dump())
     assert again.dump() == config.dump() and "deepspeed_config" not in config.dump()
     assert describe_ignored_keys(again, in_stages=False) == []
 

@@ -31,7 +31,8 @@ from training.distributed.processes import free_port
 from training.errors import ConfigError
 from training.plan.memory import StateBytes
 
-SOURCES = [path for package in ("common", "data", "models", "training") for path in (ROOT / package).rglob("*.py")]
+PACKAGES = "common", "data", "models", "options", "training"
+SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
 DECLARED = {"keys.py", "sections.py", "model_topo.py", "changes.py", "foreign_names.py", "deepspeed_keys.py"}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}

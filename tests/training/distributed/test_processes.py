@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.launching import topology, torchrun
 from training.config.keys import TrainConfig
 from training.distributed import processes, script
 from training.distributed.failure_detector import ANSWER, LATE
-from training.distributed.processes import SMALL, ProcessInfo, set_threads
+from training.distributed.processes import SMALL, LossyStream, ProcessInfo, set_threads
 from training.errors import ConfigError, RunRefused
 from training.launch.start import SUPERVISOR, launch
 from training.launch.supervisor import JOB
@@ -159,3 +160,15 @@ def test_what_torchrun_sets_is_not_what_its_user_sets(
     result = torchrun(2, tmp_path / "share.py")
     assert f"threads: {threads}" in result.stdout.splitlines(), result.stderr
     assert ("Setting OMP_NUM_THREADS" in result.stderr) == (not user)
+
+
+def test_a_line_that_nobody_reads_any_more_ends_no_run() -> None:
+    """As of a terminal that was closed, or a pipe whose reader ended with the launcher: the run still has to save."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    pipe = open(writer, "w", encoding="utf-8", buffering=1)
+    with pytest.raises(BrokenPipeError):
+        print("step 1", file=pipe)
+    print("step 2", file=cast(TextIO, LossyStream(pipe)), flush=True)
+    with suppress(BrokenPipeError):  # of what is left in it
+        pipe.close()

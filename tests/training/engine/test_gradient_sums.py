@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.weight_gradients import WeightGradients
 from tests.closeness import assert_near
+from training.engine.embedding_gradients import add_rows_alone
 from training.engine.gradients import SLICE, add, sum_without_copies
 
 SIZES = [(3,), (SLICE,), (5, SLICE // 2 + 1)]
@@ -123,3 +124,32 @@ def test_a_product_adds_to_the_sum_and_is_nearer_to_the_true_one(monkeypatch: py
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-5)
         assert_near(found, rounded, torch.bfloat16)
         assert (found - exact).abs().sum() < (rounded - exact).abs().sum() / 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("own_sum", [False, True], ids=["grad", "sum"])
+def test_an_embedding_adds_its_rows_alone(dtype: torch.dtype, padding: int | None, own_sum: bool) -> None:
+    torch.manual_seed(0)
+    plain, ours = (nn.Embedding(5000, 64, padding).to(dtype) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    add_rows_alone(ours)
+    total = torch.zeros(ours.weight.shape)
+    if own_sum:  # of an optimizer that keeps fp32 sums
+        ours.weight.begun_sum = lambda: total  # type: ignore[attr-defined]
+    seen: list[int] = []
+    ours.weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(seen)))
+    expected = torch.zeros(plain.weight.shape)
+    for number in range(3):
+        ids = torch.randint(0, 12 + 4000 * (number == 1), (2, 50))  # many twice
+        weigh = torch.randn(2, 50, 64).to(dtype)
+        for layer in (plain, ours):
+            loss = (layer(ids) * weigh).sum()
+            taken = allocated(loss.backward)
+        expected += torch.autograd.grad((plain(ids) * weigh).sum(), plain.weight)[0]
+    assert taken < plain.weight.nbytes
+    assert len(seen) == 3
+    if own_sum:
+        torch.testing.assert_close(total, expected, rtol=0, atol=0)
+    else:
+        torch.testing.assert_close(ours.weight.grad, plain.weight.grad, rtol=0, atol=0)

@@ -135,6 +135,17 @@ def test_some_steps_are_printed_and_always_the_last(
     assert capfd.readouterr().out == f"{last}MFU 46%  00:00 left\n"
 
 
+def test_what_is_printed_of_measures_is_the_objectives_to_say(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Reporter(tmp_path, 7, 1, right="rewards/margins", unprinted=("rewards", "logps")) as reporter:
+        reporter.report(metrics(7))
+        reporter.report_evaluation(7, {"eval_loss": 0.5, "eval_rewards/margins": 1.0, "eval_kl": 0.25})
+    step, evaluation = capfd.readouterr().out.splitlines()
+    assert "  accuracy 0.25  " in step and evaluation == "step 7/7  eval_loss 0.5000  eval_kl 0.2500"
+    assert read_metrics(tmp_path / METRICS_FILE)[1]["eval_rewards/margins"] == 1.0
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     with Reporter(tmp_path, 2, 1) as reporter:
         reporter.report(replace(metrics(1), loss=math.nan, grad_norm=math.inf, times={"data": -math.inf}))

@@ -8,6 +8,7 @@ from typing import Any
 
 from models.api import read_spec
 from models.spec import ModelSpec
+from options import RunConfig
 from training.config.keys import TrainConfig
 from training.metrics.devices import parse_devices
 from training.plan.inputs import Basis, Workload
@@ -53,7 +54,7 @@ def config_of(folder: Path, stages: int, replicas: int = 1, **keys: Any) -> Trai
         "use_grad_ckpt": True,
         "model_topo": {"process_topology": {"dims": [stages, replicas]}},
     }
-    return TrainConfig.model_validate(defaults | keys)
+    return RunConfig.model_validate(defaults | keys)
 
 
 def basis_of(spec: ModelSpec, config: TrainConfig, devices: str = "V100-32G") -> Basis:

@@ -150,14 +150,6 @@ def test_the_picture_says_what_the_lines_say(
         assert legend and legend.get_window_extent().x0 >= panel.get_window_extent().x1, "nothing is hidden"
 
 
-def test_the_pass_of_a_teacher_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    llama(tmp_path)
-    distillation = {"teacher": "runs/teacher", "temperature": 2.0}
-    plan_run(config_of(tmp_path, 8, distillation=distillation), arguments(devices="8xV100-32G"))
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "distillation: the pass of runs/teacher before the first step is not planned" in printed
-
-
 def test_a_plan_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     llama(tmp_path)
     (tmp_path / "file").touch()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import FAQ
+from tests.conftest import FAQ, TINY
 from tests.launching import metrics, supervised, topology, write_config
-from tests.training.plan.helpers import config_of, llama
+from tests.training.plan.helpers import config_of, llama, spec_of
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.metrics.devices import CPU, Device, parse_devices
@@ -21,6 +21,7 @@ from training.plan.inputs import Basis, Calibration, Workload
 from training.plan.micro_batch import ROWS, choose_rows
 from training.plan.plan import Plan
 from training.plan.search import SIZES
+from training.trained import with_trained
 
 
 def plan_of(folder: Path, config: TrainConfig, device: Device, rows: int) -> Plan:
@@ -67,18 +68,30 @@ def test_only_what_divides_the_batch_is_taken(tmp_path: Path) -> None:
 
 def test_where_speeds_are_not_known_layers_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that takes as long for four rows as for one."""
-    timed: list[int] = []
+    timed: list[tuple[int, list[int]]] = []
 
-    def measured(config: TrainConfig, spec: Any, workload: Workload, rounds: int) -> Calibration:
-        timed.append(workload.rows)
+    def measured(config: TrainConfig, spec: Any, workload: Workload, rounds: int, kinds: set[int]) -> Calibration:
+        timed.append((workload.rows, sorted(kinds)))
         factor = 1 / workload.rows
-        return Calibration.of(config, spec, {str(kind): (factor, factor) for kind in (0, 1, 33)}, 1.0)
+        return Calibration.of(config, spec, {str(kind): (factor, factor) for kind in kinds}, 1.0)
 
     monkeypatch.setattr(micro_batch, "calibrate", measured)
     keys: dict[str, Any] = {"train_batch_size": 64, "max_seq_len": 256, "fp16": {"enabled": False}, ROWS: "auto"}
     config = config_of(tmp_path, 2, **keys)
     rows, _ = choose_rows(config, llama(tmp_path), CPU, Workload.assumed, in_stages=True)
-    assert timed == [1, 4] and rows >= 4
+    assert timed == [(1, [0, 1, 33]), (4, [1])] and rows >= 4
+
+
+def test_who_leaves_the_key_out_learns_what_that_costs(tmp_path: Path) -> None:
+    device, keys = parse_devices("A100-80G")[1], {"max_seq_len": 256, "train_batch_size": 256}
+    config = config_of(tmp_path, 2, **keys)
+    line = micro_batch.advice(config, llama(tmp_path), device, Workload.assumed, in_stages=True)
+    rows, _ = choose_rows(config, llama(tmp_path), device, Workload.assumed, in_stages=True)
+    gain = plan_of(tmp_path, config, device, 1).seconds / plan_of(tmp_path, config, device, rows).seconds - 1
+    assert gain >= 0.1
+    assert line == f"micro-batch: 1 row by default; {rows} are {gain:.0%} faster by plan: {ROWS}: auto chooses"
+    few = config_of(tmp_path, 8, max_seq_len=2048, train_batch_size=16)
+    assert micro_batch.advice(few, llama(tmp_path), device, Workload.assumed, in_stages=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -111,3 +124,13 @@ def test_a_run_chooses_once(make_checkpoint: Callable[..., Path], tmp_path: Path
     assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
     assert "micro-batch: auto" not in second.stdout and "train_micro_batch" not in second.stdout
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [1, 2]
+
+
+@pytest.mark.parametrize("keys", [{"lora": {"r": 2}}, {"freeze": ["embed_tokens"]}], ids=["lora", "freeze"])
+def test_a_frozen_embedding_is_timed_too(keys: dict[str, Any], tmp_path: Path) -> None:
+    """It has no backward pass to compare with a planned one."""
+    keys |= {"train_batch_size": 8, "max_seq_len": 16, "fp16": {"enabled": False}, ROWS: "auto"}
+    config = config_of(tmp_path, 2, use_grad_ckpt=False, **keys)
+    spec = with_trained(spec_of(tmp_path, TINY | {"model_type": "llama"}), config)
+    rows, line = choose_rows(config, spec, CPU, Workload.assumed, in_stages=True)
+    assert line.startswith(f"micro-batch: auto, {rows} row")

@@ -15,7 +15,6 @@ import pytest
 
 from tests.conftest import FAQ
 from tests.launching import error_lines, eventually, run, start, topology, write_config
-from tests.workers.preference_faults import FAULTS
 from training.metrics.run_info import machine
 from training.proof.command import CERTIFICATE
 
@@ -189,50 +188,6 @@ def test_every_way_to_train_is_proved(family: str, model: dict[str, Any], keys: 
     result = proofs.prove(proofs.config(family, model, **({"model_topo": topology((2, 1))} | keys)))
     assert result.returncode == 0, result.stdout + result.stderr
     assert proofs.failed() == {}
-
-
-DPO: dict[str, Any] = {"loss": "dpo", "sft_weight": 0.2}
-REWARD = {"loss": "reward", "center_weight": 0.1}
-CLASSES = ["even", "odd", "none"]
-
-
-@LAUNCHED
-@pytest.mark.longest
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"preference": DPO},
-        {"preference": {"loss": "dpo"}, "lora": LORA, "bf16": {"enabled": True}},
-        {"preference": {"loss": "cdpo"}, "schedule": "dualpipev", "model_topo": topology((2, 1))},
-        {"preference": {"loss": "ipo"}, "packing": False},
-        {"preference": {"loss": "simpo"}, "model_topo": topology((2, 2))},
-        {"preference": {"loss": "orpo"}, "bf16": {"enabled": True}, "model_topo": SHARED},
-        {"preference": REWARD, "packing": "dataset"},
-        {"preference": REWARD, "lora": LORA, "model_topo": SHARED},
-        {"labels": CLASSES, "bf16": {"enabled": True}, "model_topo": SHARED},
-        {"labels": CLASSES, "lora": LORA, "model_topo": topology((1, 2))},
-    ],
-    ids=str,
-)
-def test_preferences_and_scores_are_proved(keys: dict[str, Any], proofs: Proofs) -> None:
-    result = proofs.prove(proofs.judged("labels" in keys, **keys))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert proofs.failed() == {}
-    rows = {row["what"] for row in proofs.certificate()["rows"]}
-    assert ("log-probabilities of answers" in rows) == (keys.get("preference", REWARD)["loss"] != "reward")
-
-
-@LAUNCHED
-@pytest.mark.longest
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_preferences_is_found(fault: str, proofs: Proofs) -> None:
-    config = proofs.judged(preference={"loss": "dpo"}, lora=LORA)
-    result = proofs.prove(config, "tests/workers/unproved.py", FAULT=fault)
-    if fault == "same_digest":  # the run itself sees that what is kept is another model's
-        assert result.returncode == 2 and "error: the small run ended with exit code 2: reference: " in result.stderr
-        return
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert proofs.failed().keys() & {"loss", "log-probabilities of answers"}
 
 
 @LAUNCHED

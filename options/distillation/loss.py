@@ -1,0 +1,119 @@
+"""Distillation: the loss of a student, and what a teacher finds before the student is there.
+
+A teacher's forward pass over all samples keeps the log-probabilities of each trained token's `top_k` most probable
+words (`TeacherWords`); in every step the student's loss compares with them (`DistillationLoss`, by the formulas of
+`options.distillation.soft_targets`). They come with the labels, in the order of `models.loss.supervised_positions`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.layers import Activations, Head
+from models.lean_loss import chunk_tokens, fp32_logits, linear_cross_entropy
+from models.loss import (
+    MeasuredLoss,
+    for_projection,
+    micro_batch_loss,
+    supervised_positions,
+    trained_rows,
+    weighted_router_loss,
+)
+from models.process_groups import ONE_RANK, RankGroup, gathered
+from options.distillation.soft_targets import SoftTargets
+
+
+class DistillationLoss(MeasuredLoss):
+    """The loss of a micro-batch with soft targets, in the place of `models.loss.micro_batch_loss`.
+
+    Records to evaluate on, of which the teacher is not asked, have the cross-entropy only.
+
+    Args:
+        weight, temperature: as in `options.distillation.soft_targets`.
+        z_loss_weight, router_loss_weight, rows: as for `models.loss.micro_batch_loss`.
+
+    Attributes:
+        measures: means over the trained tokens that `take` has the sums of.
+    """
+
+    measures = ("cross_entropy", "kl")
+
+    def __init__(
+        self,
+        weight: float,
+        temperature: float,
+        z_loss_weight: float = 0.0,
+        router_loss_weight: float = 0.0,
+        rows: RankGroup = ONE_RANK,
+    ) -> None:
+        self._mix = weight, temperature
+        self._z_loss_weight, self._router_loss_weight, self._rows = z_loss_weight, router_loss_weight, rows
+        self._found: list[Tensor] = []
+        self._tokens = 0
+
+    def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
+        """Compute a micro-batch's part of the global loss, in fp32.
+
+        Args:
+            activations: as for `models.loss.micro_batch_loss`.
+            labels: labels [B, S], scale [], share [] as there; to train on, the teacher's words and log-probabilities
+                [T, 2, k], see `SoftTargets.packed`; where they are known, the `supervised_positions` [T].
+        """
+        ids, scale, share, *more = labels
+        if not head.training and not any(each.dim() == 3 for each in more):
+            return micro_batch_loss(head, activations, labels, rows=self._rows)
+        packed, *known = more
+        hidden, targets = trained_rows(activations[0], ids, known[0] if known else None)
+        soft = SoftTargets.packed(packed, *self._mix)
+        assert len(soft.words) == len(targets), "as many soft targets as trained tokens"
+        hidden, projection = for_projection(hidden, head)
+        options = head.cap, self._z_loss_weight, head.ranks, head.words
+        loss = linear_cross_entropy(hidden, projection, targets, *options, mixed=soft) * scale
+        self._found += soft.found
+        self._tokens += len(targets)
+        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
+
+    def take(self) -> Tensor:
+        """Return and reset the number of trained tokens and the sums of `measures` over them, [3] fp64."""
+        found, tokens, self._found, self._tokens = self._found, self._tokens, [], 0
+        sums = torch.stack(found).double().sum(dim=0).cpu() if found else torch.zeros(2, dtype=torch.float64)
+        return torch.cat([sums.new_tensor([tokens]), sums])
+
+
+class TeacherWords:
+    """Find each trained token's most probable words, in the place of a loss.
+
+    Args:
+        top_k: how many of them.
+        limit: only words below this number count.
+
+    Attributes:
+        recorded: of each micro-batch since it was set the numbers that came with its labels [T], and the words and the
+            bits of their log-probabilities, [T, 2, k] int32.
+    """
+
+    def __init__(self, top_k: int, limit: int) -> None:
+        self._top_k, self._limit = top_k, limit
+        self.recorded: list[tuple[Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
+        """Record a micro-batch; return 0. Labels as for `DistillationLoss`, with the tokens' numbers [T, 1]."""
+        ids, _, _, numbers, *known = labels
+        positions = known[0] if known else supervised_positions(ids, activations[0].shape[1])
+        rows, projection = for_projection(trained_rows(activations[0], ids, positions)[0], head)
+        size = chunk_tokens(head.words or len(projection), rows.is_cpu)
+        found = [self._best(part, projection, head) for part in rows.split(size)]
+        self.recorded.append((numbers.squeeze(1), torch.cat(found)))
+        return torch.zeros((), device=rows.device)
+
+    def _best(self, rows: Tensor, projection: Tensor, head: Head) -> Tensor:
+        """Find the words of tokens [T, H]; with tensor parallelism every rank gets the logits of all words."""
+        logits = fp32_logits(rows, projection)
+        if head.ranks.size > 1:
+            logits = gathered(logits, head.ranks, head.words)
+        if head.cap is not None:
+            logits = logits.div_(head.cap).tanh_().mul_(head.cap)
+        log_probabilities, words = logits.log_softmax(dim=-1)[:, : self._limit].topk(self._top_k)
+        return torch.stack([words.int(), log_probabilities.contiguous().view(torch.int32)], dim=1)

@@ -1,0 +1,59 @@
+"""The objective of `distillation`: fine-tuning that compares with a teacher's most probable words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.sample_set import SampleSet
+from models.process_groups import RankGroup
+from models.spec import ModelSpec
+from options.distillation.collation import TaughtCollation
+from options.distillation.loss import DistillationLoss
+from training.callbacks import Callback
+from training.errors import ConfigError
+from training.fine_tuning import FineTuning
+from training.objective import Formula
+
+if TYPE_CHECKING:
+    from options.distillation.keys import DistillationSection
+    from training.config.keys import TrainConfig
+    from training.data_setup import RecordReader
+    from training.language_model import LanguageModel
+
+
+class Distillation(FineTuning):
+    """Learn what the teacher says of each trained token, and the token itself."""
+
+    def __init__(self, config: TrainConfig, section: DistillationSection) -> None:
+        super().__init__(config)
+        self.section = section
+
+    def collation(self, data: SampleSet) -> TaughtCollation:
+        return TaughtCollation(data)
+
+    def other_models(
+        self, spec: ModelSpec, reader: RecordReader, read_spec: Callable[[Path], ModelSpec]
+    ) -> dict[str, tuple[Path, ModelSpec]]:
+        from options.distillation.teacher import TEACHER, read_teacher
+
+        return {TEACHER: read_teacher(self.config, self.section, spec, reader, read_spec)}
+
+    def loss(self, router_loss_weight: float, rows: RankGroup) -> DistillationLoss:
+        mix = self.section.weight, self.section.temperature
+        return DistillationLoss(*mix, self.config.aux_max_z_loss.weight, router_loss_weight, rows)
+
+    def callbacks(self, task: LanguageModel) -> list[Callback]:
+        from options.distillation.teaching import Teaching  # imports DeepSpeed, so only in a run
+
+        return [Teaching(task, self.section)]
+
+    def logit_copies(self, on_gpu: bool) -> int:
+        return 1 if on_gpu and self.section.temperature != 1 else 0  # the exponentials at that temperature
+
+    def unplanned(self) -> list[str]:
+        return [f"distillation: the pass of {self.section.teacher} before the first step is not planned"]
+
+    def formula(self) -> Formula:
+        raise ConfigError("--prove: no distillation; expected distillation=null beside it, to prove all other keys")

@@ -1,0 +1,71 @@
+"""The objectives of `preference`: pairs of answers, and single answers that are marked as desirable or not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from data.sample_set import SampleSet
+from data.settings import Wanted
+from models.process_groups import RankGroup
+from options.preference.collation import JudgedCollation
+from options.preference.formula import PairsFormula
+from options.preference.losses import RIGHT, UNPRINTED, PairLoss, PreferenceLoss, UnpairedLoss
+from training.callbacks import Callback
+from training.errors import ConfigError
+from training.objective import Formula, Objective
+
+if TYPE_CHECKING:
+    from options.preference.keys import PreferenceSection
+    from training.config.keys import TrainConfig
+    from training.language_model import LanguageModel
+
+
+class Answers(Objective):
+    """Learn which answers are good; the loss is a mean over samples."""
+
+    unit = "answer"
+    unprinted = UNPRINTED
+
+    def __init__(self, config: TrainConfig, section: PreferenceSection) -> None:
+        super().__init__(config)
+        self.section = section
+
+    def collation(self, data: SampleSet) -> JudgedCollation:
+        return JudgedCollation(data)
+
+    def callbacks(self, task: LanguageModel) -> list[Callback]:
+        from options.preference.reference import Preferences  # imports DeepSpeed, so only in a run
+
+        return [Preferences(task, self.section, self.right)]
+
+
+class PairedAnswers(Answers):
+    """Learn which of two answers is better: DPO, cDPO, IPO, SimPO and ORPO."""
+
+    documents = 2
+    best_by = "eval_error"
+    right = RIGHT
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted("pairs")
+
+    def loss(self, router_loss_weight: float, rows: RankGroup) -> PreferenceLoss:
+        return PreferenceLoss(PairLoss(**self.section.objective), router_loss_weight, rows)
+
+    def formula(self) -> Formula:
+        return PairsFormula(self.section)
+
+
+class MarkedAnswers(Answers):
+    """Learn from answers by themselves, each desirable or not: KTO and APO-zero."""
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted("marked")
+
+    def loss(self, router_loss_weight: float, rows: RankGroup) -> UnpairedLoss:
+        return UnpairedLoss(PairLoss(**self.section.objective), router_loss_weight, rows)
+
+    def formula(self) -> Formula:
+        raise ConfigError(f"--prove: preference.loss: {self.section.loss} has no formula here; expected one of pairs")
