@@ -54,7 +54,8 @@ class GlobalBatch:
     @property
     def samples(self) -> list[int]:
         """List the numbers of all samples."""
-        return [number for replica in self.micro_batches for rows in replica for row in rows for number in row]
+        rows = chain(*chain(*self.micro_batches))
+        return list(chain(*rows))
 
 
 class Loader:
@@ -139,7 +140,7 @@ class Loader:
         lengths = self.data.lengths[numpy.asarray(chosen)].tolist()
         together = (1, 0) if self._same_everywhere else (self.replicas, self._least)
         rows = level(lengths, self.row_length, self.micro_batch_size * together[0], together[1])
-        return self._spread([[chosen[position] for position in row] for row in rows])
+        return self._spread([list(map(chosen.__getitem__, row)) for row in rows])
 
     def tensors(self, batch: GlobalBatch, replica: int) -> Iterator[MicroBatch]:
         """Make micro-batches: `((input_ids, position_ids), (labels, scale, share))`; [B, S] int64 and [] fp32.
@@ -170,10 +171,11 @@ class Loader:
 
     def layouts(self, batch: GlobalBatch, replica: int) -> list[tuple[Rows, int]]:
         """Return, for each micro-batch of a replica, the document lengths of its rows and the padded length."""
-        return [
-            ([list(chain(*self.collation.documents(row))) for row in rows] or [[]], self.shape(rows)[1])
-            for rows in batch.micro_batches[replica]
-        ]
+        found = []
+        for rows in batch.micro_batches[replica]:
+            documents = [list(chain(*self.collation.documents(row))) for row in rows]
+            found.append((documents or [[]], self.shape(rows)[1]))
+        return found
 
     def efficiency(self, batches: int = 64) -> float:
         """Measure the share of tokens that are no padding, in the first batches of the first epoch."""
@@ -181,7 +183,7 @@ class Loader:
         for step in range(min(batches, self.steps_per_epoch)):
             batch = self.batch(step)
             kept += batch.tokens
-            for rows in (rows for replica in batch.micro_batches for rows in replica):
+            for rows in chain(*batch.micro_batches):
                 total += math.prod(self.shape(rows))
         return kept / total
 
@@ -200,7 +202,7 @@ class Loader:
 
     def _spread(self, rows: Rows) -> GlobalBatch:
         """Deal rows out: micro-batch j, of rows of like length, goes to replica j mod replicas."""
-        chosen = numpy.asarray([number for row in rows for number in row])
+        chosen = numpy.asarray(list(chain(*rows)))
         rows = sorted((sorted(row) for row in rows), key=lambda row: (-self._tokens(row), row))
         groups = self._cut(rows)
         groups += [[] for _ in range(self._least - len(groups))]

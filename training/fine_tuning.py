@@ -35,6 +35,7 @@ class WordsFormula(Formula):
 
     def parts(self, sample: Sample, found: Sequence[tuple[Tensor, Tensor]], begin: Tensor, auxiliary: bool) -> Parts:
         ((logits, wanted),), (said,) = found, log_probabilities(found)
-        largest = torch.log_softmax(logits[:-1][wanted >= 0], dim=-1).amax(dim=-1)
+        trained = wanted >= 0
+        largest = torch.log_softmax(logits[:-1][trained], dim=-1).amax(dim=-1)
         z_loss = self._z_loss_weight * largest.square().sum() if auxiliary else torch.zeros(())
         return Parts(torch.zeros(()), z_loss - said.sum(), torch.zeros(0))

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from common.quantities import counted
@@ -141,8 +142,10 @@ def check_same_base(adapter: Path, base: Path, spec: ModelSpec, notes: Path) -> 
 
 def _check(spec: ModelSpec, trained: ModelSpec) -> None:
     layers = range(spec.n_layers)
-    names = [path for layer in layers for name in spec.shapes(layer) for path in spec.paths(layer, name)]
-    lora, adapted = trained.trained.lora, [path for paths in adapted_paths(trained) for path in paths]
+    names: list[str] = []
+    for layer in layers:
+        names += chain.from_iterable(spec.paths(layer, name) for name in spec.shapes(layer))
+    lora, adapted = trained.trained.lora, list(chain(*adapted_paths(trained)))
     if lora is None:
         for pattern in trained.trained.freeze:
             if not any(re.search(pattern, name) for name in names):
@@ -150,7 +153,7 @@ def _check(spec: ModelSpec, trained: ModelSpec) -> None:
         if not any(trained.trained_names(layer) for layer in layers):
             raise ConfigError("freeze: matches all weights; expected some to train")
         return
-    possible = [path for paths in adapted_paths(spec.training(Trained(Lora(r=1)))) for path in paths]
+    possible = chain(*adapted_paths(spec.training(Trained(Lora(r=1)))))
     ends = dict.fromkeys(path.rpartition(".")[2] for path in possible)
     unmatched = [] if adapted else [lora.targets]
     if not isinstance(lora.targets, str):

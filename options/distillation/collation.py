@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -43,8 +44,8 @@ class TaughtCollation(Collation):
         return numpy.append(0, numpy.cumsum(self.data.supervised, dtype=numpy.int64))
 
     def _of_rows(self, rows: Rows) -> Tensor:
-        first, samples = self.first_tokens, [number for row in rows for number in row]
-        parts = [self.known[first[number] : first[number + 1]] for number in samples]
+        first = self.first_tokens
+        parts = [self.known[first[number] : first[number + 1]] for number in chain(*rows)]
         return torch.from_numpy(numpy.concatenate(parts or [self.known[0:0]]))
 
 

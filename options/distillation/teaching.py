@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -177,9 +178,8 @@ class Teaching(Callback):
                 batch, words.recorded = loader.batch(step), []
                 trainer.eval_loss(loader, batch)
                 for number in range(batch.n_micro_batches):
-                    samples = sorted(
-                        sample for replica in batch.micro_batches for each in replica[number] for sample in each
-                    )
+                    rows = chain.from_iterable(replica[number] for replica in batch.micro_batches)
+                    samples = sorted(chain.from_iterable(rows))
                     places = [known.first_tokens[sample : sample + 2].tolist() for sample in samples]
                     tokens = torch.cat([torch.arange(0), *(torch.arange(*place) for place in places)]).to(device)
                     found = torch.zeros(len(tokens), *shape[1:], dtype=torch.int32, device=device)

@@ -138,7 +138,8 @@ class PreferenceLoss(MeasuredLoss):
                 losses, counted = self._judge(leaf, facts, lengths)
                 slopes = torch.autograd.grad(losses.sum(), leaf)[0]
             self.count(counted)
-            better = (member % 2 == 0) * (objective.sft_weight * token_scale / scale)
+            of_better = member % 2 == 0
+            better = of_better * (objective.sft_weight * token_scale / scale)
             value = losses.sum().detach() / self._rows.size + (better * each).sum()
             return better - slopes[member]
 

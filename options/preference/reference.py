@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,8 +222,8 @@ def _of_batch(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> tuple[lis
     documents = 2 if loader.data.first.any() else 1
     if not found or trainer.groups.tensor.rank or trainer.groups.sequence.rank:  # others of a group compute the same
         return [], torch.empty(0, documents, device=trainer.engine.device)
-    rows = [row for micro_batch in batch.micro_batches[trainer.row_replica] for row in micro_batch]
-    return [number for row in rows for number in row], torch.cat(found).view(-1, documents)
+    rows = chain(*batch.micro_batches[trainer.row_replica])
+    return list(chain(*rows)), torch.cat(found).view(-1, documents)
 
 
 def check_reference(trainer: Trainer, loader: Loader, known: Loader, what: str, dtype: torch.dtype) -> None:

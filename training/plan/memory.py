@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 
 import numpy
@@ -103,7 +103,9 @@ class StateBytes:
 def sent_bytes(config: TrainConfig) -> int:
     """Return bytes of a gradient's element between replicas."""
     dtype = config.communication_data_type
-    return training_dtype(config).itemsize if dtype is None else 4 if dtype == "fp32" else 2
+    if dtype is None:
+        return training_dtype(config).itemsize
+    return 4 if dtype == "fp32" else 2
 
 
 def saved_tensors(basis: Basis) -> list[Saved]:
@@ -156,8 +158,9 @@ class MemoryModel:
         self._hidden = self._tokens * basis.spec.config.hidden_size * self._itemsize  # bytes of hidden states
         self._head = basis.spec.n_layers - 1
         shapes = [basis.shapes(layer) for layer in range(basis.spec.n_layers)]
-        trained = [[prod(shapes[layer][name]) for name in names] for layer, names in enumerate(basis.trained_names)]
-        self._largest = [max(sizes, default=0) for sizes in trained]  # elements of each layer's largest trained weight
+        self._largest = []  # elements of each layer's largest trained weight
+        for of_layer, names in zip(shapes, basis.trained_names, strict=True):
+            self._largest.append(max((prod(of_layer[name]) for name in names), default=0))
         self._widest = [max(map(prod, each.values())) for each in shapes]  # and of its largest weight
         self._weights = [0, *accumulate(basis.parameters)]  # cumulative parameter count
         self._trained = [0, *accumulate(basis.trained)]  # of those that are trained
@@ -179,14 +182,18 @@ class MemoryModel:
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
         """Return the memory of a rank with these layers: one range, or two with the V schedule."""
         states = self._states
-        sums = self._weights, self._trained, self._packed
-        held, trained, packed = (sum(each[end] - each[begin] for begin, end in ranges) for each in sums)
-        if self._spec.tied and {0, self._head} <= {layer for b, e in ranges for layer in (b, e - 1)}:
+
+        def between(cumulative: Sequence[int]) -> int:
+            return sum(cumulative[end] - cumulative[begin] for begin, end in ranges)
+
+        held, trained, packed = map(between, (self._weights, self._trained, self._packed))
+        ends = {begin for begin, _ in ranges} | {end - 1 for _, end in ranges}
+        if self._spec.tied and {0, self._head} <= ends:
             twice = self._basis.shapes(0)[EMBEDDING_WEIGHT].numel()  # both ends are one parameter
             held -= twice
             trained -= twice if EMBEDDING_WEIGHT in self._basis.trained_names[0] else 0
         kept, waiting, temporary, offloaded = zip(*(self._of_chunk(*each) for each in ranges), strict=True)
-        counted = [number for each in zip(kept, waiting, strict=True) for number in each]
+        counted = list(chain(*zip(kept, waiting, strict=True)))
         activations = int(self._moments[rank].dot(counted).max())
         activations += max(temporary) + sum(offloaded)  # on its way back, for the next block
         largest = max((self._largest[layer] for layer in layers_of(ranges)), default=0)

@@ -146,7 +146,10 @@ class Comparison:
             layers = [files.read(layer, spec.trained_names(layer)) for layer in range(spec.n_layers)]
         else:
             layers = list(map(open_source(folder, spec).read_layer, range(spec.n_layers)))
-        return {f"{layer}.{name}": tensor for layer, state in enumerate(layers) for name, tensor in state.items()}
+        named: dict[str, Tensor] = {}
+        for layer, state in enumerate(layers):
+            named |= {f"{layer}.{name}": tensor for name, tensor in state.items()}
+        return named
 
     def _place(self, step: int) -> Callable[[str], str]:
         """Return a function that names the step and a weight's layer and stage."""

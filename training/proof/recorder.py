@@ -113,12 +113,11 @@ class Recorder(Recording, PipelineTrainer):
 
     def _cuts(self) -> dict[str, Any]:
         share = self.engine.module.share
-        cuts = {name: share.shard(name) for name in self._weights()}
-        return {
-            name: (cut.shape, cut.side, [(each.start, each.stop) for each in cut.ranges])
-            for name, cut in cuts.items()
-            if cut
-        }
+        cuts: dict[str, Any] = {}
+        for name in self._weights():
+            if cut := share.shard(name):
+                cuts[name] = cut.shape, cut.side, [(each.start, each.stop) for each in cut.ranges]
+        return cuts
 
 
 def _copied(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
@@ -148,17 +147,18 @@ class Recorded:
         pieces: dict[tuple[str, Shard | None], dict[int, Tensor]] = {}
         for path in sorted(folder.glob(f"step-{step}.rank-*.pt")):
             noted = torch.load(path)
-            cuts = {
-                name: Shard(tuple(shape), side, tuple(range(*each) for each in ranges))
-                for name, (shape, side, ranges) in noted["cuts"].items()
-            }
+            cuts = {}
+            for name, (shape, side, ranges) in noted["cuts"].items():
+                cuts[name] = Shard(tuple(shape), side, tuple(range(*each) for each in ranges))
             self.weights.append(noted["weights"])
             self._cuts.append(cuts)
             for name, gradient in noted["gradients"].items():
                 _put(gradient, cuts.get(name), name, self.gradients)
             for (name, offset), part in noted["masters"].items():
                 pieces.setdefault((name, cuts.get(name)), {})[offset] = part
-        shapes = {name: weight.shape for weights in self.weights for name, weight in weights.items()}
+        shapes: dict[str, torch.Size] = {}
+        for weights in self.weights:
+            shapes |= {name: weight.shape for name, weight in weights.items()}
         for (name, cut), parts in pieces.items():
             part = torch.cat([parts[offset] for offset in sorted(parts)])
             _put(part.view(cut.part_shape if cut else shapes[name]), cut, name, self.masters)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,8 @@ class Reference:
         total, noted = torch.zeros(()), torch.zeros(len(self._formula.noted))
         first_documents = [documents(samples[number])[0] for number in batch.samples]
         supervised, n_samples = _supervised(first_documents), len(batch.samples)
-        for rows in (rows for replica in batch.micro_batches for rows in replica):
-            numbers = [number for row in rows for number in row]
+        for rows in chain(*batch.micro_batches):
+            numbers = list(chain(*rows))
             routed = torch.zeros(())
             for number in numbers:
                 parts, its_routed = self._sample(samples[number], begin[number], auxiliary)
@@ -192,7 +193,8 @@ def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _supervised(samples: Sequence[Sample]) -> int:
-    return sum(label >= 0 for sample in samples for label in sample["labels"][1:])
+    labels = chain.from_iterable(sample["labels"][1:] for sample in samples)
+    return sum(label >= 0 for label in labels)
 
 
 # A mistake in `training.optimizer` must not affect the reference too, so the code below does not use it.
@@ -209,8 +211,8 @@ def own_optimizer(
         params = {"weight_decay": 0.0} | params
     groups = []
     for name, weight in weights.items():
-        names = " ".join(tied) if tied and name in tied else name
-        exempt = any(pattern.search(each) for pattern in config.optimizer.no_wd_kws for each in names.split())
+        names = tied if tied and name in tied else (name,)
+        exempt = any(pattern.search(each) for pattern, each in product(config.optimizer.no_wd_kws, names))
         group: dict[str, Any] = {"params": [weight]} | ({"weight_decay": 0.0} if exempt else {})
         if config.lora and name.endswith("lora_B"):
             group["lr_ratio"] = config.lora.lr_ratio
@@ -234,7 +236,9 @@ def own_rate(config: TrainConfig, step: int) -> float:
         rate *= params["warmup_min_ratio"] * (1 - rise) + rise
     if kind == "WSD":
         start = max(top, total - max(1, round(params["decay_ratio"] * total)))
-    fallen = 0.0 if step <= start else min(1.0, (step - start) / (total - start)) if total > start else 1.0
+    fallen = 0.0
+    if step > start:
+        fallen = min(1.0, (step - start) / (total - start)) if total > start else 1.0
     left = {
         "WarmupCosineLR": math.cos(math.pi * fallen / 2) ** 2,
         "linear": 1 - fallen,

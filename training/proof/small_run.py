@@ -11,7 +11,10 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +104,7 @@ class SmallRun:
         spec = with_trained(spec, small)
         differs += lines
         words = int(spec.config.vocab_size)
-        samples, evaluated = (distinct([shorten(sample, words) for sample in each]) for each in (samples, evaluated))
+        samples, evaluated = (distinct(map(partial(shorten, words=words), each)) for each in (samples, evaluated))
         formula = small.objective.formula()
         for name, each in ((DATA, samples), (EVALUATION, evaluated)):
             lines = [json.dumps(formula.record(sample)) + "\n" for sample in each]
@@ -248,10 +251,11 @@ def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, li
             lora |= {"targets": ALL_LINEAR, "modules_to_save": []}
             differs.append("lora.targets: all-linear, as the small model has none of the layers that are named")
             adapted = with_trained(spec, type(config).model_validate(values))
-        shapes = [shape for layer in range(spec.n_layers) for shape in adapted.shapes(layer).items()]
+        shapes = chain.from_iterable(adapted.shapes(layer).items() for layer in range(spec.n_layers))
         sizes = [shape[-1 if name.endswith("A") else -2] for name, shape in shapes if is_factor(name)]
         lora["r"] = min(config.lora.r, *sizes)
-        differs += [f"lora.r: {config.lora.r} -> {lora['r']}, as layers are narrow"] * (lora["r"] < config.lora.r)
+        if lora["r"] < config.lora.r:
+            differs.append(f"lora.r: {config.lora.r} -> {lora['r']}, as layers are narrow")
         differs.append("lora: begins with random factors, as with a B of zeros nothing reaches A")
         if lora.get("base") and config.model_topo.tensor > 1:
             lora["base"] = None
@@ -295,21 +299,25 @@ def shorten(sample: Sample, words: int) -> Sample:
     """Cut a sample's documents to `LENGTH` tokens around the first trained one of each, with ids modulo `words`."""
     parts = [_shorten(each, words) for each in documents(sample)]
     made = sample.copy()
-    made["input_ids"] = [each for part in parts for each in part["input_ids"]]
-    made["labels"] = [each for part in parts for each in part["labels"]]
+    made["input_ids"] = list(chain.from_iterable(part["input_ids"] for part in parts))
+    made["labels"] = list(chain.from_iterable(part["labels"] for part in parts))
     if len(parts) > 1:
         made["first"] = len(parts[0]["input_ids"])
     return made
 
 
-def distinct(samples: list[Sample]) -> list[Sample]:
+def distinct(samples: Iterable[Sample]) -> list[Sample]:
     """Leave out pairs that have become equal, as the run would."""
-    parts = [documents(sample) for sample in samples]
-    return [sample for sample, its in zip(samples, parts, strict=True) if len(its) == 1 or its[0] != its[1]]
+    kept = []
+    for sample in samples:
+        parts = documents(sample)
+        if len(parts) == 1 or parts[0] != parts[1]:
+            kept.append(sample)
+    return kept
 
 
 def _shorten(sample: Sample, words: int) -> Sample:
-    ids, labels = ([int(each) for each in numbers] for numbers in (sample["input_ids"], sample["labels"]))
+    ids, labels = list(map(int, sample["input_ids"])), list(map(int, sample["labels"]))
     first = next((place for place, label in enumerate(labels) if place and label != IGNORED), 0)
     begin = max(0, min(first - LENGTH // 4, len(ids) - LENGTH))
     kept = slice(begin, begin + LENGTH)
