@@ -18,12 +18,14 @@ from options.streamed_data.task import stream_of
 from tests.conftest import FAQ
 from tests.launching import topology, write_config
 from tests.training.checkpoint.test_resume import finished, kill_after, losses
+from tests.training.proof.test_shrink import config_of, whole
 from tests.training.test_data_setup import SMALL
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.resume import check_resumable
 from training.config.changes import compare, settings_of
 from training.data_setup import RecordReader
 from training.errors import ConfigError
+from training.proof.small_run import small_config
 
 STEPS = 10
 STREAM = {"stream_gb": 1.0e-5, "max_steps": STEPS}  # less than the records that are handed to a tokenizer together
@@ -127,3 +129,9 @@ def test_tokens_that_the_model_does_not_have_are_refused(make_checkpoint: Callab
     reader = RecordReader(config, model, Log(quiet=True))
     with pytest.raises(DataError, match=r"gives ids up to 511"):  # nobody knows yet which
         check_vocabulary(reader.tokenizer, SMALL, stream_of(config, reader))
+
+
+def test_a_proof_says_that_it_reads_the_first_window(tmp_path: Path) -> None:
+    config = config_of(stream_gb=1, max_steps=1000)
+    _, differs = small_config(config, whole("llama", tmp_path / "whole"), config.model_topo, tmp_path)
+    assert "stream_gb: the samples of the first window, not streamed" in differs

@@ -11,7 +11,6 @@ import pytest
 from pydantic import BaseModel
 
 from options import RunConfig
-from tests.conftest import ROOT
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resume import check_resumable
 from training.config.changes import compare, rule_of, settings_of
@@ -54,21 +53,6 @@ def test_no_rule_is_left_of_a_key_that_is_gone() -> None:
     for key, rule in RULES.items():
         assert key in known or rule_of(key.rpartition(".")[0], RULES) is not rule, f"{key} is no key"
         assert key in known or key.startswith("optimizer.params.")
-
-
-def test_the_docs_show_the_table() -> None:
-    rows: dict[str, list[str]] = {}  # keys with one rule share a row
-    for key, rule in RULES.items():
-        if rule.free:
-            message = f"free; {rule.effect}" if rule.effect else "free"
-            message += f"; but {rule.but}" if rule.but else ""
-        else:
-            message = f"must agree{f': {rule.effect}' if rule.effect else ''}"
-        rows.setdefault(message, []).append(f"`{key}`")
-    shown = (ROOT / "docs" / "resuming.md").read_text(encoding="utf-8").splitlines()
-    assert [line for line in shown if line.startswith("| `")] == [
-        f"| {', '.join(keys)} | {message} |" for message, keys in rows.items()
-    ]
 
 
 def different(value: Any) -> Any:

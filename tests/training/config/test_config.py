@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP1
 from pydantic import BaseModel
 
 from options import load_config
-from tests.conftest import ROOT
 from training.config.deepspeed_config import check_device, deepspeed_config
 from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
 from training.config.foreign_names import FOREIGN
@@ -247,21 +245,3 @@ def test_true_and_false_stand_for_a_section(section: str, value: bool, tmp_path:
         load_config(write(tmp_path, f"{section}: {not value}", beside), [f"{section}.enabled={value}"]),
     ):
         assert getattr(config, section).enabled is value
-
-
-CONFIGS = sorted((ROOT / "configs").glob("*.yml"))
-SIZES = re.compile(r"on (\d+) GPUs, (\d+) blocks \+ 2 layers")  # in the first lines of a ready-made config
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_ready_made_config_loads_and_splits_the_layers_that_it_names(path: Path) -> None:
-    config = load_config(path)
-    sizes = SIZES.search(path.read_text(encoding="utf-8"))
-    if path.stem in ("quickstart", "ds_config_zero"):  # for CPUs, and for any number of GPUs
-        assert sizes is None
-        return
-    assert sizes is not None, "the first lines name the GPUs and the blocks"
-    gpus, blocks = map(int, sizes.groups())
-    assert config.model_topo.processes == gpus
-    parts = config.parts_for(blocks + 2)
-    assert parts is not None and sum(parts) == blocks + 2

@@ -16,10 +16,8 @@ from data.records.sources import files_of
 from data.settings import Source
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
-from options import RunConfig
 from tests.training.config.test_config import REQUIRED, refusal, write
 from training.config.contradictions import PARAMETERS
-from training.config.foreign_names import FOREIGN
 from training.config.optimization import Optimizer
 from training.config.section import sections_in
 
@@ -219,17 +217,6 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from keys_of(inner, f"{prefix}{name}.")
     if section is Optimizer:
         yield from (f"{prefix}params.{name}" for name in PARAMETERS["AdamW"])
-
-
-def test_each_key_of_another_tool_leads_to_ours(tmp_path: Path) -> None:
-    known = set(keys_of(RunConfig))
-    assert len(FOREIGN) > 60
-    for name, (key, advice, _) in FOREIGN.items():
-        assert key in known if key else advice, name
-        assert name not in RunConfig.model_fields, name
-        line = refusal(write(tmp_path, f"{name}: 1"))
-        assert f": unknown key {name}; " in line
-        assert (f"did you mean {key}?" if key else "no such thing here: ") in line and line.count(advice) >= 1
 
 
 def test_the_keys_of_flagai_and_libai_have_answers(tmp_path: Path) -> None:
