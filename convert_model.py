@@ -66,10 +66,10 @@ def run(arguments: argparse.Namespace) -> None:
                 check_weights(base_folder(folder))
             pp_to_hg(folder, arguments.save_path, arguments.overwrite, options)
         case "gather":
-            from training.checkpoint.gather import gather, hosts_of
+            from training.checkpoint.gather import gather_checkpoint, hosts_of
 
             hosts = hosts_of(arguments.hosts, arguments.hostfile)
-            gather(arguments.input_path, hosts, arguments.save_path, arguments.overwrite)
+            gather_checkpoint(arguments.input_path, hosts, arguments.save_path, arguments.overwrite)
         case "check":
             folder = resolve(arguments.input_path, adapter=True)
             problems, notes = check_adapter(folder) if (folder / ADAPTER).is_file() else (check(folder), [])

@@ -63,7 +63,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
 
     from models.api import read_spec
     from models.checkpoint.tensor_files import SafetensorsWriter, TensorInfo
-    from models.conversion.to_huggingface import divide
+    from models.conversion.to_huggingface import divide_into_files
 
     source = folder / "huggingface"
     source.mkdir()
@@ -81,7 +81,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
         for binding in spec.weight_map.bindings(layer, spec.shapes(layer)):
             on_disk = binding.disk_shapes(spec.shapes(layer))
             infos |= {name: TensorInfo(torch.bfloat16, shape) for name, shape in on_disk.items()}
-    files = divide(infos, SHARD_BYTES)
+    files = divide_into_files(infos, SHARD_BYTES)
     noise = torch.randn(max(info.shape.numel() for info in infos.values()) + len(infos)).bfloat16()
     with SafetensorsWriter(source, files, infos) as writer:
         for number, (name, info) in enumerate(infos.items()):

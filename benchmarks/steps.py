@@ -24,7 +24,7 @@ from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
 from training.engine.turns import slots_of
-from training.schedule.weight_streaming import Slot, simulate
+from training.schedule.weight_streaming import Slot, simulate_turns
 from training.topology import Slots
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def time_turns(trainer: Trainer, slots: Slots, micro_batches: int) -> Callable[[
         ranks = torch.distributed.get_world_size()
         timed = [Slot(mean(found[number]), share=slot.share) for number, slot in enumerate(slots_of(slots))]
         work = sum(map(sum, found.values())) / ranks
-        return work, simulate(timed, ranks, micro_batches, slots.a_round, math.inf).seconds
+        return work, simulate_turns(timed, ranks, micro_batches, slots.a_round, math.inf).seconds
 
     trainer.train_step = recorded  # type: ignore[method-assign]
     return figures

@@ -244,9 +244,9 @@ def product(rows: int, inner: int, columns: int, itemsize: int, written: int) ->
 def work_of(spec: ModelSpec, case: LayerCase, compiled: bool = False) -> LayerWork:
     """Record the kernels of a layer for a micro-batch, each row one document."""
     with fake_layer(spec, case) as fake:
-        with Recorder() as forward:
+        with OperationRecorder() as forward:
             output = fake.run()
-        with Recorder() as backward:
+        with OperationRecorder() as backward:
             sources = [fake.hidden, *(weight for weight in fake.module.parameters() if weight.requires_grad)]
             torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
         blocks = compiled and isinstance(fake.module, Block)
@@ -278,7 +278,7 @@ def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> 
     return fused
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Record the operations inside the `with` block."""
 
     def __init__(self) -> None:

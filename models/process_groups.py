@@ -95,7 +95,7 @@ def gathered(tensor: Tensor, ranks: RankGroup, width: int) -> Tensor:
 
 
 @torch.compiler.disable
-def split(tensor: Tensor, ranks: RankGroup) -> Tensor:
+def take_shard(tensor: Tensor, ranks: RankGroup) -> Tensor:
     """Take this rank's shard of the last dimension: [..., width] -> [..., own]."""
     width = tensor.shape[-1]
     return communicate(

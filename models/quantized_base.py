@@ -59,7 +59,7 @@ class _Fp8Product(torch.autograd.Function):
         return gradients[0] @ state.widen(numbers).to(gradients[0].dtype), None, None
 
 
-class Quantized(nn.Module):
+class QuantizedLinear(nn.Module):
     """A linear layer with a packed weight, and maybe an adapter; mixed into the class that it had."""
 
     bias: nn.Parameter | None
@@ -115,7 +115,7 @@ def quantize(block: nn.Module, stored: dict[str, tuple[Tensor, Fp8]] | None = No
         module._parameters[name] = nn.Parameter(packed, requires_grad=False)
         if isinstance(module, nn.Linear):
             vars(module)["packed"] = {name: state}
-            module.__class__ = mixed(Quantized, module.__class__)
+            module.__class__ = mixed(QuantizedLinear, module.__class__)
             continue
         widen = partial(_widen_fp8, state, weight.dtype) if stored else partial(_widen, state, weight.shape)
         vars(module).setdefault("packed", {})[name] = widen

@@ -26,7 +26,7 @@ from torch import Tensor, distributed, nn
 
 from models.adapters import Adapted, base_of, is_factor
 from models.layers import Embedding, Head
-from models.process_groups import ONE_RANK, RankGroup, add_up, copied, gathered, split, summed
+from models.process_groups import ONE_RANK, RankGroup, add_up, copied, gathered, summed, take_shard
 from models.quantized_base import product
 from models.router import n_experts
 from models.shard import Shard
@@ -164,7 +164,7 @@ class TensorShare:
             if way in BY_OUTPUT:
                 readers.append(name)
             if way == "rowwise_split_input":
-                module.register_forward_pre_hook(lambda _, inputs: split(inputs[0], self.ranks))
+                module.register_forward_pre_hook(lambda _, inputs: take_shard(inputs[0], self.ranks))
             if way == "colwise_gather_output":
                 width = self._spec.shapes(layer)[f"{name}.weight"][0]
                 module.register_forward_hook(lambda _, inputs, output, width=width: gathered(output, self.ranks, width))

@@ -34,7 +34,7 @@ from quickstart import own
 from quickstart.answers import comparison
 from quickstart.arithmetic import CORES, same_everywhere
 from quickstart.base_model import ABOUT, NAME, make_base
-from quickstart.job import PIPELINE, RUN, Job, ask, console, is_known, say, settings, train
+from quickstart.job import PIPELINE, RUN, QuickstartJob, ask, console, is_known, say, settings, tune
 from quickstart.questions import sample_of, shipped
 from training.errors import ConfigError, exit_with_one_line
 from training.preflight import SOURCE, check_writable
@@ -52,7 +52,7 @@ def main() -> int:
     job = own_job(arguments) if arguments.model else shipped_job(arguments.save_path or ROOT)
     say(2, "ask it")
     before = ask(job, job.base, "before")
-    train(job)
+    tune(job)
     say(6, "ask the same questions again")
     after = ask(job, job.tuned, "after")
     table, summary, passed = comparison(job.questions, before, after, judged=not arguments.model)
@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def shipped_job(folder: Path) -> Job:
+def shipped_job(folder: Path) -> QuickstartJob:
     """Train SmolLM2 on the shipped records; results of other records or other code are removed first."""
     say(1, f"the base model: {NAME}")
     console.print(ABOUT)
@@ -92,7 +92,7 @@ def shipped_job(folder: Path) -> Job:
     code = chain.from_iterable(sorted(Path(source).rglob("*.py")) for source in SOURCE)
     for path in (CONFIG, RECORDS, folder / MODEL / "config.json", *code):
         digest.update(path.read_bytes())
-    job = Job(
+    job = QuickstartJob(
         folder, folder / MODEL, CONFIG, shipped(RECORDS), arguments, digest.hexdigest(), fixed, CORES if fixed else None
     )
     if not is_known(job):
@@ -104,7 +104,7 @@ def shipped_job(folder: Path) -> Job:
     return job
 
 
-def own_job(arguments: argparse.Namespace) -> Job:
+def own_job(arguments: argparse.Namespace) -> QuickstartJob:
     """Train the user's model on the user's records.
 
     Raises:
@@ -119,7 +119,7 @@ def own_job(arguments: argparse.Namespace) -> Job:
     fingerprint = own.fingerprint(arguments.model, arguments.data, arguments.overrides)
     config = folder / "config.yml"
     questions = sample_of(arguments.data, "on_bad_record=skip" in arguments.overrides)
-    job = Job(folder, model, config, questions, arguments.overrides, fingerprint, {})
+    job = QuickstartJob(folder, model, config, questions, arguments.overrides, fingerprint, {})
     if not is_known(job):
         begun = (folder / "fingerprint").is_file() and not job.run_folder.exists() and not job.tuned.exists()
         if folder.exists() and any(folder.iterdir()) and not begun:
@@ -135,7 +135,7 @@ def own_job(arguments: argparse.Namespace) -> Job:
     return job
 
 
-def finish(job: Job, is_own: bool) -> None:
+def finish(job: QuickstartJob, is_own: bool) -> None:
     """Draw the picture, and print what to do next."""
     from quickstart.picture import PICTURE, draw_picture  # what draws is large, and trains nothing
 

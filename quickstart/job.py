@@ -28,7 +28,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
-class Job:
+class QuickstartJob:
     """What is done to which model.
 
     Attributes:
@@ -63,13 +63,13 @@ class Job:
         return self.folder / TUNED
 
 
-def is_known(job: Job) -> bool:
+def is_known(job: QuickstartJob) -> bool:
     """Return whether what lies in the job's folder is this job's."""
     path = job.folder / "fingerprint"
     return path.is_file() and path.read_text(encoding="utf-8") == job.fingerprint
 
 
-def train(job: Job) -> None:
+def tune(job: QuickstartJob) -> None:
     """From the base model to the tuned one, as far as it is not done yet."""
     if job.tuned.exists():
         console.print(f"{job.tuned} is still valid; remove {job.folder} to start over")
@@ -83,14 +83,14 @@ def train(job: Job) -> None:
     run(job, sys.executable, "convert_model.py", "pp_to_hg", "--input-path", job.run_folder, "--save-path", job.tuned)
 
 
-def training_arguments(job: Job) -> list[str]:
+def training_arguments(job: QuickstartJob) -> list[str]:
     """Return the arguments of `deepspeed`: one process for each stage."""
     processes = settings(job).model_topo.processes
     arguments = ["--num_gpus", str(processes), "--master_port", str(free_port())]
     return [*arguments, "train_ds.py", "--config", str(job.config), *job.overrides]
 
 
-def settings(job: Job) -> TrainConfig:
+def settings(job: QuickstartJob) -> TrainConfig:
     """Make the run's config.
 
     Raises:
@@ -99,7 +99,7 @@ def settings(job: Job) -> TrainConfig:
     return load_config(job.config, list(job.overrides))
 
 
-def ask(job: Job, model: Path, name: str) -> list[str]:
+def ask(job: QuickstartJob, model: Path, name: str) -> list[str]:
     """Get the model's answers, each in a dialogue of its own; texts to continue are a prompts file of their own."""
     answers: dict[int, str] = {}
     for raw in (False, True):
@@ -123,7 +123,7 @@ def ask(job: Job, model: Path, name: str) -> list[str]:
     return [answers[number] for number in range(len(job.questions))]
 
 
-def run(job: Job, *command: str | Path) -> None:
+def run(job: QuickstartJob, *command: str | Path) -> None:
     """Run a command and show it; leave where it fails, as it has said why."""
     words = [str(word) for word in command]
     shown = " ".join(words).replace(f"{sys.executable} -m deepspeed.launcher.runner", "deepspeed")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 from matplotlib.image import imread, imsave
 
-from options.reports.report import draw
+from options.reports.report import draw_run
 from options.timeline.session import CHART_FILE
 
 PICTURE = "picture.png"
@@ -19,7 +19,7 @@ def draw_picture(run_folder: Path, target: Path) -> Path:
     Raises:
         OSError, ValueError: as `options.reports.report.draw`.
     """
-    parts = [imread(draw(run_folder))]
+    parts = [imread(draw_run(run_folder))]
     if (run_folder / CHART_FILE).is_file():
         parts.append(imread(run_folder / CHART_FILE))
     width = max(part.shape[1] for part in parts)

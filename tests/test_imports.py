@@ -38,3 +38,13 @@ def test_no_import_is_written_as_a_string() -> None:
             if name in ("import_module", "__import__") and isinstance(call.args[0], ast.Constant | ast.JoinedStr):
                 found.append(f"{path.relative_to(ROOT)}:{call.lineno}")
     assert found == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """A search for a name finds one thing."""
+    places: dict[str, list[str]] = {}
+    for path in (path for package in (*PRODUCT, "quickstart", "pipetune") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -26,7 +26,7 @@ from quickstart.__main__ import own_job
 from quickstart.answers import AS_TRAINED, OTHERWISE, RIGHT, comparison
 from quickstart.arithmetic import distinct_cores
 from quickstart.base_model import PACKAGE
-from quickstart.job import Job, ask, training_arguments
+from quickstart.job import QuickstartJob, ask, training_arguments
 from quickstart.judge import Judge
 from quickstart.own import learning_rate
 from quickstart.questions import ASKED, LONGEST, OF_A_TEXT, Question, question_of, sample_of, shipped
@@ -232,7 +232,7 @@ def test_a_wrong_key_is_told_at_once_and_locks_nothing(
     monkeypatch.setattr("quickstart.job.run", lambda job, *words: asked.append(list(map(str, words))))
     words = Namespace(model=str(make_checkpoint("qwen2")), data=str(data), save_path=tmp_path / "job", overrides=[])
 
-    def job_with(*overrides: str) -> Job:
+    def job_with(*overrides: str) -> QuickstartJob:
         return own_job(Namespace(**vars(words) | {"overrides": list(overrides)}))
 
     for override in ("n_epoch=5", "model_topo.process_topology.dims=4", "model_topo.process_topology.dims=[1,x]", "x"):

@@ -32,7 +32,7 @@ from training.distributed.signals import StopRequest
 from training.engine.numerics import describe_numerics, set_numerics
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
-from training.loop import Run, train
+from training.loop import Run, run_steps
 from training.optimizer.lr_schedules import LearningRate
 from training.preflight import check_folder, check_setup, check_writable
 from training.progress import Progress
@@ -208,7 +208,7 @@ class Job:
             phases.enter("building the model and loading its weights")
             run = self._build(stop)
             self.callbacks.on_start(run)
-            done = train(run)
+            done = run_steps(run)
 
         if run.restart and done < progress.total_steps and not stop.agreed(False)[0]:
             log.print(f"{run.restart}: after step {done} of {progress.total_steps} the same command starts over")

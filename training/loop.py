@@ -54,7 +54,7 @@ class Run:
     restart: str = ""
 
 
-def train(run: Run) -> int:
+def run_steps(run: Run) -> int:
     """Run the optimizer steps that are left; return the number of the last one done.
 
     Every rank walks through the same global batches. The state is saved where the config asks for it, when somebody

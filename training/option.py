@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from training.config.changes import Rule
+from training.config.changes import MayChange
 from training.config.keys import TrainConfig
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Option(Generic[Keys]):
 
     keys: type[Keys]
     before: str = ""
-    rules: Mapping[str, Rule] = field(default_factory=dict)
+    rules: Mapping[str, MayChange] = field(default_factory=dict)
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()

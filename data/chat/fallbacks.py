@@ -147,10 +147,10 @@ def tools_as_text(said: Sequence[Said], tools: list[JSON]) -> list[Said]:
     if not tools:
         return list(said)
     first = next((place for place, message in enumerate(said) if message.role == "user"), 0)
-    return in_questions([*said[:first], Said("context", describe(tools), name=API_TITLE), *said[first:]])
+    return in_questions([*said[:first], Said("context", list_tools(tools), name=API_TITLE), *said[first:]])
 
 
-def describe(tools: list[JSON]) -> str:
+def list_tools(tools: list[JSON]) -> str:
     """Write tools as text, one a line."""
     return "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from data import prompt_texts as texts
-from data.chat.fallbacks import calls_as_text, describe, systems_as_questions, thoughts_as_text
+from data.chat.fallbacks import calls_as_text, list_tools, systems_as_questions, thoughts_as_text
 from data.chat.messages import JSON, Said, runs_merged
 from data.chat.rendered import RenderedText, Span, join
 
@@ -26,7 +26,7 @@ def write_plain(said: Sequence[Said], tools: list[JSON], end: str, open_end: boo
     if said[0].role == "system":
         contexts.append((texts.SYSTEM_TITLE, said.pop(0).text))
     if tools:
-        contexts.append((texts.API_TITLE, describe(tools)))
+        contexts.append((texts.API_TITLE, list_tools(tools)))
     contexts += [(message.name, message.text) for message in said if message.role == "context"]
     said = [message for message in said if message.role != "context"]
     said = runs_merged(systems_as_questions(thoughts_as_text(calls_as_text(said))))

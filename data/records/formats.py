@@ -17,8 +17,8 @@ from data.errors import DataError
 from data.records import layouts
 from data.records.chat import SPELLINGS, Chat
 from data.records.fields import EMPTY, SECOND_TEXT, check_columns, check_grades, unused_fields
-from data.records.layouts import Layout
-from data.records.pairs import ASKED, Judged, answers_alone, split, unpaired
+from data.records.layouts import RecordLayout
+from data.records.pairs import ASKED, Judged, answers_alone, split_judged, unpaired
 from data.records.record import KINDS, Record, explain, json_type
 from data.settings import FormatName, Wanted
 
@@ -128,7 +128,7 @@ def _judged(
     there: dict[str, Any], preference: Wanted, read: Callable[..., tuple[list[Record], list[str]]]
 ) -> tuple[list[Judged], list[str]]:
     """Convert an object of preferences; also return its unused fields."""
-    found, unused = split(there, preference)
+    found, unused = split_judged(there, preference)
     made = []
     for each in found:
         documents: list[Record] = []
@@ -164,7 +164,7 @@ def _read(
         extra = found.unknown(there)
         inside: set[str] = set()  # fields of messages that are not used
         made = found.layout.model_validate(there, context=inside)
-        records: list[Record] = made.records() if isinstance(made, Layout) else [made]  # type: ignore[list-item]
+        records: list[Record] = made.records() if isinstance(made, RecordLayout) else [made]  # type: ignore[list-item]
     except ValidationError as error:
         if len(raw) > 1 and all(map(_is_column, raw.values())):
             raise DataError("a table written column by column; expected one object for each record") from None

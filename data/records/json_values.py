@@ -30,7 +30,7 @@ Kind = Literal["json", "mended", "damage"]  # mended: JSON after what was blanke
 DECODER = json.JSONDecoder(strict=False, parse_int=len, parse_float=len, parse_constant=len)
 
 
-def split(stream: BinaryIO, in_list: bool, wrapped: str = "") -> Iterator[tuple[int, Kind, bytes | str]]:
+def split_records(stream: BinaryIO, in_list: bool, wrapped: str = "") -> Iterator[tuple[int, Kind, bytes | str]]:
     """Yield a stream's records, numbered from 1: the bytes of the JSON, or a complaint about damage.
 
     Args:

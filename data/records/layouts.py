@@ -31,7 +31,7 @@ def _number_as_text(answer: Any) -> Any:
 AnswerText = Annotated[str, BeforeValidator(_number_as_text)]
 
 
-class Layout(BaseModel):
+class RecordLayout(BaseModel):
     """Hold one record in a published layout."""
 
     def records(self) -> list[Record]:
@@ -39,7 +39,7 @@ class Layout(BaseModel):
         raise NotImplementedError
 
 
-class Dialogue(Layout):
+class Dialogue(RecordLayout):
     """Hold what may come before a dialogue, or beside it."""
 
     system: Annotated[str, BeforeValidator(_joined)] | None = Field(  # who the model is to be
@@ -85,7 +85,7 @@ class ShareGPT(OpenAI):
     )
 
 
-class FunctionCalls(Layout):
+class FunctionCalls(RecordLayout):
     """Hold `query`, `answers` and `tools` of xLAM and APIGen: a question, and the calls that answer it."""
 
     query: str = Field(min_length=1)
@@ -120,7 +120,7 @@ class SquadQuestion(BaseModel):
         return [("ask", self.question), ("ans", self.answers[0] if self.answers else "")]
 
 
-class SquadParagraph(Layout):
+class SquadParagraph(RecordLayout):
     """Hold a paragraph and its questions, as CMRC writes them too; they become one record."""
 
     context: str = Field(validation_alias=AliasChoices("context", "context_text"))
@@ -130,7 +130,7 @@ class SquadParagraph(Layout):
         return [_ref_qa(self.context, list(chain.from_iterable(question.rounds() for question in self.qas)))]
 
 
-class SquadArticle(Layout):
+class SquadArticle(RecordLayout):
     """Hold an article of SQuAD's own files: `paragraphs` of `context` and `qas`; each paragraph becomes a record."""
 
     paragraphs: list[SquadParagraph] = Field(min_length=1, fail_fast=True)
@@ -139,7 +139,7 @@ class SquadArticle(Layout):
         return list(chain.from_iterable(paragraph.records() for paragraph in self.paragraphs))
 
 
-class SquadRow(Layout, SquadQuestion):
+class SquadRow(RecordLayout, SquadQuestion):
     """Hold SQuAD as a table: `context`, `question` and `answers` in each row."""
 
     context: str
@@ -153,7 +153,7 @@ class SelfInstructInstance(BaseModel):
     output: str
 
 
-class SelfInstruct(Layout):
+class SelfInstruct(RecordLayout):
     """Hold seed tasks of Self-Instruct and BELLE: one `instruction`, several `instances` of input and output."""
 
     instruction: str = Field(min_length=1)
@@ -256,7 +256,7 @@ class QuestionAnswer(Asked):
         return [record]
 
 
-class ReadySegments(Layout):
+class ReadySegments(RecordLayout):
     """Hold axolotl's `segments` of `text` and `label`: no template, trained where the label is true."""
 
     segments: Any
@@ -265,7 +265,7 @@ class ReadySegments(Layout):
         return [Segments(segments=self.segments)]
 
 
-class ReadyTokens(Layout):
+class ReadyTokens(RecordLayout):
     """Hold `input_ids` and `labels` (or a mask of the trained ones), already tokenized."""
 
     input_ids: Any
@@ -307,7 +307,7 @@ class ReadyTokens(Layout):
         return [record.model_copy(update={"labels": labels})]
 
 
-class Text(Layout):
+class Text(RecordLayout):
     """Hold `text` to continue training on."""
 
     text: str = Field(min_length=1)

@@ -47,7 +47,7 @@ class Judged(NamedTuple):
 WRONG_WAY = "the margin, or score_chosen minus score_rejected, is below 0: the worse answer may stand as chosen"
 
 
-def split(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
+def split_judged(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str]]:
     """Split an object into objects without preferences; also return the fields that grade answers and are not used.
 
     Raises:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from common.quantities import counted
 from common.terminal import reason_of
 from data.records.files import SURROGATE, Unpacked, foreign
-from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, Kind, split
+from data.records.json_values import DECODER, LONGEST_TOKEN, MAX_RECORD, Kind, split_records
 from data.records.sources import TEXT_SUFFIXES, bare_suffix
 from data.settings import TEXT_FILE
 
@@ -99,7 +99,7 @@ def _read_text(
                 yield _line(number, "json", line)
         else:
             stream.read(skipped)
-            yield from itertools.starmap(RawRecord, split(stream, layout == "list", wrapped))
+            yield from itertools.starmap(RawRecord, split_records(stream, layout == "list", wrapped))
 
 
 def _layout_of(head: bytes, ended: bool, suffix: str) -> tuple[Literal["lines", "list", "objects"], int, str]:

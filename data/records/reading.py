@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from common.terminal import safe_line
 from data.errors import DataError
 from data.records.formats import Converted, convert
-from data.records.json_values import split
+from data.records.json_values import split_records
 from data.records.raw_records import RawRecord
 from data.settings import TEXT_FILE, OnBadRecord, Wanted
 
@@ -68,7 +68,9 @@ def _json(text: bytes) -> Any:
         if found := NAN.search(text):
             complaint = f"field {found[1].decode()}: {found[2].decode()} is no JSON; expected a number or null"
             raise DataError(complaint) from None
-        comment = text.lstrip().startswith(b"#") or all(kind != "damage" for _, kind, _ in split(BytesIO(text), False))
+        comment = text.lstrip().startswith(b"#") or all(
+            kind != "damage" for _, kind, _ in split_records(BytesIO(text), False)
+        )
         reason = f"{error}, a comment or a comma too many; expected none in a line" if comment else error
         raise DataError(f"not JSON: {reason}") from None
 

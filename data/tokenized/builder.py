@@ -22,7 +22,7 @@ from common.parent import end_with_parent
 BEHIND = 10  # how far a run comes first that trains meanwhile, in the system's steps of niceness
 
 
-class Progress:
+class ProgressBar:
     """Show a bar on a terminal for each task; see `data.tokenized.parallel.Tell`.
 
     Args:
@@ -55,7 +55,7 @@ def main() -> None:
     from data.tokenized.store import Cache
 
     job = json.loads(sys.stdin.readline())
-    progress = Progress(disable=None if job["progress"] else True)  # None: only on a terminal
+    progress = ProgressBar(disable=None if job["progress"] else True)  # None: only on a terminal
     try:
         cache = Cache(Path(job["folder"]))
         recipe = TypeAdapter(Recipe).validate_json(job["recipe"])

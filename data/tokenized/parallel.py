@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass
-class Answer:
+class EncodedChunk:
     """Hold a worker's results for a chunk, or the sum of several."""
 
     end: tuple[int, int]  # of the last chunk
@@ -76,7 +76,7 @@ class Answer:
     samples: tuple[bytes, NDArray[Any]] | None = None  # of the records, unless these were only checked
     tallies: Tallies = field(default_factory=dict)  # what became of the records
 
-    def add(self, later: Answer) -> None:
+    def add(self, later: EncodedChunk) -> None:
         """Add the counts of a later chunk."""
         self.unused.update(later.unused)
         self.notes.update(later.notes)
@@ -103,9 +103,9 @@ class Encoder:
         self._tokenizer = load_tokenizer(recipe.tokenizer)
         self._control_words = ControlWords(self._tokenizer)
 
-    def encode(self, chunk: Chunk, only_check: bool) -> Answer:
+    def encode(self, chunk: Chunk, only_check: bool) -> EncodedChunk:
         """Parse the records and, unless they are only to be checked, tokenize and cut them."""
-        answer = Answer(chunk.end)
+        answer = EncodedChunk(chunk.end)
         parsed = self._parse(chunk, answer)
         if only_check:
             return answer
@@ -126,7 +126,7 @@ class Encoder:
         answer.samples = numbers, index
         return answer
 
-    def _parse(self, chunk: Chunk, answer: Answer) -> list[tuple[int, RawRecord, Judged]]:
+    def _parse(self, chunk: Chunk, answer: EncodedChunk) -> list[tuple[int, RawRecord, Judged]]:
         """Parse the records, each with its file's number; what is wrong or unused goes into the answer."""
         recipe = self._recipe
         parsed: list[tuple[int, RawRecord, Judged]] = []
@@ -181,7 +181,7 @@ class Encoder:
         return encode_tokens(record, self._tokenizer, self._prompts)
 
 
-def _add_notes(answer: Answer, encoded: Sequence[Encoded]) -> None:
+def _add_notes(answer: EncodedChunk, encoded: Sequence[Encoded]) -> None:
     """Count how many samples have which note, and keep the first one's words as an example."""
     for sample in encoded:
         notes: dict[str, str] = {}
@@ -206,7 +206,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     Raises:
         DataError: a file or a record is wrong, or no trained token is left; a window may be empty.
     """
-    window, total = recipe.window, Answer((len(recipe.files), 0))
+    window, total = recipe.window, EncodedChunk((len(recipe.files), 0))
     skipped: list[str] = []
     bad = BadRecords(recipe.on_bad_record, skipped.append)
 
@@ -242,7 +242,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
     _write_meta(folder, samples, total, bad.count, skipped)
 
 
-def _write_meta(folder: Path, samples: SampleFile, total: Answer, n_bad: int, skipped: list[str]) -> None:
+def _write_meta(folder: Path, samples: SampleFile, total: EncodedChunk, n_bad: int, skipped: list[str]) -> None:
     """Write what there is to say about the samples beside them."""
     digests = samples.column("digest")
     meta = {
@@ -319,7 +319,7 @@ def _size(record: RawRecord) -> int:
 
 def _in_order(
     encoder: Encoder, chunks: Iterable[Chunk], workers: int, only_check: Callable[[], bool]
-) -> Iterator[Answer]:
+) -> Iterator[EncodedChunk]:
     """Yield the answers for all chunks in their order."""
     if not workers:
         yield from (encoder.encode(chunk, only_check()) for chunk in chunks)
@@ -330,7 +330,7 @@ def _in_order(
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
         pool.submit(int).result()  # all are forked now, before anything here starts a thread
-        waiting: deque[Future[Answer]] = deque()
+        waiting: deque[Future[EncodedChunk]] = deque()
         try:
             for chunk in chunks:
                 waiting.append(pool.submit(_encode, chunk, only_check()))
@@ -345,7 +345,7 @@ def _in_order(
 _encoder: Encoder
 
 
-def _encode(chunk: Chunk, only_check: bool) -> Answer:
+def _encode(chunk: Chunk, only_check: bool) -> EncodedChunk:
     answer = _encoder.encode(chunk, only_check)
     gc.collect()  # a few objects; while the chunk's thousands were there, it would be many times a chunk
     return answer

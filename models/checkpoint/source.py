@@ -292,7 +292,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def compare(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
+def compare_bytes(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
     """Compare tensors bit for bit; return the bytes compared."""
     for name, tensor in expected.items():
         if not same_bytes(found[name], tensor):

@@ -28,7 +28,7 @@ from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, che
 from models.checkpoint.layout import ADAPTER, CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.side_files import copy_files, paths_of
-from models.checkpoint.source import PipelineSource, check_range, compare, forget_cached, open_source, warn_of_nan
+from models.checkpoint.source import PipelineSource, check_range, compare_bytes, forget_cached, open_source, warn_of_nan
 from models.checkpoint.tensor_files import DTYPES, SafetensorsFile, SafetensorsWriter, TensorInfo
 from models.checkpoint.tensor_io import byte_bar, in_parallel
 from models.config_json import write_json
@@ -142,7 +142,7 @@ class Export:
         if self.manifest and not self.native and not options.max_shard_bytes:  # as the original was divided
             files = self.manifest.files
         else:
-            files = divide(self.infos, options.max_shard_bytes or MAX_SHARD_BYTES)
+            files = divide_into_files(self.infos, options.max_shard_bytes or MAX_SHARD_BYTES)
         self.files = files if len(self.writers) == 1 else cut_between(files, self.writer_of)
 
     def write_weights(self, target: Path, writer: int = 0) -> None:
@@ -195,7 +195,7 @@ class Export:
             for tensors in self._layers(writer=0):
                 for name, tensor in tensors.items():
                     expected = {name: tensor.to(self.infos[name].dtype)}
-                    bar.update(compare(written[name].path, expected, {name: written[name].read(name)}))
+                    bar.update(compare_bytes(written[name].path, expected, {name: written[name].read(name)}))
                 tensors.clear()
 
     def _assign(self) -> dict[str, int]:
@@ -312,7 +312,7 @@ def cast(infos: Infos, dtype: torch.dtype, exceptions: Mapping[str, object]) -> 
     }
 
 
-def divide(infos: Infos, max_shard_bytes: int) -> Files:
+def divide_into_files(infos: Infos, max_shard_bytes: int) -> Files:
     """Divide tensors into files of at most `max_shard_bytes`."""
     shards: list[list[str]] = [[]]
     filled = 0

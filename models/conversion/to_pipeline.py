@@ -16,7 +16,7 @@ from models.checkpoint.hub import find_model
 from models.checkpoint.layout import layer_file, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.side_files import copy_side_files, paths_of
-from models.checkpoint.source import HuggingFaceSource, PipelineSource, compare, forget_cached, warn_of_nan
+from models.checkpoint.source import HuggingFaceSource, PipelineSource, compare_bytes, forget_cached, warn_of_nan
 from models.checkpoint.tensor_files import save_state_dict
 from models.checkpoint.tensor_io import byte_bar, write_behind
 from models.errors import CheckpointError
@@ -64,4 +64,4 @@ def _verify(source: HuggingFaceSource, target: Path) -> None:
         for layer in range(source.spec.n_layers):
             path = target / layer_file(layer)
             forget_cached(path)
-            bar.update(compare(path, source.read_layer(layer), written.read_layer(layer)))
+            bar.update(compare_bytes(path, source.read_layer(layer), written.read_layer(layer)))

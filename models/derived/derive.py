@@ -31,7 +31,7 @@ from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import several_depend_on_length
 from models.config_json import AHEAD
 from models.derived.names import tables_of
-from models.derived.outline import FIRST, LENGTH, Outline, Source, Underivable, outline_of
+from models.derived.outline import FIRST, LENGTH, ArgumentSource, Outline, Underivable, outline_of
 from models.derived.positions import DerivedPositions, by_document
 from models.derived.shrink import WORD_WIDTH, is_dropout, shrunk_fields
 from models.family import Family, Rule
@@ -164,7 +164,7 @@ class Made(NamedTuple):
 
     block: Any
     mixer: str
-    arguments: dict[str, Source]
+    arguments: dict[str, ArgumentSource]
 
 
 class Ends(NamedTuple):

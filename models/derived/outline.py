@@ -40,7 +40,7 @@ class Underivable(CheckpointError):
     """An architecture has a part that cannot be derived."""
 
 
-class Source(NamedTuple):
+class ArgumentSource(NamedTuple):
     """Where an argument of a block comes from.
 
     Attributes:
@@ -52,7 +52,7 @@ class Source(NamedTuple):
     value: Any = None
 
 
-class Call(NamedTuple):
+class RotaryCall(NamedTuple):
     """How a module is called that turns positions into angles.
 
     Attributes:
@@ -92,15 +92,15 @@ class Outline:
     norm: str
     head: str
     classes: tuple[type[nn.Module], ...]
-    calls: tuple[Call, ...]
-    arguments: tuple[dict[str, Source], ...]
+    calls: tuple[RotaryCall, ...]
+    arguments: tuple[dict[str, ArgumentSource], ...]
     mixers: tuple[str, ...]
     table: str = ""
     first_row: int | None = None
     projection: str = ""
 
 
-class Mark(NamedTuple):
+class MaskStandIn(NamedTuple):
     """A stand-in for a mask of some kind."""
 
     kind: str
@@ -110,8 +110,8 @@ class Watched:
     """Records of one forward pass around the blocks."""
 
     def __init__(self, base: Any, blocks: nn.ModuleList, embedding: nn.Module) -> None:
-        self.calls: list[Call] = []
-        self.arguments: list[dict[str, Source]] = []
+        self.calls: list[RotaryCall] = []
+        self.arguments: list[dict[str, ArgumentSource]] = []
         self.after: list[str] = []
         self.table, self.projection = "", ""
         self.first_row: int | None = None
@@ -200,7 +200,7 @@ class Watched:
             raise Underivable(f"{self._names[module]} is called with something else than positions")
 
         given = tuple(map(placeholder, arguments)), {name: placeholder(value) for name, value in keywords.items()}
-        self.calls.append(Call(self._names[module], *given, expanded))
+        self.calls.append(RotaryCall(self._names[module], *given, expanded))
         self._made.append(output)
 
     def _note_table(self, module: nn.Embedding, output: Tensor) -> None:
@@ -212,23 +212,23 @@ class Watched:
             raise Underivable(f"{name} is an embedding of something else than words and positions")
         self.table, self.first_row = name, first
 
-    def _source(self, name: str, value: Any, required: bool = False) -> Source:
-        if isinstance(value, Mark):
+    def _source(self, name: str, value: Any, required: bool = False) -> ArgumentSource:
+        if isinstance(value, MaskStandIn):
             if value.kind not in MASKS.values():
                 raise Underivable(f"blocks are given {name}, a mask of {value.kind}, which is not known")
-            return Source(MASK, value.kind)
+            return ArgumentSource(MASK, value.kind)
         if isinstance(value, Cache):
-            return Source(CACHE)
+            return ArgumentSource(CACHE)
         for number, made in enumerate(self._made):
             if value is made or (isinstance(value, tuple) and isinstance(made, tuple) and same(value, made)):
-                return Source(ANGLES, number)
+                return ArgumentSource(ANGLES, number)
         if isinstance(value, Tensor) and torch.equal(value, self._positions):
-            return Source(POSITIONS)
+            return ArgumentSource(POSITIONS)
         # What blocks leave to others, if they do; and a None that has to be given all the same, as Falcon's alibi.
         if (value is None and required) or (isinstance(value, Sized) and not len(value)):
-            return Source(EMPTY, type(value))
+            return ArgumentSource(EMPTY, type(value))
         if value is None or isinstance(value, (bool, int, float, str)):
-            return Source(CONSTANT, value)
+            return ArgumentSource(CONSTANT, value)
         raise Underivable(f"blocks are given {name}, a {type(value).__name__} of unknown making")
 
 
@@ -283,7 +283,7 @@ def marked_masks(module: Any) -> Iterator[None]:
     """Make a module's mask functions return marks."""
     real = {name: getattr(module, name) for name in dir(module) if name.startswith("create_") and "mask" in name}
     for name in real:
-        setattr(module, name, partial(lambda kind, *_, **__: Mark(kind), MASKS.get(name, name)))
+        setattr(module, name, partial(lambda kind, *_, **__: MaskStandIn(kind), MASKS.get(name, name)))
     try:
         yield
     finally:

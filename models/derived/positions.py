@@ -15,7 +15,7 @@ from models.attention.cache import KeyValueCache
 from models.attention.packed import Documents, unmarked
 from models.attention.positions import Arguments, Positions, Rotary, fp32_products
 from models.attention.rope import DocumentRotary, depends_on_length
-from models.derived.outline import ANGLES, CACHE, CONSTANT, EMPTY, HIDDEN, MASK, POSITIONS, Call, Source
+from models.derived.outline import ANGLES, CACHE, CONSTANT, EMPTY, HIDDEN, MASK, POSITIONS, ArgumentSource, RotaryCall
 
 
 class DerivedPositions(Positions):
@@ -31,8 +31,8 @@ class DerivedPositions(Positions):
         self,
         config: PreTrainedConfig,
         rotary: Rotary,
-        calls: tuple[Call, ...],
-        arguments: dict[str, dict[str, Source]],
+        calls: tuple[RotaryCall, ...],
+        arguments: dict[str, dict[str, ArgumentSource]],
         modules: Callable[[PreTrainedConfig], dict[str, nn.Module]],
     ) -> None:
         super().__init__(config, rotary)
@@ -69,7 +69,7 @@ class DerivedPositions(Positions):
                     made[kind][name] = source.value()
         return made
 
-    def _made_by(self, call: Call, hidden: Tensor, position_ids: Tensor, longest: int) -> Any:
+    def _made_by(self, call: RotaryCall, hidden: Tensor, position_ids: Tensor, longest: int) -> Any:
         module = self._modules[call.module]
         if isinstance(module, DocumentRotary):
             return module(hidden, position_ids, longest)

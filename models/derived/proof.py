@@ -121,10 +121,10 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
         failed = ""
         for kernel in kernels:
             try:
-                figures = compare(small_spec(family, small, raw, kernel), model, folder)
+                figures = compare_models(small_spec(family, small, raw, kernel), model, folder)
                 if {name for name in figures if not figures[name] <= bound(name, linear)} == {GRADIENTS}:
                     # Rounding may cross the kink of a ReLU, as OPT's; with other tokens hardly once more.
-                    figures = compare(small_spec(family, small, raw, kernel), model, folder)
+                    figures = compare_models(small_spec(family, small, raw, kernel), model, folder)
             except Exception as error:  # whatever a block makes of arguments that it does not know
                 failed = " ".join(f"{type(error).__name__}: {error}".split())
                 continue
@@ -203,7 +203,7 @@ def roughen(model: Any) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def compare(spec: ModelSpec, model: Any, folder: Path) -> Figures:
+def compare_models(spec: ModelSpec, model: Any, folder: Path) -> Figures:
     """Compare our model with transformers', whose checkpoint lies in `folder`."""
     source = HuggingFaceSource(folder, spec)
     check_names(source)

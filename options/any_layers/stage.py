@@ -145,23 +145,23 @@ class LayerStage(SharedWeights):
     def _trace(self, stream: Stream) -> Stream:
         """Pass meta tensors through this stage's layers."""
         for number, layer in self.layers_by_number().items():
-            step = Step(layer, self._forward_step)
+            step = SteppedLayer(layer, self._forward_step)
             tensors = [*step.named_parameters(), *step.named_buffers()]
             try:
                 found = functional_call(step, {name: tensor.to("meta") for name, tensor in tensors}, (stream,))
                 leaving = on_meta(found)
             except Exception as error:  # whatever a layer raises
-                what = f"layer {number} ({type(layer).__name__}) with {describe(stream)}"
+                what = f"layer {number} ({type(layer).__name__}) with {describe_stream(stream)}"
                 raise ConfigError(f"layers: {what}: {reason_of(error)}") from error
             stream = found
         if self.stage_id < self.num_stages - 1 and not any(each.is_floating_point() for each in as_tuple(leaving)):
             raise ConfigError(
-                f"parts: {describe(leaving)} leave stage {self.stage_id}; expected a tensor with a gradient"
+                f"parts: {describe_stream(leaving)} leave stage {self.stage_id}; expected a tensor with a gradient"
             )
         return leaving
 
 
-class Step(nn.Module):
+class SteppedLayer(nn.Module):
     """A layer with its forward step as one module, for `functional_call`."""
 
     def __init__(self, layer: nn.Module, forward_step: ForwardStep) -> None:
@@ -178,7 +178,7 @@ class LayerStageEngine(StageEngine):
 
     def _send_tensor_meta(self, stream: tuple[Tensor, ...], stage: int) -> None:
         """Check before each micro-batch is sent that it has the expected shapes."""
-        found, expected = describe(stream), describe(self.module.leaving)
+        found, expected = describe_stream(stream), describe_stream(self.module.leaving)
         if found != expected:
             raise ConfigError(
                 f"layers: {found} leave stage {self.stage_id}, but {expected} did for the first micro-batch; expected "
@@ -200,7 +200,7 @@ def on_meta(stream: Any) -> Stream:
     return made if isinstance(stream, tuple) else made[0]
 
 
-def describe(stream: Stream) -> str:
+def describe_stream(stream: Stream) -> str:
     """Name shapes and dtypes."""
     return ", ".join(f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in as_tuple(stream))
 
@@ -226,7 +226,7 @@ def make(layer: Layer, seed: int) -> nn.Module:
         return layer()
 
 
-def divide(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) -> list[int]:
+def divide_layers(layers: Sequence[Layer], parts: Sequence[int] | None, stages: int) -> list[int]:
     """Divide layers among stages; return the layers per stage.
 
     Args:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from data.loader import GlobalBatch, Loader
 from options.any_layers.config import PipelineConfig
 from options.any_layers.samples import Collate, SampleLoader
-from options.any_layers.stage import LayerStage, LayerStageEngine, divide
+from options.any_layers.stage import LayerStage, LayerStageEngine, divide_layers
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.config.deepspeed_config import check_device
 from training.config.gpu import check_gpu
@@ -67,7 +67,7 @@ class Layers(Task):
             function = getattr(self._pipeline, name)
             if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
                 raise ConfigError(f"{name}: has weights, which no layer's file would hold; expected them in the layers")
-        self._parts = divide(self._pipeline.layers, config.model_topo.parts, config.model_topo.stages)
+        self._parts = divide_layers(self._pipeline.layers, config.model_topo.parts, config.model_topo.stages)
         self.order = DataOrder(
             samples=len(self.loader.data.samples),
             fingerprint="",

@@ -22,7 +22,7 @@ from data.records.record import explain
 from options.demo.chat_model import Answer, AnswerOptions, ChatModel
 
 
-class Chat:
+class ChatSession:
     """A dialogue. It remembers its turns, and drops the oldest ones when the context is full.
 
     Args:

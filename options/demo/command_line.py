@@ -27,7 +27,7 @@ from training.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from options.demo.chat import Chat
+    from options.demo.chat import ChatSession
     from options.demo.generation import Passes
     from training.distributed.processes import ProcessInfo
 
@@ -133,7 +133,7 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     """
     from data.chat.messages import Said
     from data.prompt_texts import REFERENCE_TITLE
-    from options.demo.chat import Chat, read_text, read_tools
+    from options.demo.chat import ChatSession, read_text, read_tools
     from options.demo.chat_model import AnswerOptions, ChatModel, find_trained_prompts
     from options.demo.generation import GREEDY, Sampling
     from options.demo.prompts_file import answer_file
@@ -161,7 +161,7 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     elif arguments.raw:
         show(chat_model.continue_text(arguments.prompt, options))
     else:
-        chat = Chat(chat_model, options, notify, opening, read_tools(arguments.tools) if arguments.tools else [])
+        chat = ChatSession(chat_model, options, notify, opening, read_tools(arguments.tools) if arguments.tools else [])
         if arguments.prompt is None:
             converse(chat)
         else:
@@ -214,7 +214,7 @@ def template_args_of(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--template-args: {reason}") from None
 
 
-def converse(chat: Chat) -> None:
+def converse(chat: ChatSession) -> None:
     """Answer what is typed, until an empty line or the end of the input."""
     print(HELP)
     if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are refused as a question; the chat goes on
@@ -233,7 +233,7 @@ def converse(chat: Chat) -> None:
             notify(f"error: {error}")
 
 
-def handle(chat: Chat, text: str) -> None:
+def handle(chat: ChatSession, text: str) -> None:
     """Run a command, or answer a question."""
     word, _, rest = text.partition(" ")
     if text == "/reset":

@@ -260,7 +260,7 @@ def load_stage(
     group = distributed.new_subgroups(shares)[0]
     with agreed():
         spec = read_spec(find_model(folder, adapter=True))
-        chosen = parts if parts and len(parts) > 1 else divide(spec, process.world_size // shares)
+        chosen = parts if parts and len(parts) > 1 else divide_by_weights(spec, process.world_size // shares)
         if sum(chosen) != spec.n_layers:
             raise ConfigError(
                 f"--parts: {chosen} sums to {sum(chosen)}, but the model has {spec.n_layers} layers ({spec.n_blocks} "
@@ -275,7 +275,7 @@ def load_stage(
         return load_model(folder, dtype, DEVICE, layers, adapter)
 
 
-def divide(spec: ModelSpec, stages: int) -> list[int]:
+def divide_by_weights(spec: ModelSpec, stages: int) -> list[int]:
     """Divide the layers so that the largest stage has the fewest weights: a pass takes as long as reading them does."""
     weights = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(spec.n_layers)]
     parts = best_split(weights, stages, lambda *_: True)

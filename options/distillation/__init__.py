@@ -1,7 +1,7 @@
 """Learn from the probabilities of a larger model too (docs/distillation.md)."""
 
 from options.distillation.keys import KEY, DistillationKeys
-from training.config.changes import NEXT, Rule
+from training.config.changes import NEXT, MayChange
 from training.option import Option
 
-OPTION = Option(DistillationKeys, before="freeze", rules={KEY: Rule(True, NEXT)})
+OPTION = Option(DistillationKeys, before="freeze", rules={KEY: MayChange(True, NEXT)})

@@ -40,9 +40,9 @@ def write_card(checkpoint: Path, target: Path) -> None:
     if (target / CARD).exists():
         (target / CARD).rename(target / BASE_CARD)
     (target / CARD).write_text(card(info, lines, run.resolve().name), encoding="utf-8")
-    from options.reports.report import draw  # imports matplotlib, which takes two seconds
+    from options.reports.report import draw_run  # imports matplotlib, which takes two seconds
 
-    draw(run, target / PICTURE, last_step=record.step)
+    draw_run(run, target / PICTURE, last_step=record.step)
 
 
 def card(info: dict[str, Any], lines: list[dict[str, Any]], name: str) -> str:

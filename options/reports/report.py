@@ -41,13 +41,13 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = make_parser().parse_args()
     try:
-        print(draw(arguments.run_dir, arguments.output))
+        print(draw_run(arguments.run_dir, arguments.output))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def draw(run_folder: Path, output: Path | None = None, last_step: float = math.inf) -> Path:
+def draw_run(run_folder: Path, output: Path | None = None, last_step: float = math.inf) -> Path:
     """Draw the run's metrics.jsonl as a PNG, up to a step.
 
     Returns:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from training.config.changes import Rule
+from training.config.changes import MayChange
 from training.config.keys import TrainConfig
 from training.option import Option
 
@@ -47,4 +47,6 @@ def _language_model(config: StreamKeys) -> type[LanguageModel] | None:
     return StreamedLanguageModel
 
 
-OPTION = Option(StreamKeys, before="max_seq_len", rules={"stream_gb": Rule(free=False)}, language_model=_language_model)
+OPTION = Option(
+    StreamKeys, before="max_seq_len", rules={"stream_gb": MayChange(free=False)}, language_model=_language_model
+)

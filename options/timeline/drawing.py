@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from training.schedule.instructions import WORK
-from training.schedule.walk import Span
+from training.schedule.walk import TimeSpan
 
 COLOURS = {
     "forward": "#4c78a8",
@@ -29,7 +29,7 @@ WIDTH, HEIGHT, ROW, DPI = 16.0, 1.8, 0.45, 120  # inches: picture, frame, one ra
 NARROWEST = 0.012  # share of the width: the narrowest bar that a number fits into
 
 
-def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path: Path) -> None:
+def draw_timeline(rows: Sequence[Sequence[TimeSpan]], names: Sequence[str], title: str, path: Path) -> None:
     """Write a PNG of one step, given its spans by rank and the names of the ranks."""
     from matplotlib.figure import Figure  # takes a second to import
     from matplotlib.patches import Patch
@@ -60,7 +60,7 @@ def draw(rows: Sequence[Sequence[Span]], names: Sequence[str], title: str, path:
     figure.savefig(path, format="png")
 
 
-def trace(steps: Mapping[int, Sequence[Sequence[Span]]], names: Sequence[str]) -> dict[str, Any]:
+def trace(steps: Mapping[int, Sequence[Sequence[TimeSpan]]], names: Sequence[str]) -> dict[str, Any]:
     """Convert spans by step and rank to the Trace Event Format, in microseconds.
 
     The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.

@@ -17,11 +17,11 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from training.engine.turns import Turn
+from training.engine.turns import StreamedTurn
 from training.engine.weight_streaming import HostEngine
 from training.plan.feedback import cuda_mark
-from training.schedule.instructions import InstructionReader, Kind, Meaning, Message
-from training.schedule.walk import Span
+from training.schedule.instructions import InstructionReader, Kind, Meaning, Transfer
+from training.schedule.walk import TimeSpan
 
 # Pipeline instruction -> method of an engine without a pipeline that does the same.
 METHODS = {"ForwardPass": "forward", "BackwardPass": "backward", "OptimizerStep": "step"}
@@ -34,8 +34,8 @@ class Record(NamedTuple):
         posted: when this rank started the messages, maybe before the span.
     """
 
-    span: Span
-    messages: tuple[Message, ...]
+    span: TimeSpan
+    messages: tuple[Transfer, ...]
     posted: float
 
 
@@ -57,7 +57,7 @@ class Recorder:
     def step(self, engine: DeepSpeedEngine | HostEngine) -> Iterator[list[Record]]:
         """Record what the engine does in the block; fill the list, in common time, at its end."""
         records: list[Record] = []
-        self._noted: list[tuple[Meaning, tuple[Message, ...], Any, Any, Any]] = []
+        self._noted: list[tuple[Meaning, tuple[Transfer, ...], Any, Any, Any]] = []
         self._queued: list[Meaning] = []  # messages not waited for yet
         self._launched: Any = None  # mark of their start, if that was before the wait
         owner = engine
@@ -83,12 +83,12 @@ class Recorder:
             vars(owner).update(original)
         for (kind, stage, micro_batch, _), messages, *marks in self._noted:
             posted, begin, end = map(self._seconds, marks)
-            records.append(Record(Span(self._rank, kind, micro_batch, begin, end, stage), messages, posted))
+            records.append(Record(TimeSpan(self._rank, kind, micro_batch, begin, end, stage), messages, posted))
 
     def _wrap_turn(self, kind: Kind, execute: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what computes a turn's micro-batches; the turns of a round are its stages."""
 
-        def run(turn: Turn, lane: int, *arguments: Any) -> Any:
+        def run(turn: StreamedTurn, lane: int, *arguments: Any) -> Any:
             begin = self._mark()
             result = execute(turn, lane, *arguments)
             meaning = Meaning(kind, turn.number, turn.begin + lane, None)
@@ -102,7 +102,7 @@ class Recorder:
 
         def run(*arguments: Any, **named: Any) -> Any:
             meaning = self._read(name, named.get("phase", 0))
-            messages: tuple[Message, ...] = (meaning.message,) if meaning and meaning.message else ()
+            messages: tuple[Transfer, ...] = (meaning.message,) if meaning and meaning.message else ()
             posted = None
             if meaning and messages and self._batched:  # CommitP2P waits for all that were queued before it
                 self._queued.append(meaning)

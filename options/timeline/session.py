@@ -21,13 +21,13 @@ import torch
 
 from common.quantities import duration
 from common.whole_files import replace_text
-from options.timeline.drawing import draw, trace
+from options.timeline.drawing import draw_timeline, trace
 from options.timeline.recorder import Record, Recorder
 from training.callbacks import Callback
 from training.distributed.processes import gather
 from training.plan.partition import held_layers
 from training.schedule.instructions import WEIGHT_STREAMING, WORK
-from training.schedule.walk import Span
+from training.schedule.walk import TimeSpan
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch
@@ -79,7 +79,7 @@ class ProfiledSteps(Callback):
         self._records = {}
 
 
-def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[Span]]]) -> None:
+def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[TimeSpan]]]) -> None:
     """Log the figures, and write the files.
 
     Args:
@@ -98,7 +98,7 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[Span]]])
         names = [f"{name}: stage {stages[rank]}, layers {layers[rank]}" for rank, name in enumerate(names)]
     try:
         replace_text(folder / TRACE_FILE, json.dumps(trace(spans, names)))
-        draw(spans[last], names, f"{figures}; drawn: step {last}", folder / CHART_FILE)
+        draw_timeline(spans[last], names, f"{figures}; drawn: step {last}", folder / CHART_FILE)
     except OSError as error:
         log.print(f"warning: the timeline cannot be written: {error}")
     else:
@@ -132,7 +132,7 @@ class Figures:
     passes: dict[str, list[float]]
 
     @classmethod
-    def from_spans(cls, steps: Iterable[Sequence[Sequence[Span]]]) -> Figures:
+    def from_spans(cls, steps: Iterable[Sequence[Sequence[TimeSpan]]]) -> Figures:
         """Average over spans by step and process."""
         times: dict[str, dict[int, list[float]]] = {}
         seconds: list[float] = []
@@ -164,7 +164,7 @@ class Figures:
         return f"{bubble}; {stage}, {slowest * ranks / sum(by_rank) - 1:.1%} above the mean"
 
 
-def add_idle_spans(records: Sequence[Sequence[Record]], stages: Sequence[int]) -> list[list[Span]]:
+def add_idle_spans(records: Sequence[Sequence[Record]], stages: Sequence[int]) -> list[list[TimeSpan]]:
     """Return the spans of one step by rank, with `idle` spans wherever a rank waited.
 
     A message moves when both ranks are ready. The rank that was ready first waits for the other, and only the rest of
@@ -183,19 +183,19 @@ def add_idle_spans(records: Sequence[Sequence[Record]], stages: Sequence[int]) -
     }
     begin = min(record.span.begin for row in records for record in row)
     end = max(record.span.end for row in records for record in row)
-    filled: list[list[Span]] = []
+    filled: list[list[TimeSpan]] = []
     for rank, (replica, stage, row) in enumerate(zip(replicas, stages, records, strict=True)):
-        spans: list[Span] = []
+        spans: list[TimeSpan] = []
         last = begin
         for span, messages, _ in row:
             others = [(replica, other, message) for message in messages for other in message.ends - {stage}]
             moving = max([span.begin, *(posted.get(each, begin) for each in others)])
             moving = min(moving, span.end)  # clocks may differ a little
             if moving - last >= SHORTEST:
-                spans.append(Span(rank, "idle", None, last, moving, stage))
+                spans.append(TimeSpan(rank, "idle", None, last, moving, stage))
             spans.append(span._replace(begin=moving))
             last = span.end
         if end - last >= SHORTEST:
-            spans.append(Span(rank, "idle", None, last, end, stage))
+            spans.append(TimeSpan(rank, "idle", None, last, end, stage))
         filled.append(spans)
     return filled

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from models.adapters import Lora, Trained
 from models.api import read_spec
-from models.costs import LayerCase, ModelFlops, Operation, Recorder, saved_by, work_of
+from models.costs import LayerCase, ModelFlops, Operation, OperationRecorder, saved_by, work_of
 from models.layers import Block, Head
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
@@ -105,9 +105,9 @@ def test_only_what_is_needed_counts() -> None:
 def test_kernels_are_those_of_a_real_pass(family: str, dtype: torch.dtype) -> None:
     spec = spec_of(family)
     module, hidden, _, run = real_layer(spec, 1, dtype)
-    with Recorder() as forward:
+    with OperationRecorder() as forward:
         output = run()
-    with Recorder() as backward:
+    with OperationRecorder() as backward:
         torch.autograd.grad(output, [hidden, *module.parameters()], torch.empty_like(output))
     work = work_of(spec, LayerCase(1, ROWS, LENGTH, dtype))
     for real, counted in ((forward.noted, work.forward), (backward.noted, work.backward)):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from options.any_layers.config import PipelineConfig
 from options.any_layers.pipeline import Pipeline
 from options.any_layers.samples import SampleLoader
-from options.any_layers.stage import divide
+from options.any_layers.stage import divide_layers
 from options.any_layers.task import LayerTrainer
 from tests.options.any_layers.nets import NETS
 from training.config.keys import TrainConfig
@@ -31,7 +31,7 @@ def run_case(case: dict[str, Any], _: TrainConfig, folder: Path) -> None:
     net = NETS[case["net"]]
     pipeline = Pipeline(net.layers(), loss=net.loss, forward_step=net.forward_step)
     loader = SampleLoader(net.dataset(), config)
-    parts = divide(pipeline.layers, config.model_topo.parts, config.model_topo.stages)
+    parts = divide_layers(pipeline.layers, config.model_topo.parts, config.model_topo.stages)
     trainer = LayerTrainer.from_layers(pipeline, loader, config, parts)
     engine, forwards = trainer.engine, []
     engine.module.forward_funcs[0].register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))

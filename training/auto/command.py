@@ -82,7 +82,7 @@ def configure(kind: type[TrainConfig], arguments: argparse.Namespace, hosts: Hos
     choices.add("model_path", arguments.model, "--model")
     choices.add("data_path", arguments.data, "--data")
     choices.add("save_path", str(save), "--save")
-    lines, plan = choose(choices, Machine.find(hosts, arguments.devices), log)
+    lines, plan = choose_config(choices, Machine.find(hosts, arguments.devices), log)
     text = choices.as_yaml(["Chosen by train_ds.py --auto; beside each value why.", *lines, *plan_summary(plan)])
     show(plan, log)
     replace_text(path, text)
@@ -108,7 +108,7 @@ def _check_same(config: TrainConfig, path: Path, arguments: argparse.Namespace, 
             raise ConfigError(f"--{name}: {found}; expected the same, or another --save")
 
 
-def choose(choices: Choices, machine: Machine, log: Console) -> tuple[list[str], Plan]:
+def choose_config(choices: Choices, machine: Machine, log: Console) -> tuple[list[str], Plan]:
     """Choose all but the three paths; return lines about machine, model and data, and the plan.
 
     Raises:

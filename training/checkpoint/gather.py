@@ -27,7 +27,7 @@ from training.launch.hosts import KEEPALIVE, SSH
 HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+", re.ASCII)  # a host for ssh, without a character that a shell interprets
 
 
-def gather(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = False) -> None:
+def gather_checkpoint(folder: Path, hosts: Sequence[str], target: Path, overwrite: bool = False) -> None:
     """Copy a checkpoint's files from all hosts to one folder.
 
     Args:
@@ -79,7 +79,7 @@ def sources_of(record: CheckpointRecord, hosts: dict[str, str]) -> dict[str, tup
 
 
 def read_record(host: str, folder: Path) -> CheckpointRecord:
-    """Read a host's record of a checkpoint; raise as `gather`."""
+    """Read a host's record of a checkpoint; raise as `gather_checkpoint`."""
     with TemporaryFile() as file:
         fetch(host, folder / RECORD, file)
         file.seek(0)
@@ -92,7 +92,7 @@ def read_record(host: str, folder: Path) -> CheckpointRecord:
 
 
 def fetch(host: str, path: Path, file: BinaryIO) -> None:
-    """Copy a host's file; raise as `gather`."""
+    """Copy a host's file; raise as `gather_checkpoint`."""
     words = [*SSH, *KEEPALIVE, "--", host, f"cat -- {shlex.quote(str(path))}"]
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.PIPE, check=False)

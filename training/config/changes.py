@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from training.config.keys import TrainConfig
 
 
-class Rule(NamedTuple):
+class MayChange(NamedTuple):
     """The rule for changing a key between two starts.
 
     Attributes:
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
         return bool(self.effect) == self.free
 
 
-FREE = Rule(True)
+FREE = MayChange(True)
 NEXT = "counts from the next step on"
 NEW_SCHEDULE = "the learning rate is that of the new schedule from the next step on"
 ROUNDING = "sums are rounded in another order"
@@ -46,40 +46,46 @@ PRODUCTS = "the products of the blocks are rounded to other numbers"
 AUTO_ROWS = "train_micro_batch_size_per_gpu", "auto"  # which keeps what the checkpoint has
 MICRO_BATCHES = f"{ROUNDING}; a router loss is that of other micro-batches"
 
-_RULES: list[tuple[Rule, str]] = [
-    (Rule(False, "its config.json and tokenizer; the weights are those of the checkpoint"), "model_path"),
-    (Rule(False, "the samples that come of it"), "data_path prompt_format"),
-    (Rule(False, "the samples that come of it"), "template_args template_fallback mask truncate on_bad_record"),
-    (Rule(False, "the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
-    (Rule(False, "the samples that are left to train on"), "eval_share"),
-    (Rule(False), "train_batch_size dataloader_drop_last seed lora freeze"),
+_RULES: list[tuple[MayChange, str]] = [
+    (MayChange(False, "its config.json and tokenizer; the weights are those of the checkpoint"), "model_path"),
+    (MayChange(False, "the samples that come of it"), "data_path prompt_format"),
+    (MayChange(False, "the samples that come of it"), "template_args template_fallback mask truncate on_bad_record"),
+    (MayChange(False, "the samples, and the rows of packed epochs, that come of it"), "max_seq_len"),
+    (MayChange(False, "the samples that are left to train on"), "eval_share"),
+    (MayChange(False), "train_batch_size dataloader_drop_last seed lora freeze"),
     # Of the parameters of an optimizer, all but these four may decide which states there are.
-    (Rule(False), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
-    (Rule(True, NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
-    (Rule(True, NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
-    (Rule(True, NEW_SCHEDULE), "scheduler n_epoches max_steps"),
-    (Rule(True, MICRO_BATCHES), "train_micro_batch_size_per_gpu"),
-    (Rule(True, MICRO_BATCHES, but="`dataset` stays `dataset`, in rows of the same length"), "packing pack_len"),
-    (Rule(True, f"{ROUNDING}, and dropout draws other numbers"), "model_topo schedule"),
-    (Rule(True, ROUNDING), "zero_optimization zero_force_ds_cpu_optimizer use_flash_attn compile"),
-    (Rule(True, ROUNDING), "communication_data_type deterministic tf32"),
-    (Rule(True, PRODUCTS), "fp8"),
-    (Rule(True, "where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
-    (Rule(True), "save_path storage from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error"),
-    (Rule(True), "save_async lora.start_from deepspeed_config"),
-    (Rule(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start"),
-    (Rule(True), "trackers tensorboard"),
-    (Rule(True), "rebalance steps_per_print use_grad_ckpt offload_activations offload_gradients"),
-    (Rule(True), "zero_allow_untested_optimizer gradient_accumulation_steps preemption_signals ports max_restarts"),
+    (MayChange(False), "optimizer.type optimizer.no_wd_kws optimizer.params bf16 fp16 data_types"),
+    (MayChange(True, NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
+    (MayChange(True, NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
+    (MayChange(True, NEW_SCHEDULE), "scheduler n_epoches max_steps"),
+    (MayChange(True, MICRO_BATCHES), "train_micro_batch_size_per_gpu"),
+    (MayChange(True, MICRO_BATCHES, but="`dataset` stays `dataset`, in rows of the same length"), "packing pack_len"),
+    (MayChange(True, f"{ROUNDING}, and dropout draws other numbers"), "model_topo schedule"),
+    (MayChange(True, ROUNDING), "zero_optimization zero_force_ds_cpu_optimizer use_flash_attn compile"),
+    (MayChange(True, ROUNDING), "communication_data_type deterministic tf32"),
+    (MayChange(True, PRODUCTS), "fp8"),
+    (MayChange(True, "where the records differ, the best checkpoint is looked for anew"), "eval_data_path"),
+    (
+        MayChange(True),
+        "save_path storage from_scratch cache_dir resume save_interval save_minutes keep_last on_save_error",
+    ),
+    (MayChange(True), "save_async lora.start_from deepspeed_config"),
+    (MayChange(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start"),
+    (MayChange(True), "trackers tensorboard"),
+    (MayChange(True), "rebalance steps_per_print use_grad_ckpt offload_activations offload_gradients"),
+    (
+        MayChange(True),
+        "zero_allow_untested_optimizer gradient_accumulation_steps preemption_signals ports max_restarts",
+    ),
 ]
 CHANGES = {key: rule for rule, keys in _RULES for key in keys.split()}
 
 
-def rule_of(key: str, rules: Mapping[str, Rule] = CHANGES) -> Rule:
+def rule_of(key: str, rules: Mapping[str, MayChange] = CHANGES) -> MayChange:
     """Find the rule of a key: its own, or that of the section around it."""
     while key and key not in rules:
         key = key.rpartition(".")[0]
-    return rules.get(key, Rule(free=False))  # a key of a later version
+    return rules.get(key, MayChange(free=False))  # a key of a later version
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
@@ -90,7 +96,7 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def compare(
-    then: Mapping[str, Any], now: Mapping[str, Any], where: object, rules: Mapping[str, Rule] = CHANGES
+    then: Mapping[str, Any], now: Mapping[str, Any], where: object, rules: Mapping[str, MayChange] = CHANGES
 ) -> list[str]:
     """Describe the changed settings, a line for each effect.
 

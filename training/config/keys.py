@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from data.chat.prompts import PromptFormat
 from data.settings import Fallback, Mask, OnBadRecord, Packing, TemplateArguments, Truncate
-from training.config.changes import CHANGES, Rule
+from training.config.changes import CHANGES, MayChange
 from training.config.contradictions import contradictions
 from training.config.deepspeed_keys import OVERRIDES, take_up
 from training.config.model_topo import ModelTopo
@@ -53,7 +53,7 @@ class TrainConfig(Section):
     """
 
     options: ClassVar[tuple[Option[Any], ...]] = ()
-    rules: ClassVar[Mapping[str, Rule]] = CHANGES
+    rules: ClassVar[Mapping[str, MayChange]] = CHANGES
 
     model_path: PathText
     """The folder of the model to start from, in either layout; the `save_path` of a run stands for its newest

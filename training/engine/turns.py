@@ -39,7 +39,7 @@ from training.topology import Slots, layer_ranges
 Passes = Literal["forward", "head", "backward"]
 
 
-class Slot(NamedTuple):
+class TurnSlot(NamedTuple):
     """The layers and passes of a turn; `share` as in `training.schedule.weight_streaming.Slot`."""
 
     kind: Passes
@@ -47,14 +47,14 @@ class Slot(NamedTuple):
     share: tuple[int, int] = (0, 1)
 
 
-def slots_of(slots: Slots) -> list[Slot]:
+def slots_of(slots: Slots) -> list[TurnSlot]:
     """List the slots of a round in order."""
     forward, backward = (layer_ranges(layers) for layers in (slots.forward, slots.backward))
     head = forward[-1][1]
     return [
-        *(Slot("forward", range(*bounds)) for bounds in forward),
-        *(Slot("head", range(head, head + 1), (part, slots.heads)) for part in range(slots.heads)),
-        *(Slot("backward", range(*bounds)) for bounds in reversed(backward)),
+        *(TurnSlot("forward", range(*bounds)) for bounds in forward),
+        *(TurnSlot("head", range(head, head + 1), (part, slots.heads)) for part in range(slots.heads)),
+        *(TurnSlot("backward", range(*bounds)) for bounds in reversed(backward)),
     ]
 
 
@@ -112,7 +112,7 @@ class Turns:
         training, n_micro_batches = batch.seed is not None, len(batch.shapes)
         slots = self._slots
         if not training:  # one process has the head for all micro-batches, in their order
-            slots = [*slots[: self._first_head], Slot("head", slots[self._first_head].layers)]
+            slots = [*slots[: self._first_head], TurnSlot("head", slots[self._first_head].layers)]
         self.handover.make_room(self._a_round * self._head, batch.place)
         self._model.train(training)
 
@@ -131,7 +131,9 @@ class Turns:
             for place, (begin, index) in enumerate(mine):
                 while sent_from < begin:
                     sent_from, sent = sent_from + self._a_round, list(islice(batch.micro_batches, self._a_round))
-                self._take(Turn(batch, slots[index], index, begin, len(slots)), sent, *loaded[place : place + 2])
+                self._take(
+                    StreamedTurn(batch, slots[index], index, begin, len(slots)), sent, *loaded[place : place + 2]
+                )
                 loaded[place] = LoadedLayers(self._model, (), None)  # frees what it held
         deque(batch.micro_batches, maxlen=0)
 
@@ -144,7 +146,7 @@ class Turns:
         return loss
 
     def _take(
-        self, turn: Turn, sent: Sequence[Sent], loaded: LoadedLayers, following: LoadedLayers | None = None
+        self, turn: StreamedTurn, sent: Sequence[Sent], loaded: LoadedLayers, following: LoadedLayers | None = None
     ) -> None:
         """Take a turn, and fetch the weights of the following one meanwhile."""
         (kind, _, share), index, begin = turn.slot, turn.number, turn.begin
@@ -178,7 +180,7 @@ class Turns:
         loaded.give_back(self.handover.leaving)
         self.handover.count(2 * index + 1, self._before + begin + len(sent))
 
-    def _wait_for(self, turn: Turn, lane: int) -> None:
+    def _wait_for(self, turn: StreamedTurn, lane: int) -> None:
         """Wait until a micro-batch has been handed on and its place is free; on a GPU queue at most two."""
         number = self._before + turn.begin + lane + 1
         if turn.number:
@@ -190,7 +192,7 @@ class Turns:
             if len(self._computed) > 2:
                 self._computed.popleft().synchronize()
 
-    def _preceding(self, turn: Turn, lane: int) -> int:
+    def _preceding(self, turn: StreamedTurn, lane: int) -> int:
         """Return the slot that hands a micro-batch to a turn."""
         if turn.slot.kind == "head":
             return self._first_head - 1
@@ -198,7 +200,7 @@ class Turns:
             return self._first_head + (turn.begin + lane) % self._heads
         return turn.number - 1
 
-    def _forward(self, turn: Turn, lane: int, micro_batch: Sent, _: LoadedLayers) -> None:
+    def _forward(self, turn: StreamedTurn, lane: int, micro_batch: Sent, _: LoadedLayers) -> None:
         layers, (ids, position_ids) = turn.slot.layers, micro_batch[0]
         given = self._get(turn, lane, layers.start) if layers.start else [ids]
         with torch.no_grad():
@@ -208,7 +210,7 @@ class Turns:
                 given = self._compute(turn, lane, layer, given, position_ids)
         self.handover.put(self._place(lane, layers.stop), given)
 
-    def _backward(self, turn: Turn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> None:
+    def _backward(self, turn: StreamedTurn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> None:
         layers, (ids, position_ids) = turn.slot.layers, micro_batch[0]
         gradients = self._get(turn, lane, layers.stop)
         for layer in reversed(layers):
@@ -220,7 +222,7 @@ class Turns:
         if layers.start:
             self.handover.put(self._place(lane, layers.start), gradients)
 
-    def _both(self, turn: Turn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> Tensor:
+    def _both(self, turn: StreamedTurn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> Tensor:
         """Compute the loss and the gradient of the head's input."""
         (_, position_ids), labels = micro_batch
         given = self._get(turn, lane, self._head)
@@ -236,7 +238,7 @@ class Turns:
         return loss.detach()
 
     def _compute(
-        self, turn: Turn, lane: int, layer: int, given: Sequence[Tensor], position_ids: Tensor
+        self, turn: StreamedTurn, lane: int, layer: int, given: Sequence[Tensor], position_ids: Tensor
     ) -> list[Tensor]:
         if turn.batch.seed is not None:
             drawn = numpy.random.SeedSequence([*turn.batch.seed, turn.begin + lane, layer]).generate_state(1)
@@ -245,7 +247,7 @@ class Turns:
         hidden, _, *sums = self._model.layer(layer)((first, position_ids, *others))
         return [hidden, *sums]
 
-    def _get(self, turn: Turn, lane: int, layer: int) -> list[Tensor]:
+    def _get(self, turn: StreamedTurn, lane: int, layer: int) -> list[Tensor]:
         like = self._model.activations_like(*turn.batch.shapes[turn.begin + lane])
         return self.handover.get(self._place(lane, layer), like)
 
@@ -254,11 +256,11 @@ class Turns:
         return lane * self._head + layer - 1
 
 
-class Turn(NamedTuple):
+class StreamedTurn(NamedTuple):
     """A turn: slot `number` of `slots`, from micro-batch `begin` on."""
 
     batch: Batch
-    slot: Slot
+    slot: TurnSlot
     number: int
     begin: int
     slots: int

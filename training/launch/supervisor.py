@@ -42,7 +42,7 @@ Shape = tuple[int, list[str], str]  # of a topology: number of processes, overri
 
 
 @dataclass
-class Job:
+class HostedRun:
     """What to run and where.
 
     Attributes:
@@ -67,13 +67,13 @@ class Job:
 
 def main() -> None:
     """Supervise the job that `training.launch.start` has put into the environment."""
-    sys.exit(Supervisor(Job(command=sys.argv[1:], **json.loads(os.environ.pop(JOB)))).supervise())
+    sys.exit(Supervisor(HostedRun(command=sys.argv[1:], **json.loads(os.environ.pop(JOB)))).supervise())
 
 
 class Supervisor:
     """Runs a job to its end."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: HostedRun) -> None:
         self._job = job
         self._run = os.urandom(8).hex()
         self._failed_at = self._ended_at = 0.0  # when the last attempt failed, and when none of its processes was left

@@ -27,7 +27,7 @@ from training.plan.plan import Plan
 from training.plan.resources import check_resources, explain_out_of_memory
 from training.plan.search import Feed, feed_of
 from training.plan.timing import choose_kernels
-from training.plan.weight_streaming import cut, cut_into_slots, describe
+from training.plan.weight_streaming import cut, cut_into_slots, describe_turns
 from training.schedule.instructions import WEIGHT_STREAMING
 from training.topology import Division
 
@@ -124,7 +124,7 @@ def choose(
     basis, report = Basis.of_run(config, spec, Workload.of(loader, config), device)
     if config.schedule == WEIGHT_STREAMING:
         slots, parts = cut_into_slots(basis), config.parts_for(spec.n_layers) or cut(basis.trained, config.chunks)
-        return Division(config.topology(parts), report=(*report, *describe(slots)), slots=slots)
+        return Division(config.topology(parts), report=(*report, *describe_turns(slots)), slots=slots)
     if config.parts_for(spec.n_layers) is None:
         parts, reason = _resumed_parts(basis, saved)
         report.append(f"parts: auto, {reason}")

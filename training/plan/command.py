@@ -148,7 +148,7 @@ def show(plan: Plan, log: Console) -> None:
     save_path = Path(plan.basis.config.save_path)
     with writing(save_path):
         save_path.mkdir(parents=True, exist_ok=True)
-        log.print(f"drawn: {draw(plan, save_path / PICTURE)}")
+        log.print(f"drawn: {draw_plan(plan, save_path / PICTURE)}")
 
 
 def _spread(config: TrainConfig, count: int) -> TrainConfig:
@@ -229,7 +229,7 @@ def plan_summary(plan: Plan) -> list[str]:
         f"data: {work.source}",
         f"step: {a_step} x {work.length:.0f} tokens a replica, {work.supervised:.0%} of them supervised; "
         f"{config.schedule if basis.in_stages else 'no pipeline'}",
-        f"bubble: {plan.bubble:.1%} of the devices' time" if basis.in_stages else zero.describe(basis),
+        f"bubble: {plan.bubble:.1%} of the devices' time" if basis.in_stages else zero.describe_sharing(basis),
     ]
 
     if basis.in_fp8:
@@ -339,7 +339,7 @@ def search_table(plans: Sequence[Plan]) -> Table:
     return made
 
 
-def draw(plan: Plan, path: Path) -> Path:
+def draw_plan(plan: Plan, path: Path) -> Path:
     """Draw memory and time of the stages as a PNG."""
     from matplotlib.figure import Figure  # takes a second
     from matplotlib.ticker import MaxNLocator

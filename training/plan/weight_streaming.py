@@ -27,7 +27,7 @@ from training.plan.inputs import Basis
 from training.plan.memory import MemoryModel, StateBytes
 from training.plan.partition import best_split
 from training.plan.plan import RESOLUTION
-from training.schedule.weight_streaming import Slot, Streamed, simulate
+from training.schedule.weight_streaming import Slot, Streamed, simulate_turns
 from training.topology import Slots, layer_ranges
 
 MOST_BLOCKS = 4
@@ -128,7 +128,7 @@ class Streaming:
                 forward = cut(self.forward[: self.head], count)
                 made, memory = self.slots(forward, backward), self.memory(forward, backward)
                 for a_round in sizes if len(made) > self.gpus else ():
-                    step = simulate(made, self.gpus, number, a_round, HOST_LINK)
+                    step = simulate_turns(made, self.gpus, number, a_round, HOST_LINK)
                     host = int(self._host + a_round * self.head * self._hidden)
                     found = Slots(tuple(forward), tuple(backward), a_round, self.heads)
                     yield StreamedPlan(self.basis, self.gpus, found, step, memory, host)
@@ -196,10 +196,10 @@ def describe_plan(plan: StreamedPlan) -> list[str]:
     limit = f" of {gigabytes(device.memory)}" if device.memory else ""
     memory = f"at most {gigabytes(plan.memory)}{limit} on a device, {gigabytes(plan.host)} of main memory"
     line = f"weight streaming: {', '.join([*known, f'bubble {plan.bubble:.1%}', memory])}"
-    return [line, *describe(plan.slots)]
+    return [line, *describe_turns(plan.slots)]
 
 
-def describe(slots: Slots) -> list[str]:
+def describe_turns(slots: Slots) -> list[str]:
     """Say, in a line for the log, how many layers a turn has."""
     forward, backward = map(_turns_of, (slots.forward, slots.backward))
     micro_batches, head = counted(slots.a_round, "micro-batch"), counted(slots.heads, "turn")

@@ -59,7 +59,7 @@ def seconds(basis: Basis, layer: int, gradient: int) -> tuple[float, float]:
     return sum(map(everybody.gather, sizes)), sum(map(near.gather, sizes)) + reduced
 
 
-def describe(basis: Basis) -> str:
+def describe_sharing(basis: Basis) -> str:
     """Say in a line what the processes share, and what a micro-batch gathers."""
     config, stage = basis.config, basis.config.zero_optimization.stage
     line = f"ZeRO: stage {stage}, {config.model_topo.replicas} processes share {SHARED[stage]}"

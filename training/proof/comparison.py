@@ -113,10 +113,10 @@ class Comparison:
             self.norm.note(relative_difference(numbers["grad_norm"].get(step), expected.norm), place(""))
             for name, value in expected.noted.items():
                 self.noted.note(relative_difference(numbers[name].get(step), value), place(""))
-            compare(self.gradients, place, noted.gradients, expected.gradients, tied)
+            compare_row(self.gradients, place, noted.gradients, expected.gradients, tied)
             for name, gradient in noted.gradients.items():
                 self.flat.note(float(is_flat(gradient)), place(name))
-            compare(self.updates, place, noted.masters, expected.weights, tied, expected.before)
+            compare_row(self.updates, place, noted.masters, expected.weights, tied, expected.before)
             rounded = {name: master.to(self._dtype) for name, master in noted.masters.items()}
             for rank, weights in enumerate(noted.weights):
                 compare_bits(self.replicas, place, weights, noted.slice_for_rank(rank, reference.fixed | rounded))
@@ -181,7 +181,7 @@ def is_flat(gradient: Tensor) -> bool:
     return not gradient.isfinite().all() or bool((gradient == gradient.flatten()[0]).all())
 
 
-def compare(
+def compare_row(
     row: Row,
     place: Callable[[str], str],
     found: Tensors,

@@ -94,7 +94,7 @@ class StreamingRecorder(Recording, WeightStreamingTrainer):
         return {name: self.engine.module.weights[name] for name in self.engine.names}
 
 
-class Recorder(Recording, PipelineTrainer):
+class StepRecorder(Recording, PipelineTrainer):
     """A stage that records its steps."""
 
     def _take_optimizer_step(self, engine: StageEngine, lr_kwargs: Any = None) -> None:
@@ -126,7 +126,7 @@ def _copied(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
 
 def make_recorder(folder: str, kind: type[Trainer]) -> type[Recording]:
     """Make a trainer class of a kind that records to `folder`."""
-    recorder = StreamingRecorder if issubclass(kind, WeightStreamingTrainer) else Recorder
+    recorder = StreamingRecorder if issubclass(kind, WeightStreamingTrainer) else StepRecorder
     return type("Recorder", (recorder,), {"folder": Path(folder)})
 
 

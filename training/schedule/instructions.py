@@ -35,7 +35,7 @@ ON_ITS_OWN = PASSES | {"LoadMicroBatch"}  # need no other rank
 JOINED = frozenset({"ForwardPass", "BackwardPass"})  # need the ranks that share layers or sequences, if any
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     """An activation sent over the border behind a stage, or its gradient sent back."""
 
     kind: Literal["activation", "gradient"]
@@ -55,7 +55,7 @@ class Meaning(NamedTuple):
     kind: Kind
     stage: int
     micro_batch: int | None
-    message: Message | None
+    message: Transfer | None
 
 
 class InstructionReader:
@@ -78,7 +78,7 @@ class InstructionReader:
         sent, side = message
         border = stage + side
         ends = frozenset({self._owner(border), self._owner(border + 1)})
-        return Meaning(kind, stage, micro_batch, Message(sent, border, micro_batch, ends))
+        return Meaning(kind, stage, micro_batch, Transfer(sent, border, micro_batch, ends))
 
     def _owner(self, stage: int) -> int:
         return min(stage, 2 * self._ranks - 1 - stage)

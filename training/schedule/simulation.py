@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
-from training.schedule.instructions import WORK, Meaning, Message, Schedule, read_schedule
+from training.schedule.instructions import WORK, Meaning, Schedule, Transfer, read_schedule
 from training.schedule.walk import Program, Simulation, Step, walk
 
 
@@ -61,7 +61,7 @@ def rank_steps(schedule: Schedule, rank: int, ranks: int, micro_batches: int) ->
     from training.schedule.zero_bubble import FilledSchedule
 
     steps: list[Step] = []
-    queued: list[Message] = []
+    queued: list[Transfer] = []
     one_by_one = schedule == "1f1b"
     instructions = TrainSchedule if one_by_one else FilledSchedule
     for instruction, meaning in read_schedule(instructions(micro_batches, ranks, rank)):

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from training.schedule.instructions import Meaning, Message
+from training.schedule.instructions import Meaning, Transfer
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """An interval in which a rank does one thing.
 
     Attributes:
@@ -37,7 +37,7 @@ class Simulation:
     """One step without its optimizer: its duration, and the work of all ranks."""
 
     seconds: float
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
     ranks: int
 
     @property
@@ -47,7 +47,7 @@ class Simulation:
 
 
 # One step of a rank: work; messages to start, answered by the seconds until all have arrived; None waits for them.
-Step = Meaning | list[Message] | None
+Step = Meaning | list[Transfer] | None
 Program = Generator[Step, float | None, None]
 
 
@@ -60,8 +60,8 @@ def walk(
         seconds: kind of work -> seconds by stage.
         transfers: seconds of a message between each rank and the next, once both are ready; 0 by default.
     """
-    posted: dict[tuple[Message, int], float] = {}  # when each rank was ready for each message
-    spans: list[Span] = []
+    posted: dict[tuple[Transfer, int], float] = {}  # when each rank was ready for each message
+    spans: list[TimeSpan] = []
     ends: list[float] = []
 
     def run(rank: int, program: Program) -> Generator[None, None, None]:
@@ -72,7 +72,7 @@ def walk(
                 step, idle = program.send(idle), None
                 if isinstance(step, Meaning):
                     end = clock + seconds[step.kind][step.stage]
-                    spans.append(Span(rank, step.kind, step.micro_batch, clock, end, step.stage))
+                    spans.append(TimeSpan(rank, step.kind, step.micro_batch, clock, end, step.stage))
                     clock = end
                 elif step is None:
                     clock = max(clock, arrival)

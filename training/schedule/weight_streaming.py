@@ -69,7 +69,7 @@ def own_lanes(share: tuple[int, int], begin: int, end: int) -> range:
     return range((part - begin) % parts, end - begin, parts)
 
 
-def simulate(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int, link: float) -> Streamed:
+def simulate_turns(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round: int, link: float) -> Streamed:
     """Simulate one step.
 
     Args:

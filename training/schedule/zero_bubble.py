@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from deepspeed.runtime.pipe.schedule import CommitP2P, DualPipeVSchedule, PipeInstruction, ReduceTiedGrads
 
-from training.schedule.instructions import WORK, Meaning, Message, read_schedule
+from training.schedule.instructions import WORK, Meaning, Transfer, read_schedule
 from training.schedule.walk import Program, walk
 
 MAX_DEFERRED = 1  # weight passes
@@ -60,7 +60,7 @@ def _fill(plain: DualPipeVSchedule, filled: list[PipeInstruction]) -> Program:
         filled: receives the instructions.
     """
     left: deque[tuple[int, Meaning]] = deque()  # chunk and pass
-    queued: list[Message] = []
+    queued: list[Transfer] = []
     for instruction, meaning in read_schedule(plain):
         if meaning and meaning.message:
             queued.append(meaning.message)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.checkpoint.source import compare, forget_cached
+from models.checkpoint.source import compare_bytes, forget_cached
 from models.conversion import to_huggingface as exporting
 from models.conversion import to_pipeline as importing
 from tests.models.command_line import convert, refusal
@@ -98,6 +98,6 @@ DIFFERENT = {
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
 def test_every_bit_counts(one: Tensor, other: Tensor, tmp_path: Path) -> None:
-    line = error_line(lambda: compare(tmp_path / "model.safetensors", {"x.weight": one}, {"x.weight": other}))
+    line = error_line(lambda: compare_bytes(tmp_path / "model.safetensors", {"x.weight": one}, {"x.weight": other}))
     assert "model.safetensors: x.weight " in line
-    assert compare(tmp_path, {"x.weight": other}, {"x.weight": other.clone()}) == other.nbytes
+    assert compare_bytes(tmp_path, {"x.weight": other}, {"x.weight": other.clone()}) == other.nbytes

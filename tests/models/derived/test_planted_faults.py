@@ -20,7 +20,7 @@ from models.attention.kernels import EAGER
 from models.attention.packed import Documents
 from models.derived.derive import derive
 from models.derived.positions import DerivedPositions
-from models.derived.proof import BOUND, GENERATION, ROUTING, Proof, bound, compare, small_spec
+from models.derived.proof import BOUND, GENERATION, ROUTING, Proof, bound, compare_models, small_spec
 from models.family import Family, Rule
 from models.layers import Head
 from tests.models.derived.cases import write_small
@@ -116,8 +116,8 @@ def test_a_fault_is_seen(name: str, tmp_path: Path) -> None:
     model, config, raw = small(tmp_path, fault.model_type)
     family = derive(config, raw)
     kernel, linear = family.attention[0], "linear" in name
-    sound = compare(small_spec(family, config, raw, kernel), model, tmp_path)
-    figures = compare(small_spec(fault.planted(family), config, raw, kernel), model, tmp_path)
+    sound = compare_models(small_spec(family, config, raw, kernel), model, tmp_path)
+    figures = compare_models(small_spec(fault.planted(family), config, raw, kernel), model, tmp_path)
     assert sound[fault.seen] <= bound(fault.seen, linear) < figures[fault.seen]
     before = [each for each in list(figures)[: list(figures).index(fault.seen)] if each != ROUTING]
     assert all(figures[each] <= bound(each, linear) for each in before)
@@ -127,7 +127,7 @@ def test_a_head_that_is_not_tied_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     model, config, raw = small(tmp_path, "smollm3")
     assert config.tie_word_embeddings
     monkeypatch.setattr(models.causal_lm, "tie_weights", lambda *_: None)
-    figures = compare(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
+    figures = compare_models(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
     assert figures["logits"] <= BOUND < figures["gradients"]
 
 
@@ -135,7 +135,7 @@ def test_a_dropped_tensor_is_seen(tmp_path: Path) -> None:
     model, config, raw = small(tmp_path, "qwen3")
     change_weights(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.q_norm.weight"))
     with pytest.raises(CheckpointError, match=r"missing weights: model\.layers\.1\.self_attn\.q_norm\.weight"):
-        compare(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
+        compare_models(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
 
 
 def test_numbers_in_another_order_are_seen(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_numbers_in_another_order_are_seen(tmp_path: Path) -> None:
         tensors |= {name: tensor.flip(0) for name, tensor in tensors.items() if name.endswith("down_proj.weight")}
 
     change_weights(tmp_path, flip)
-    figures = compare(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
+    figures = compare_models(small_spec(derive(config, raw), config, raw, EAGER), model, tmp_path)
     assert figures["logits"] > BOUND
     torch.testing.assert_close(figures["stages"], 0.0)
 

@@ -16,7 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from common.log import Log
 from options.any_layers import Pipeline, PipelineConfig, load_trained
 from options.any_layers.samples import SampleLoader
-from options.any_layers.stage import Layer, divide, make, on_no_device, shared_weights
+from options.any_layers.stage import Layer, divide_layers, make, on_no_device, shared_weights
 from options.any_layers.task import Layers
 from tests.launching import topology
 from training.distributed.disk import Disk
@@ -45,8 +45,12 @@ def points(count: int = 21) -> TensorDataset:
 class TestDivision:
     def test_by_parameters(self) -> None:
         layers: list[Layer] = [linear(4), lambda: linear(4), nn.ReLU(), lambda: linear(8), linear(4)]
-        assert divide(layers, None, 2) == [3, 2]
-        assert divide([linear(4), lambda: nn.Linear(10**6, 10**6), linear(4)], None, 3) == [1, 1, 1]  # takes no memory
+        assert divide_layers(layers, None, 2) == [3, 2]
+        assert divide_layers([linear(4), lambda: nn.Linear(10**6, 10**6), linear(4)], None, 3) == [
+            1,
+            1,
+            1,
+        ]  # takes no memory
 
     def test_what_a_function_makes_depends_on_the_seed_alone(self) -> None:
         first = make(lambda: linear(3), 5)
@@ -58,14 +62,14 @@ class TestDivision:
     def test_a_weight_may_lie_on_two_stages(self) -> None:
         shared, frozen = linear(4), linear(4).requires_grad_(False)
         layers = [shared, frozen, nn.Sequential(nn.ReLU(), shared), frozen]
-        assert divide(layers, [1, 3], 2) == [1, 3]
+        assert divide_layers(layers, [1, 3], 2) == [1, 3]
         assert shared_weights(layers) == [[(0, "weight"), (2, "1.weight")]]
         made = on_no_device([lambda: shared, nn.ReLU, lambda: shared])
         assert shared_weights(made) == [[(0, "weight"), (2, "weight")]]
 
     def test_a_complex_weight_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"layers: weight of layer 1 \(Linear\) is complex"):
-            divide([linear(4), nn.Linear(4, 4, bias=False, dtype=torch.complex64)], None, 2)
+            divide_layers([linear(4), nn.Linear(4, 4, bias=False, dtype=torch.complex64)], None, 2)
 
     def test_weights_lie_in_layers_alone(self) -> None:
         def read(loss: Any) -> None:
@@ -77,7 +81,7 @@ class TestDivision:
 
     def test_too_few_layers(self) -> None:
         with pytest.raises(ConfigError, match="3 stages for 2 layers"):
-            divide([linear(4), linear(4)], None, 3)
+            divide_layers([linear(4), linear(4)], None, 3)
 
 
 class Whole(nn.Module):

@@ -22,7 +22,7 @@ from models.api import read_spec
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from options import load_config
-from options.demo.chat import Chat
+from options.demo.chat import ChatSession
 from options.demo.chat_model import INCOMPLETE, AnswerOptions, ChatModel
 from options.demo.command_line import HELP
 from options.demo.generation import GREEDY, generate_many
@@ -116,7 +116,7 @@ def test_every_family_answers_what_transformers_generates(name: str, make_checkp
     assert len(set(expected)) > new // 8, "too monotonous to show anything"
     request = model.request(prompt, AnswerOptions(new, GREEDY))
     assert [token for _, token in generate_many(model.model, [request])] == expected
-    shown = "".join(Chat(model, AnswerOptions(new, GREEDY), print).ask(question))
+    shown = "".join(ChatSession(model, AnswerOptions(new, GREEDY), print).ask(question))
     text = model.tokenizer.decode(expected).lstrip()
     assert shown and shown == text.rstrip(INCOMPLETE), "half a character at the end is held back"
 
@@ -162,14 +162,14 @@ def test_chatglm3_drops_its_first_new_line_and_stops_where_it_hands_over(
         pp_to_hg(tmp_path / "layers", tmp_path / "native", options=native)
         folders.append(tmp_path / "native")
     for folder in folders:
-        chat = Chat(ChatModel(folder), AnswerOptions(32, GREEDY), print)
+        chat = ChatSession(ChatModel(folder), AnswerOptions(32, GREEDY), print)
         for question in QUESTIONS:
             assert "".join(chat.ask(question)) == ANSWER
         assert [each.text for each in chat.said[1::2]] == [ANSWER] * 2
 
 
 def lima_answers(folder: Path) -> list[str]:
-    chat = Chat(ChatModel(folder), AnswerOptions(12, GREEDY), pytest.fail)
+    chat = ChatSession(ChatModel(folder), AnswerOptions(12, GREEDY), pytest.fail)
     return ["".join(chat.ask(question)) for question in ("One?", "Two?")]
 
 

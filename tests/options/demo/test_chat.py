@@ -25,7 +25,7 @@ from data.records.raw_records import read_file
 from data.records.reading import parse
 from data.tokenized.tokenize import encode
 from data.tokenized.tokenizer import load_tokenizer
-from options.demo.chat import Chat, read_tools
+from options.demo.chat import ChatSession, read_tools
 from options.demo.chat_model import Answer, AnswerOptions, ChatModel
 from options.demo.command_line import converse
 from options.demo.generation import GREEDY, generate_many
@@ -93,7 +93,7 @@ def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(rendered: tupl
     model.context = None
     encode = model.encode
     model.encode = lambda *given: asked.append(encode(*given)) or asked[-1]  # type: ignore[method-assign,func-returns-value]
-    chat = Chat(model, SHORT, pytest.fail, [BRIEF])
+    chat = ChatSession(model, SHORT, pytest.fail, [BRIEF])
     messages: list[dict[str, str]] = [{"role": "system", "content": BRIEF.text}]
     for turn in range(20):
         messages.append({"role": "user", "content": f"Question {turn}?"})
@@ -137,7 +137,7 @@ def test_a_continued_text_keeps_the_blank_that_a_decoder_drops() -> None:
 
 def test_a_full_context_drops_the_oldest_rounds_and_then_shortens_the_answer(folder: Path) -> None:
     model, lines = ChatModel(folder), list[str]()
-    chat = Chat(model, SHORT, lines.append, [BRIEF])
+    chat = ChatSession(model, SHORT, lines.append, [BRIEF])
     model.context = 2 * len(model.encode([*chat.said, Said("user", "Why?")]))
     for _ in range(6):
         list(chat.ask("Why?"))
@@ -147,7 +147,7 @@ def test_a_full_context_drops_the_oldest_rounds_and_then_shortens_the_answer(fol
     prompt = model.encode([Said("user", "Why?")])
     model.context = len(prompt) + 2
     lines.clear()
-    list(Chat(model, SHORT, lines.append).ask("Why?"))
+    list(ChatSession(model, SHORT, lines.append).ask("Why?"))
     assert lines == [f"the context of {model.context} tokens has room for 2 tokens of the answer"]
     request = model.request(prompt, SHORT)
     assert [len(request.text) for _ in generate_many(model.model, [request])][-1] == model.context
@@ -177,7 +177,7 @@ def test_a_question_that_is_no_text_or_too_long_is_refused_and_the_chat_goes_on(
         assert run_demo(folder, *words) == (2, "", f"{line} (see docs/data.md)\n")
     typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\nWhy?\n\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", typed)
-    chat = Chat(ChatModel(folder), SHORT, pytest.fail)
+    chat = ChatSession(ChatModel(folder), SHORT, pytest.fail)
     converse(chat)
     assert capsys.readouterr().err == f"{line}\n" and [each.text for each in chat.said[::2]] == ["Why?"]
     code, out, error = run_demo(folder, "--prompt", "Why? " * 300)
@@ -189,7 +189,7 @@ def test_a_question_that_is_no_text_or_too_long_is_refused_and_the_chat_goes_on(
 
 def test_a_dialogue_goes_on_where_the_template_refuses_its_own_tags(recite: Make) -> None:
     folder = recite("<|channel|>final<|message|>Lima.<|return|>", HARMONY, "<|return|>")
-    chat = Chat(ChatModel(folder), LONGER, pytest.fail)
+    chat = ChatSession(ChatModel(folder), LONGER, pytest.fail)
     for question in ("One?", "Two?", "Three?"):
         assert "".join(chat.ask(question)) == "<|channel|>final<|message|>Lima."
     assert [each.text for each in chat.said[1::2]] == ["Lima."] * 3
@@ -197,7 +197,7 @@ def test_a_dialogue_goes_on_where_the_template_refuses_its_own_tags(recite: Make
 
 def test_thoughts_are_saved_apart_and_trained_as_they_were_written(recite: Make, tmp_path: Path) -> None:
     folder = recite("<think>Hm.</think>Lima<|im_end|>", STYLES["qwen3"])
-    chat = Chat(ChatModel(folder), LONGER, pytest.fail)
+    chat = ChatSession(ChatModel(folder), LONGER, pytest.fail)
     for question in ("One?", "Two?"):
         assert "".join(chat.ask(question)) == "<think>Hm.</think>Lima"
     assert [(each.reasoning, each.text) for each in chat.said[1::2]] == [("Hm.", "Lima")] * 2

@@ -12,7 +12,7 @@ import pytest
 from data.chat.messages import Said
 from data.errors import DataError
 from options.demo import prompts_file
-from options.demo.chat import Chat
+from options.demo.chat import ChatSession
 from options.demo.chat_model import AnswerOptions, ChatModel
 from options.demo.generation import GREEDY, Sampling
 from options.demo.prompts_file import answer_file
@@ -78,7 +78,7 @@ def test_every_prompt_gets_the_answer_that_it_gets_alone(
     for place, line in enumerate(LINES):
         seed = options.sampling.seed
         alone = replace(options, sampling=replace(options.sampling, seed=None if seed is None else seed + place))
-        chat = Chat(model, alone, pytest.fail)
+        chat = ChatSession(model, alone, pytest.fail)
         if "messages" in line:
             chat.said = (Said("user", "Hi."), Said("assistant", "Yes?", supervised=True))
         assert written[place]["answer"] == "".join(chat.ask(line.get("prompt", "Go.")))

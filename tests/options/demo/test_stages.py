@@ -21,7 +21,7 @@ from models import CausalLM, load_model
 from models.api import read_spec
 from models.conversion.to_pipeline import hg_to_pp
 from options.demo.generation import ROWS, Passes, Request, generate_many
-from options.demo.stages import divide, in_replica, shares_of, stage_of
+from options.demo.stages import divide_by_weights, in_replica, shares_of, stage_of
 from tests.conftest import FAQ
 from tests.launching import (
     DEEPSPEED,
@@ -140,9 +140,9 @@ def test_a_division_makes_the_largest_stage_as_small_as_can_be(make_checkpoint: 
     for stages in range(2, spec.n_layers + 1):
         cuts = combinations(range(1, spec.n_layers), stages - 1)
         best = min(largest([0, *between, spec.n_layers]) for between in cuts)
-        assert largest([0, *accumulate(divide(spec, stages))]) == best
+        assert largest([0, *accumulate(divide_by_weights(spec, stages))]) == best
     with pytest.raises(ConfigError, match="8 stages for a model of 7 layers"):
-        divide(spec, 8)
+        divide_by_weights(spec, 8)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from options.reports import report
-from options.reports.report import draw
+from options.reports.report import draw_run
 from tests.conftest import ROOT
 
 WIDTH, HEIGHT = 1440, 960
@@ -84,14 +84,14 @@ def figure(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def test_all_four_panels_have_a_curve(tmp_path: Path) -> None:
-    picture = draw(write(tmp_path, [step(number) for number in range(1, 101)]))
+    picture = draw_run(write(tmp_path, [step(number) for number in range(1, 101)]))
     assert picture == tmp_path / "report.png"
     assert all(coloured(quarter) > 500 for quarter in quarters(picture))
 
 
 def test_the_curves_are_the_numbers(tmp_path: Path, figure: list[Figure]) -> None:
     lines = [step(1), evaluation(1), step(2, mfu=0.4), step(3, mfu=0.5), evaluation(3)]
-    draw(write(tmp_path / "run", lines))
+    draw_run(write(tmp_path / "run", lines))
     loss, lr, throughput, memory, mfu = figure[0].axes
     curves = {
         str(curve.get_label()): numpy.asarray(curve.get_xydata()).tolist()
@@ -130,7 +130,7 @@ def test_the_curves_are_the_numbers(tmp_path: Path, figure: list[Figure]) -> Non
 )
 @pytest.mark.filterwarnings("error")
 def test_odd_runs_are_drawn_too(lines: list[Line], tmp_path: Path) -> None:
-    assert coloured(pixels(draw(write(tmp_path, lines)))) > 0
+    assert coloured(pixels(draw_run(write(tmp_path, lines)))) > 0
 
 
 @pytest.mark.parametrize("first", [1, 20_000])
@@ -138,7 +138,7 @@ def test_odd_runs_are_drawn_too(lines: list[Line], tmp_path: Path) -> None:
 def test_steps_are_whole_and_no_curve_lies_on_a_frame(
     count: int, first: int, tmp_path: Path, figure: list[Figure]
 ) -> None:
-    draw(write(tmp_path, [step(number, tokens_per_s=7.0) for number in range(first, first + count)]))
+    draw_run(write(tmp_path, [step(number, tokens_per_s=7.0) for number in range(first, first + count)]))
     for panel in figure[0].axes:
         left, right = panel.get_xlim()
         ticks = [tick for tick in panel.get_xticks() if left <= tick <= right]
@@ -155,7 +155,7 @@ def test_steps_are_whole_and_no_curve_lies_on_a_frame(
 @pytest.mark.parametrize("name", ["$x_1", "a^b $", "\\frac", "第一次"])
 @pytest.mark.filterwarnings("error")
 def test_a_folder_s_name_is_no_formula(name: str, tmp_path: Path) -> None:
-    assert coloured(pixels(draw(write(tmp_path / name, [step(1)])))) > 0
+    assert coloured(pixels(draw_run(write(tmp_path / name, [step(1)])))) > 0
 
 
 def test_the_command_draws_where_it_is_told(tmp_path: Path) -> None:

@@ -15,24 +15,24 @@ from typing import Any, NamedTuple
 import pytest
 
 from models.checkpoint.layout import layer_file
-from options.timeline.drawing import draw, trace
+from options.timeline.drawing import draw_timeline, trace
 from options.timeline.recorder import Record
 from options.timeline.session import Figures, add_idle_spans
 from tests.conftest import FAQ
 from tests.launching import metrics, supervised, topology, write_config
-from training.schedule.instructions import WORK, Message, read_schedule
+from training.schedule.instructions import WORK, Transfer, read_schedule
 from training.schedule.simulation import simulate
-from training.schedule.walk import Span
+from training.schedule.walk import TimeSpan
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def steps_of(events: list[dict[str, Any]]) -> dict[int, list[list[Span]]]:
+def steps_of(events: list[dict[str, Any]]) -> dict[int, list[list[TimeSpan]]]:
     """The spans by step and rank of a trace of two ranks."""
-    steps: dict[int, list[list[Span]]] = {}
+    steps: dict[int, list[list[TimeSpan]]] = {}
     for event in sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]):
         about, begin, end = event["args"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-        span = Span(event["pid"], event["cat"], about["micro_batch"], begin, end, about["stage"])
+        span = TimeSpan(event["pid"], event["cat"], about["micro_batch"], begin, end, about["stage"])
         steps.setdefault(about["step"], [[], []])[span.rank].append(span)
     return steps
 
@@ -66,10 +66,12 @@ WAITING: dict[str, tuple[list[list[tuple[Any, ...]]], list[list[tuple[str, float
 @pytest.mark.parametrize("case", WAITING)
 def test_waiting_is_separated_from_work(case: str) -> None:
     rows, expected = WAITING[case]
-    message = Message("activation", 0, 0, frozenset({0, 1}))
+    message = Transfer("activation", 0, 0, frozenset({0, 1}))
     records = [
         [
-            Record(Span(rank, kind, 0, begin, end, rank), (message,) if kind in ("send", "receive") else (), *posted)
+            Record(
+                TimeSpan(rank, kind, 0, begin, end, rank), (message,) if kind in ("send", "receive") else (), *posted
+            )
             for kind, begin, end, *posted in ((*span, span[1]) if len(span) == 3 else span for span in spans)
         ]
         for rank, spans in enumerate(rows)
@@ -82,8 +84,8 @@ def test_reading_a_dualpipev_schedule_finds_both_ends_of_every_message() -> None
     from deepspeed.runtime.pipe.schedule import DualPipeVSchedule
 
     ranks = 3
-    sent: list[Message] = []
-    received: list[Message] = []
+    sent: list[Transfer] = []
+    received: list[Transfer] = []
     for rank in range(ranks):
         for _, meaning in read_schedule(DualPipeVSchedule(7, ranks, rank)):
             if meaning and meaning.message:
@@ -93,12 +95,12 @@ def test_reading_a_dualpipev_schedule_finds_both_ends_of_every_message() -> None
     assert set(sent) == set(received)
 
 
-def measured(schedule: Any, forward: list[float], backward: list[float], micro_batches: int) -> list[list[Span]]:
+def measured(schedule: Any, forward: list[float], backward: list[float], micro_batches: int) -> list[list[TimeSpan]]:
     """A simulated step as if it had been measured, with an optimizer after it."""
     simulation = simulate(schedule, forward, backward, micro_batches)
     rows = [[span for span in simulation.spans if span.rank == rank] for rank in range(simulation.ranks)]
     end = simulation.seconds
-    return [[*spans, Span(rank, "optimizer", None, end, end + 5, rank)] for rank, spans in enumerate(rows)]
+    return [[*spans, TimeSpan(rank, "optimizer", None, end, end + 5, rank)] for rank, spans in enumerate(rows)]
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("dualpipev", 4)])
@@ -127,12 +129,12 @@ def test_the_slowest_stage_is_named() -> None:
 
 
 def test_the_chart_is_a_picture(tmp_path: Path) -> None:
-    draw(measured("1f1b", [1.0, 2.0], [2.0, 3.0], 4), ["rank 0", "rank 1"], "a step", tmp_path / "chart.png")
+    draw_timeline(measured("1f1b", [1.0, 2.0], [2.0, 3.0], 4), ["rank 0", "rank 1"], "a step", tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(PNG)
 
 
 def test_the_trace_counts_in_microseconds() -> None:
-    steps = {3: [[Span(0, "forward", 2, 1.5, 1.75, 0)]]}
+    steps = {3: [[TimeSpan(0, "forward", 2, 1.5, 1.75, 0)]]}
     made = trace(steps, ["rank 0"])
     event = next(event for event in made["traceEvents"] if event["ph"] == "X")
     assert (event["ts"], event["dur"], event["name"], event["pid"]) == (1_500_000, 250_000, "forward 2", 0)

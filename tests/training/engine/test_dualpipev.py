@@ -23,7 +23,7 @@ from tests.launching import metrics, topology, write_config
 from tests.ranks import Ranks
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.schedule.instructions import InstructionReader, Message
+from training.schedule.instructions import InstructionReader, Transfer
 from training.schedule.zero_bubble import FilledSchedule
 from training.topology import Topology
 
@@ -46,8 +46,8 @@ def seconds(micro_batches: int, stages: int) -> int:
     """
     plans = [plan(micro_batches, stages, rank) for rank in range(stages)]
     clocks, places = [0] * stages, [0] * stages
-    posted: dict[tuple[Message, int], int] = {}
-    queued: list[list[Message]] = [[] for _ in range(stages)]
+    posted: dict[tuple[Transfer, int], int] = {}
+    queued: list[list[Transfer]] = [[] for _ in range(stages)]
     readers = [InstructionReader(rank, stages) for rank in range(stages)]
     while any(place < len(instructions) for place, instructions in zip(places, plans, strict=True)):
         before = list(places)

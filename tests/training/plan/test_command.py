@@ -18,7 +18,7 @@ from tests.launching import write_config
 from tests.training.plan.helpers import config_of, llama
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
-from training.plan.command import draw, plan_run
+from training.plan.command import draw_plan, plan_run
 from training.plan.inputs import Basis, Workload
 from training.plan.plan import Plan
 
@@ -134,7 +134,7 @@ def test_the_picture_says_what_the_lines_say(
     config = config_of(tmp_path, int(devices[0]) if devices else 2, **keys)
     device = parse_devices(devices)[1] if devices else this_device()
     plan = Plan.make(Basis(config, llama(tmp_path), Workload.assumed(config), device))
-    draw(plan, tmp_path / "plan.png")
+    draw_plan(plan, tmp_path / "plan.png")
     (figure,) = drawn
     title = figure.get_suptitle()
     assert all(text in title for text in texts) and ("tokens/s" in title) == plan.knows_seconds

@@ -15,7 +15,7 @@ from options import load_config
 from tests.launching import write_config
 from training.metrics.run_info import machine
 from training.proof.command import CERTIFICATE, table, write_certificate
-from training.proof.comparison import Row, choose_bounds, compare, compare_bits, is_flat, relative_difference
+from training.proof.comparison import Row, choose_bounds, compare_bits, compare_row, is_flat, relative_difference
 
 GENERATOR = torch.Generator().manual_seed(0)
 TIED = ("0.embed_tokens.weight", "4.lm_head.weight")
@@ -34,7 +34,7 @@ def gradients() -> dict[str, Tensor]:
 
 def rows_of(found: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor] | None = None) -> Row:
     row = Row("gradients", choose_bounds(torch.float32, 5)[1])
-    compare(row, place, found, expected, TIED, before)
+    compare_row(row, place, found, expected, TIED, before)
     return row
 
 

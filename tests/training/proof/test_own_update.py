@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from training.config.keys import TrainConfig
 from training.optimizer import lr_schedules, optimizers
 from training.optimizer.lr_schedules import LearningRate
-from training.proof.comparison import UPDATE_BOUND, Row, compare
+from training.proof.comparison import UPDATE_BOUND, Row, compare_row
 from training.proof.reference import own_optimizer, own_rate
 
 STEPS = 8
@@ -51,7 +51,7 @@ def updates(config: TrainConfig) -> Row:
             group["lr"] = own_rate(config, step) * group.get("lr_ratio", 1.0)
         expected.step()
         found, wanted = ({name: weight.detach() for name, weight in each.items()} for each in (run, own))
-        compare(row, f"step {step}, {{}}".format, found, wanted, None, before)
+        compare_row(row, f"step {step}, {{}}".format, found, wanted, None, before)
     return row
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from training.schedule.weight_streaming import Slot, simulate
+from training.schedule.weight_streaming import Slot, simulate_turns
 
 FREE = 1e30  # bytes/s
 
 
 def test_without_dependence_or_transfers_gpus_wait_only_for_the_first_and_last_turns() -> None:
-    found = simulate([Slot(1.0)] * 8, gpus=4, micro_batches=64, a_round=16, link=FREE)
+    found = simulate_turns([Slot(1.0)] * 8, gpus=4, micro_batches=64, a_round=16, link=FREE)
     assert found.work == 8 * 64
     assert found.seconds == 8 * 64 / 4 + 3  # the last GPU begins when three have had the first micro-batch
 
@@ -25,54 +25,54 @@ def test_without_dependence_or_transfers_gpus_wait_only_for_the_first_and_last_t
 @pytest.mark.parametrize("a_round", [1, 4, 16])
 def test_one_gpu_never_waits_for_another(a_round: int) -> None:
     slots = [Slot(seconds) for seconds in (1.0, 3.0, 0.5)]
-    found = simulate(slots, 1, 16, a_round, FREE)
+    found = simulate_turns(slots, 1, 16, a_round, FREE)
     assert found.seconds == pytest.approx(found.work) and found.bubble == pytest.approx(0)
 
 
 def test_slots_that_share_the_micro_batches_are_as_fast_as_one_that_takes_no_longer_than_the_others() -> None:
     """Three slots of 3 s, each for a third, hold nobody up, as a single one does."""
     slots = [Slot(1.0)] * 5
-    alone = simulate([*slots, Slot(3.0), *slots], 4, 96, 24, FREE)
-    shared = simulate([*slots, *(Slot(3.0, share=(part, 3)) for part in range(3)), *slots], 4, 96, 24, FREE)
+    alone = simulate_turns([*slots, Slot(3.0), *slots], 4, 96, 24, FREE)
+    shared = simulate_turns([*slots, *(Slot(3.0, share=(part, 3)) for part in range(3)), *slots], 4, 96, 24, FREE)
     assert shared.work == alone.work == 13 * 96
     assert shared.bubble < 0.05 and alone.bubble > 0.2
 
 
 def test_too_few_micro_batches_a_round_wait_for_each_other() -> None:
     """A GPU's turn of two is over two micro-batches before what it needs for its next has come through three others."""
-    bubbles = [simulate([Slot(1.0)] * 8, 4, 64, a_round, FREE).bubble for a_round in (2, 4, 16)]
+    bubbles = [simulate_turns([Slot(1.0)] * 8, 4, 64, a_round, FREE).bubble for a_round in (2, 4, 16)]
     assert bubbles[0] == pytest.approx(1 / 2, abs=0.03) and bubbles[1] == bubbles[2] < 0.03
 
 
 def test_where_transfers_take_longest_the_link_sets_the_speed() -> None:
     """12 bytes a turn come and 8 go; the first turn of a step has no sums to fetch, and one after it goes on alone."""
     slots = [Slot(0.01, weights=4.0, sums=8.0)] * 5
-    found = simulate(slots, 1, 32, 4, link=2.0)
+    found = simulate_turns(slots, 1, 32, 4, link=2.0)
     turns, first = 40, 5
     assert found.moved == turns * 4 + (turns - first) * 8 + turns * 8
     comes = (turns * 4 + (turns - first) * 8) / 2.0
     assert comes < found.seconds < 2 * comes  # the two ways are used at once, but for a turn's sums that wait
-    more = simulate(slots, 1, 64, 4, link=2.0)
+    more = simulate_turns(slots, 1, 64, 4, link=2.0)
     assert more.seconds > 1.9 * found.seconds
 
 
 def test_weights_come_while_the_turn_before_computes() -> None:
     """The first ones alone are waited for, and a piece that is on its way when a micro-batch wants to come."""
     slots, computing = [Slot(1.0, weights=3.0)] * 4, 4 * 16 / 2
-    assert 0 <= simulate(slots, 2, 16, 4, link=1.0).seconds - (3 + computing + 1) <= 3 / 4
-    assert simulate(slots, 2, 16, 4, link=0.5).seconds >= 8 * 3 / 0.5 > computing
+    assert 0 <= simulate_turns(slots, 2, 16, 4, link=1.0).seconds - (3 + computing + 1) <= 3 / 4
+    assert simulate_turns(slots, 2, 16, 4, link=0.5).seconds >= 8 * 3 / 0.5 > computing
 
 
 def test_a_step_begins_when_all_layers_are_updated() -> None:
     slots = [Slot(1.0, update=2.0), Slot(1.0, update=20.0), Slot(1.0), Slot(1.0)]
-    plain = simulate([Slot(1.0)] * 4, 1, 8, 8, FREE).seconds
-    assert simulate(slots, 1, 8, 8, FREE).seconds == 22 + plain
+    plain = simulate_turns([Slot(1.0)] * 4, 1, 8, 8, FREE).seconds
+    assert simulate_turns(slots, 1, 8, 8, FREE).seconds == 22 + plain
 
 
 @pytest.mark.parametrize(("slots", "gpus", "micro_batches", "a_round"), [(4, 4, 8, 8), (5, 2, 8, 3)])
 def test_what_it_cannot_do_is_refused(slots: int, gpus: int, micro_batches: int, a_round: int) -> None:
     with pytest.raises(ValueError, match=f"{slots} slots, {gpus} GPUs"):
-        simulate([Slot(1.0)] * slots, gpus, micro_batches, a_round, FREE)
+        simulate_turns([Slot(1.0)] * slots, gpus, micro_batches, a_round, FREE)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -89,7 +89,7 @@ def test_event_by_event_the_same_comes_out(seed: int) -> None:
     parts, first = chance.randint(1, min(a_round, len(slots))), chance.randint(0, len(slots))
     for part in range(min(parts, len(slots) - first)):
         slots[first + part] = replace(slots[first + part], share=(part, min(parts, len(slots) - first)))
-    found = simulate(slots, gpus, a_round * rounds, a_round, link=2.0)
+    found = simulate_turns(slots, gpus, a_round * rounds, a_round, link=2.0)
     assert found.seconds == pytest.approx(by_events(slots, gpus, a_round, rounds, 2.0), rel=1e-9)
 
 
