@@ -25,6 +25,8 @@ def add_rows_alone(model: nn.Module) -> None:
     """
     owners = Counter(chain.from_iterable(vars(layer)["_parameters"].values() for layer in model.modules()))
     for layer in model.modules():
+        if "forward" in vars(layer):  # of a shard of the words, which looks up its own
+            continue
         plain = type(layer) is nn.Embedding and not (layer.sparse or layer.max_norm or layer.scale_grad_by_freq)
         if plain and layer.weight.requires_grad and layer.weight.is_cpu and owners[layer.weight] == 1:
             vars(layer)["forward"] = MethodType(_look_up, layer)

@@ -42,7 +42,7 @@ class Planning(Callback):
         task = self._task
         if job.config.train_micro_batch_size_per_gpu == "auto":
             self._choose_rows(job)
-        elif ROWS not in job.config.model_fields_set and job.process.rank == 0:
+        elif ROWS not in job.config.model_fields_set and torch.distributed.get_rank() == 0:
             inputs = task.spec, this_device(), self._feed(), task.in_stages
             job.report += filter(None, [advice(job.config, *inputs)])
         if leaves_open(job.config, task.spec, task.in_stages):

@@ -184,7 +184,7 @@ def test_the_planner_divides_what_the_config_leaves_open(
 ) -> None:
     topology = {"process_topology": {"dims": [2 if in_stages else 1, 1]}, "parts": parts}
     config = config_of(tmp_path, 1, use_grad_ckpt=recompute, model_topo=topology)
-    job: Any = SimpleNamespace(config=config, division=None, progress=SimpleNamespace(known=None))
+    job: Any = SimpleNamespace(config=config, division=None, progress=SimpleNamespace(known=None), report=[])
     task: Any = SimpleNamespace(spec=llama(tmp_path), in_stages=in_stages, known_loader=None)
     with patch("training.plan.auto.gather", lambda value: [value]), patch("torch.distributed.get_rank", lambda: 0):
         Planning(task).on_divide(job)
