@@ -17,17 +17,6 @@ from tests.conftest import ROOT
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # To be mended when what moves these files is merged.
 LATER = {
-    "data/records/pairs.py",
-    "options/any_layers/samples.py",
-    "options/any_layers/stage.py",
-    "options/demo/chat_model.py",
-    "options/demo/stages.py",
-    "options/exports/to_onnx.py",
-    "options/reference.py",
-    "options/reports/model_card.py",
-    "options/reports/report.py",
-    "options/timeline/drawing.py",
-    "options/timeline/session.py",
     "quickstart/answers.py",
     "quickstart/questions.py",
     "training/config/changes.py",
