@@ -65,7 +65,8 @@ def written(page: Path = PAGE) -> str:
             parts.append(f"\n### {said('', GROUPS[name])}\n\n{header}")
         parts += [_row(said, *each) for each in _keys(name, field)]
     parts.append(f"\n### {said('', ENTRIES)}\n\n{header}")
-    parts += [_row(said, *each) for name, field in Source.model_fields.items() for each in _keys(name, field)]
+    for name, field in Source.model_fields.items():
+        parts += [_row(said, *each) for each in _keys(name, field)]
     return "".join(parts) + "\n"
 
 
@@ -91,8 +92,11 @@ def foreign_keys(said: Said) -> str:
     header = [said("", "here"), *TOOLS.values(), said("", "note")]
     lines = [header, ["---"] * len(header)]
     for key, advice, names in OTHERS:
-        each = [name.partition(":") for name in names.split()]
-        cells = [", ".join(f"`{name}`" for name, _, tools in each if letter in tools) for letter in TOOLS]
+        foreign = [name.partition(":") for name in names.split()]
+        cells = []
+        for letter in TOOLS:
+            of_tool = [f"`{name}`" for name, _, tools in foreign if letter in tools]
+            cells.append(", ".join(of_tool))
         if any(cells):
             lines.append([f"`{key}`" if key else said("", "none"), *cells, said("", advice) if advice else ""])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -122,7 +126,9 @@ def _keys(name: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
     sections = [each for each in sections_in(field.annotation) if each is not Source]  # which has its own table
     if field.description or not sections:
         yield name, field
-    inner = {key: each for section in sections for key, each in section.model_fields.items()}  # schedules share some
+    inner: dict[str, FieldInfo] = {}
+    for section in sections:
+        inner |= section.model_fields  # schedules share some
     for key, each in inner.items():
         yield from _keys(f"{name}.{key}", each)
 

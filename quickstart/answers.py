@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mean
 
 from rich.markup import escape
@@ -36,15 +36,18 @@ def _judged(questions: Sequence[Question], before: Sequence[str], after: Sequenc
         marks = [f"[red]✗ {_short(fault)}[/]\n" if fault else "[green]✓[/] " for fault in faults]
         cells = [mark + _short(each) for mark, each in zip(marks, answers, strict=True)]
         table.add_row(_short(question.shown), AS_TRAINED if question.trained else OTHERWISE, *cells)
-    right = [
-        sum(not each.fault(answer) for each, answer in zip(questions, told, strict=True)) for told in (before, after)
-    ]
+    right = [_count_right(zip(questions, told, strict=True)) for told in (before, after)]
     by_wording = []
     for trained, name in ((True, AS_TRAINED), (False, OTHERWISE)):
         asked = [(each, answer) for each, answer in zip(questions, after, strict=True) if each.trained == trained]
-        by_wording.append(f"{sum(not each.fault(answer) for each, answer in asked)} of {len(asked)} asked {name}")
+        by_wording.append(f"{_count_right(asked)} of {len(asked)} asked {name}")
     summary = f"right answers: {right[0]} of {len(questions)} before, {right[1]} after: {', '.join(by_wording)}"
     return table, summary, right[1] > max(right[0], len(questions) // 2)
+
+
+def _count_right(asked: Iterable[tuple[Question, str]]) -> int:
+    """Count the shipped questions whose answers have no fault."""
+    return sum(not question.fault(answer) for question, answer in asked)
 
 
 def _beside_the_records(
@@ -54,9 +57,8 @@ def _beside_the_records(
     for question, *answers in zip(questions, before, after, strict=True):
         cells = [f"{question.likeness(each):.0%} {_short(each)}" for each in answers]
         table.add_row(_short(question.shown), _short(question.answer), *cells)
-    first, last = (
-        mean(each.likeness(answer) for each, answer in zip(questions, told, strict=True)) for told in (before, after)
-    )
+    first = mean(each.likeness(answer) for each, answer in zip(questions, before, strict=True))
+    last = mean(each.likeness(answer) for each, answer in zip(questions, after, strict=True))
     summary = (
         f"like the records' own answers: {first:.0%} before, {last:.0%} after; all {len(questions)} are trained, so "
         "this shows what was remembered: eval_data_path measures the rest"

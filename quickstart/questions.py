@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,14 @@ class Question:
 def shipped(records: Path) -> list[Question]:
     """Read the questions of questions.json; the records tell which of them are trained in the same words."""
     known = json.loads(records.read_text(encoding="utf-8"))
-    asked = {text for raw in known for text in _asked_in(raw)}
+    asked = set(chain.from_iterable(map(_asked_in, known)))
     texts = [json.dumps(raw, ensure_ascii=False) for raw in known]
-    return [
-        Question({"prompt": ask}, ask, trained=ask in asked, judge=Judge(texts, ask, each["require"], each["forbid"]))
-        for each in json.loads(SHIPPED.read_text(encoding="utf-8"))
-        for ask in [each["ask"]]
-    ]
+    questions = []
+    for each in json.loads(SHIPPED.read_text(encoding="utf-8")):
+        ask = each["ask"]
+        judge = Judge(texts, ask, each["require"], each["forbid"])
+        questions.append(Question({"prompt": ask}, ask, trained=ask in asked, judge=judge))
+    return questions
 
 
 def sample_of(data: str, skip_bad: bool = False) -> list[Question]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import zip_longest
+from itertools import chain, product, zip_longest
 from typing import Any, NamedTuple
 
 from data.records.chat import ROLES, Chat, Unanswered
@@ -28,6 +28,7 @@ SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")
 RANKED = ("responses", "completions", "answers", "outputs", "generations")
 BY_SCORE, BY_RANK = ("scores", "ratings"), ("ranks", "rank")  # of each of them; rank 1 is the best
 OF_ENTRY = {"score": 1, "overall_score": 1, "rating": 1, "rank": -1}  # in an entry; the sign of what is better
+IN_ENTRY = ("response", "text", "content")  # where an entry has its answer
 DIALOGUES = ("messages", "conversations", "conversation")
 ASKED = ("prompt", "instruction", "question", "query", "input")
 ONE_ANSWER = frozenset("answer completion output response target".split())  # where a plain record has it
@@ -60,8 +61,8 @@ def split_judged(fields: Fields, wanted: Wanted) -> tuple[list[Judged], list[str
     else:
         judged, used = _marked(fields, wanted)
     unused = [name for name in graded(fields) if name not in used]
-    for name in unused:
-        for document in (document for each in judged for document in each.documents):
+    for document in chain.from_iterable(each.documents for each in judged):
+        for name in unused:
             document.pop(name, None)
     return judged, unused
 
@@ -162,27 +163,27 @@ def _ranked(fields: Fields) -> tuple[list[Judged], set[str]] | None:
         if by is None:
             return None
         sign, grades = OF_ENTRY[by], [entry[by] for entry in entries]
-        answers = [
-            next((each[key] for key in ("response", "text", "content") if key in each), None) for each in entries
-        ]
+        answers = list(map(_answer_in, entries))
     numbers = [_number(grade) for grade in grades] if isinstance(grades, list) else []
     better = [sign * number for number in numbers if number is not None]
     if not len(better) == len(numbers) == len(answers):
         raise ValueError(f"{by}: expected a number for each of {name}")
     best = better.index(max(better, default=0)) if better else 0
     rest = {other: value for other, value in fields.items() if other not in (name, by)}
-    pairs = [
-        Judged(
-            "pair",
-            tuple(_with_answer(rest, f"{name}[{place}]", answers[place], ()) for place in (best, worse)),
-            better[best] - grade if sign > 0 else 0.0,
-        )
-        for worse, grade in enumerate(better)
-        if grade < better[best]
-    ]
+    pairs = []
+    for worse, grade in enumerate(better):
+        if grade < better[best]:
+            documents = (_with_answer(rest, f"{name}[{place}]", answers[place], ()) for place in (best, worse))
+            pairs.append(Judged("pair", tuple(documents), better[best] - grade if sign > 0 else 0.0))
     if not pairs:
         raise ValueError(f"{by}: expected answers of different grades, found all equal")
     return pairs, {name, by}
+
+
+def _answer_in(entry: Fields) -> Any:
+    """Return the answer of an entry that has a grade; None where it has no answer."""
+    name = _first(IN_ENTRY, entry)
+    return None if name is None else entry[name]
 
 
 def _with_answer(rest: Fields, name: str, answer: Any, known: Sequence[Any]) -> Fields:
@@ -194,7 +195,7 @@ def _with_answer(rest: Fields, name: str, answer: Any, known: Sequence[Any]) -> 
     messages = _messages(name, answer)
     if _role(messages[0]) != "assistant":  # the whole dialogue, beside which its beginning may stand once more
         told = [each for each in known if isinstance(each, list)]
-        texts = [text for each in messages for text in each.values()]
+        texts = list(chain.from_iterable(each.values() for each in messages))
         for key in (*DIALOGUES, "prompt"):
             there = rest.get(key)
             begins = isinstance(there, list) and any(each[: len(there)] == there for each in told)
@@ -312,7 +313,7 @@ def _check_prompts(pair: Sequence[Tokenized]) -> None:
 
 def unpaired(judged: Sequence[Judged]) -> list[Judged]:
     """Mark the better answer of each pair as desirable and the other as not; one that several pairs have, once."""
-    alone = [Judged("marked", (each.documents[place],), 1.0 - place) for each in judged for place in (0, 1)]
+    alone = [Judged("marked", (each.documents[place],), 1.0 - place) for each, place in product(judged, (0, 1))]
     return [each for place, each in enumerate(alone) if each not in alone[:place]]
 
 

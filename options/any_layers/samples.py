@@ -9,6 +9,7 @@ reads the labels, and in a resumed run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -75,7 +76,7 @@ class SampleLoader(Loader):
     def micro_batches(self, batch: GlobalBatch, replica: int) -> Iterator[Sent]:
         """Yield a replica's micro-batches `(inputs, labels)`, two tuples of tensors; inputs have the training dtype."""
         for rows in batch.micro_batches[replica]:
-            made = self._collate_samples([self._sample(number) for row in rows for number in row])
+            made = self._collate_samples([self._sample(number) for number in chain.from_iterable(rows)])
             if not isinstance(made, (tuple, list)) or len(made) != 2:
                 raise ConfigError(f"dataset: expected samples (inputs, labels), found {type(made).__name__}")
             inputs = (each.to(self._dtype) if each.is_floating_point() else each for each in _tensors(made[0]))

@@ -64,7 +64,9 @@ class LayerStage(SharedWeights):
     ) -> None:
         self._bounds = [0, *accumulate(parts)]
         self._places = shared_weights(on_no_device(pipeline.layers))
-        self.shared_names = [tuple(f"{layer}.{name}" for layer, name in places) for places in self._places]
+        self.shared_names: list[tuple[str, ...]] = []
+        for places in self._places:
+            self.shared_names.append(tuple(f"{layer}.{name}" for layer, name in places))
         self._recompute = config.recomputed(len(pipeline.layers))  # numbers from 1
         grid = config.model_topo.process_topology
         topology = ProcessTopology(axes=list(grid.axes), dims=list(grid.dims))
@@ -236,7 +238,7 @@ def divide_layers(layers: Sequence[Layer], parts: Sequence[int] | None, stages: 
         raise ConfigError(f"parts: {stages} stages for {len(layers)} layers; expected a layer for each stage")
     made = on_no_device(layers)
     if parts is None:
-        costs = [1 + sum(weight.numel() for weight in layer.parameters()) for layer in made]
+        costs = [1 + sum(map(torch.numel, layer.parameters())) for layer in made]
         parts = best_split(costs, stages, lambda *_: True)
         assert parts is not None  # the filter accepts any division
     if sum(parts) != len(layers):

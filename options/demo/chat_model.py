@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,16 @@ class Answer:
         if complete:
             self.raw, self.stopped = self.raw[: min(complete)[1]], True
             return self.end()
-        begun = (length for each in self._stop for length in range(1, len(each)) if self.raw.endswith(each[:length]))
-        return self._next_piece(held_back=max(begun, default=0))
+        return self._next_piece(held_back=max(map(self._begun, self._stop), default=0))
 
     def end(self) -> str:
         """Return the text that was held back."""
         return self._next_piece(held_back=0)
+
+    def _begun(self, stop: str) -> int:
+        """Return how many characters at the end may be the beginning of a stop text."""
+        lengths = (length for length in range(1, len(stop)) if self.raw.endswith(stop[:length]))
+        return max(lengths, default=0)
 
     def _next_piece(self, held_back: int) -> str:
         begin, self._shown = self._shown, max(self._shown, len(self.text) - held_back)
@@ -225,8 +230,9 @@ def find_newest_result() -> str:
     Raises:
         ConfigError: there is none.
     """
-    runs = [path.parent for depth in DEPTHS for path in Path().glob(f"{depth}{RUN_FILE}")]
-    folders = [path.parent for run in runs for path in run.glob("[!.]*/*config.json")]  # an adapter has one too
+    runs = chain.from_iterable(Path().glob(f"{depth}{RUN_FILE}") for depth in DEPTHS)
+    configs = chain.from_iterable(run.parent.glob("[!.]*/*config.json") for run in runs)  # an adapter has one too
+    folders = (config.parent for config in configs)
     found = [each for each in folders if (each / RECORD).is_file() or each.name == EXPORTED]
     if not found:
         raise ConfigError("--model: no run in this folder has a checkpoint; expected --model DIR, such as a save_path")

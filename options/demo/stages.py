@@ -16,6 +16,7 @@ but not one prompt sooner.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from argparse import Namespace
@@ -23,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +139,7 @@ class StagedPasses(Passes):
     def _send_request(self, work: Pass | None, ranks: range) -> None:
         content = torch.frombuffer(bytearray(json.dumps(work).encode()), dtype=torch.uint8)
         parts = torch.tensor([len(content)]), content
-        self._sent.append([distributed.isend(part, rank, self._requests) for rank in ranks for part in parts])
+        self._sent.append([distributed.isend(part, rank, self._requests) for rank, part in product(ranks, parts)])
 
     def _wait_for_request(self) -> None:
         """Wait until all have received the oldest request."""
@@ -277,7 +279,7 @@ def load_stage(
 
 def divide_by_weights(spec: ModelSpec, stages: int) -> list[int]:
     """Divide the layers so that the largest stage has the fewest weights: a pass takes as long as reading them does."""
-    weights = [sum(shape.numel() for shape in spec.shapes(layer).values()) for layer in range(spec.n_layers)]
+    weights = [sum(map(math.prod, spec.shapes(layer).values())) for layer in range(spec.n_layers)]
     parts = best_split(weights, stages, lambda *_: True)
     if parts is None:
         raise ConfigError(

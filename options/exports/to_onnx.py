@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import time
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def _trace(model: CausalLM) -> Any:
     with torch.no_grad():
         past = traced(ids, torch.ones_like(ids), [])[1]
     caches = [({0: ROW, 2: PAST}, {0: ROW, 2: PAST})] * len(past)
-    names = [f"{block}.{part}" for block in range(len(past)) for part in ("key", "value")]
+    names = [f"{block}.{part}" for block, part in product(range(len(past)), ("key", "value"))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names that several axes share, and deprecations within torch
         program: Any = torch.onnx.export(

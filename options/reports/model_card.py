@@ -7,6 +7,7 @@ their last names. The base model's own card stays, as README.base.md.
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -54,11 +55,13 @@ def card(info: dict[str, Any], lines: list[dict[str, Any]], name: str) -> str:
         name: the heading.
     """
     config, steps = info["config"], [line for line in lines if "loss" in line]
-    sums = {key: sum(line[key] for line in steps) for key in ("samples", "tokens", "supervised")}
+    sums = {key: sum(map(itemgetter(key), steps)) for key in ("samples", "tokens", "supervised")}
     sources = [source["path"] if isinstance(source, dict) else source for source in config["data_path"]]
     versions = dict(info["versions"])
     own, state = versions.pop("pipetune", "unknown"), info["git"]  # older runs have no version
-    revision = f", revision {state['revision']}{', modified' if state['modified'] else ''}" if state else ""
+    revision = ""
+    if state:
+        revision = f", revision {state['revision']}{', modified' if state['modified'] else ''}"
     rows = {
         "base model": "none: random weights" if config["from_scratch"] else _end(config["model_path"], 2),
         "data": ", ".join(_end(source, 1) for source in sources),

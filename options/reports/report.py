@@ -11,6 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def draw_run(run_folder: Path, output: Path | None = None, last_step: float = ma
     loss.set_title("loss")
     _line(loss, steps, "loss", label="training")
     _line(loss, evaluations, "eval_loss", label="evaluation", marker="o")
-    for name in sorted({name for line in evaluations for name in line if name.startswith("eval_loss/")}):
+    names = set(chain.from_iterable(evaluations))
+    for name in sorted(name for name in names if name.startswith("eval_loss/")):
         label = f"evaluation: {name.partition('/')[2]}"
         _line(loss, evaluations, name, label=label, marker=".", linestyle="--", linewidth=0.8)
     _draw_accuracy(loss, steps, evaluations)

@@ -7,6 +7,7 @@ second stage (dualpipev) have a prime. With weight streaming the bars of a rank 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ def draw_timeline(rows: Sequence[Sequence[TimeSpan]], names: Sequence[str], titl
     figure = Figure(figsize=(WIDTH, HEIGHT + ROW * len(rows)), dpi=DPI, layout="constrained")
     panel = figure.subplots()
     panel.set_title(title)
-    begin = min(span.begin for spans in rows for span in spans)
-    end = max(span.end for spans in rows for span in spans)
+    every_span = list(chain.from_iterable(rows))
+    begin = min(span.begin for span in every_span)
+    end = max(span.end for span in every_span)
     for row, spans in enumerate(rows):
         for kind, colour in COLOURS.items():
             bars = [(span.begin - begin, span.end - span.begin) for span in spans if span.kind == kind]
@@ -54,7 +56,7 @@ def draw_timeline(rows: Sequence[Sequence[TimeSpan]], names: Sequence[str], titl
     panel.set_xlabel("seconds")
     panel.set_yticks(range(len(rows)), names)
     panel.invert_yaxis()
-    drawn = {span.kind for spans in rows for span in spans}
+    drawn = {span.kind for span in every_span}
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in drawn]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small", frameon=False)
     figure.savefig(path, format="png")
@@ -69,19 +71,18 @@ def trace(steps: Mapping[int, Sequence[Sequence[TimeSpan]]], names: Sequence[str
     for rank, name in enumerate(names):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
-    events += [
-        {
-            "ph": "X",
-            "name": span.kind if span.micro_batch is None else f"{span.kind} {span.micro_batch}",
-            "cat": span.kind,
-            "pid": span.rank,
-            "tid": 0,
-            "ts": round(span.begin * 1e6, 1),
-            "dur": round((span.end - span.begin) * 1e6, 1),
-            "args": {"step": step, "stage": span.stage, "micro_batch": span.micro_batch},
-        }
-        for step, rows in steps.items()
-        for spans in rows
-        for span in spans
-    ]
+    for step, rows in steps.items():
+        events += [
+            {
+                "ph": "X",
+                "name": span.kind if span.micro_batch is None else f"{span.kind} {span.micro_batch}",
+                "cat": span.kind,
+                "pid": span.rank,
+                "tid": 0,
+                "ts": round(span.begin * 1e6, 1),
+                "dur": round((span.end - span.begin) * 1e6, 1),
+                "args": {"step": step, "stage": span.stage, "micro_batch": span.micro_batch},
+            }
+            for span in chain.from_iterable(rows)
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from options.timeline.recorder import Record, Recorder
 from training.callbacks import Callback
 from training.distributed.processes import gather
 from training.plan.partition import held_layers
-from training.schedule.instructions import WEIGHT_STREAMING, WORK
+from training.schedule.instructions import WEIGHT_STREAMING, WORK, Transfer
 from training.schedule.walk import TimeSpan
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ class ProfiledSteps(Callback):
         gathered = [self._records] * len(stages) if torch.distributed.get_rank() == 0 else None
         torch.distributed.gather_object(self._records, gathered)
         if gathered:
-            spans = {step: add_idle_spans([records[step] for records in gathered], stages) for step in self._records}
+            spans = {}
+            for step in self._records:
+                spans[step] = add_idle_spans([records[step] for records in gathered], stages)
             _report(run, stages, spans)
         self._records = {}
 
@@ -94,8 +97,9 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[TimeSpan
     names = [f"rank {rank}" for rank in range(len(stages))]
     if run.topology.parts and run.config.schedule != WEIGHT_STREAMING:
         held = held_layers(run.topology.parts, max(stages) + 1)
-        layers = [" and ".join(f"{begin}-{end - 1}" for begin, end in held[stage]) for stage in stages]
-        names = [f"{name}: stage {stages[rank]}, layers {layers[rank]}" for rank, name in enumerate(names)]
+        for rank, stage in enumerate(stages):
+            layers = " and ".join(f"{begin}-{end - 1}" for begin, end in held[stage])
+            names[rank] += f": stage {stage}, layers {layers}"
     try:
         replace_text(folder / TRACE_FILE, json.dumps(trace(spans, names)))
         draw_timeline(spans[last], names, f"{figures}; drawn: step {last}", folder / CHART_FILE)
@@ -138,14 +142,16 @@ class Figures:
         seconds: list[float] = []
         available = worked = 0.0
         for rows in steps:
-            spans = [span for row in rows for span in row if span.kind not in ("idle", "optimizer")]
+            spans = [span for span in chain.from_iterable(rows) if span.kind not in ("idle", "optimizer")]
             seconds.append(max(span.end for span in spans) - min(span.begin for span in spans))
             available += len(rows) * seconds[-1]
             for span in spans:
                 if span.kind in WORK:
                     times.setdefault(span.kind, defaultdict(list))[span.stage].append(span.end - span.begin)
                     worked += span.end - span.begin
-        passes = {kind: [mean(stages[stage]) for stage in sorted(stages)] for kind, stages in times.items()}
+        passes = {}
+        for kind, stages in times.items():
+            passes[kind] = [mean(stages[stage]) for stage in sorted(stages)]
         return cls(mean(seconds), 1 - worked / available, passes)
 
     def by_rank(self, ranks: int) -> list[float]:
@@ -175,21 +181,22 @@ def add_idle_spans(records: Sequence[Sequence[Record]], stages: Sequence[int]) -
         stages: by rank; ranks with the same stage belong to different replicas.
     """
     replicas = [stages[:rank].count(stage) for rank, stage in enumerate(stages)]
-    posted = {
-        (replica, stage, message): record.posted
-        for replica, stage, row in zip(replicas, stages, records, strict=True)
-        for record in row
-        for message in record.messages
-    }
-    begin = min(record.span.begin for row in records for record in row)
-    end = max(record.span.end for row in records for record in row)
+    posted: dict[tuple[int, int, Transfer], float] = {}
+    for replica, stage, row in zip(replicas, stages, records, strict=True):
+        for record in row:
+            posted |= {(replica, stage, message): record.posted for message in record.messages}
+    every_span = [record.span for record in chain.from_iterable(records)]
+    begin = min(span.begin for span in every_span)
+    end = max(span.end for span in every_span)
     filled: list[list[TimeSpan]] = []
     for rank, (replica, stage, row) in enumerate(zip(replicas, stages, records, strict=True)):
         spans: list[TimeSpan] = []
         last = begin
         for span, messages, _ in row:
-            others = [(replica, other, message) for message in messages for other in message.ends - {stage}]
-            moving = max([span.begin, *(posted.get(each, begin) for each in others)])
+            moving = span.begin
+            for message in messages:
+                others = ((replica, other, message) for other in message.ends - {stage})
+                moving = max([moving, *(posted.get(each, begin) for each in others)])
             moving = min(moving, span.end)  # clocks may differ a little
             if moving - last >= SHORTEST:
                 spans.append(TimeSpan(rank, "idle", None, last, moving, stage))

@@ -78,7 +78,9 @@ _RULES: list[tuple[MayChange, str]] = [
         "zero_allow_untested_optimizer gradient_accumulation_steps preemption_signals ports max_restarts",
     ),
 ]
-CHANGES = {key: rule for rule, keys in _RULES for key in keys.split()}
+CHANGES: dict[str, MayChange] = {}
+for _rule, _keys in _RULES:
+    CHANGES |= dict.fromkeys(_keys.split(), _rule)
 
 
 def rule_of(key: str, rules: Mapping[str, MayChange] = CHANGES) -> MayChange:

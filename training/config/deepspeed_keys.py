@@ -134,7 +134,9 @@ def describe_ignored_keys(config: TrainConfig, in_stages: bool = True, plan: boo
         idle |= given["zero_optimization"].keys() - (BELOW_3 if zero.stage else set())
     if zero.stage == 1 and not zero.offloads and not config.data_types:  # then bf16 has an optimizer of its own
         idle |= BF16_ALONE
-    keys = [(f"{section}.{key}", key) for section, names in given.items() for key in sorted(names)]
+    keys: list[tuple[str, str]] = []
+    for section, names in given.items():
+        keys += [(f"{section}.{key}", key) for key in sorted(names)]
     lines = {"no effect here": [*config._left_out, *(place for place, key in keys if key in idle)]}
     lines["not in the plan"] = [place for place, key in keys if plan and key in UNPLANNED - idle]
     named = [f"{label}: {', '.join(places)}" for label, places in lines.items() if places]

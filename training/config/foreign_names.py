@@ -85,8 +85,7 @@ OTHERS = [  # our key, or none where there is no such thing; advice; names, each
     ("", "train_ds.py is a pipeline, train_ds_zero.py ZeRO", "env_type:F"),
     ("", "the best checkpoint by evaluation is kept", "early_stopping_patience:A load_best_model_at_end:HTAL"),
 ]
-FOREIGN = {
-    name: (key, advice, [TOOLS[letter] for letter in tools])
-    for key, advice, names in OTHERS
-    for name, _, tools in (each.partition(":") for each in names.split())
-}
+FOREIGN: dict[str, tuple[str, str, list[str]]] = {}  # another tool's name -> our key, advice, the tools
+for _key, _advice, _names in OTHERS:
+    for _name, _, _tools in (each.partition(":") for each in _names.split()):
+        FOREIGN[_name] = _key, _advice, [TOOLS[letter] for letter in _tools]

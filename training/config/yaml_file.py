@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,7 +96,7 @@ def _size(node: yaml.Node, known: dict[int, float]) -> float:
         known[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in parts for part in pair]
+            parts = list(chain.from_iterable(parts))
         known[id(node)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(node)]
 

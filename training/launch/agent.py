@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,8 @@ def reached_address() -> str:
     reached = os.environ.get("SSH_CONNECTION", "127.0.0.1").split()[-2:][0]
     if not reached.startswith("127.") and reached != "::1":
         return reached
-    interfaces = psutil.net_if_addrs().values()
-    found = [each.address for addresses in interfaces for each in addresses if each.family == socket.AF_INET]
+    addresses = chain.from_iterable(psutil.net_if_addrs().values())
+    found = [each.address for each in addresses if each.family == socket.AF_INET]
     return next((address for address in found if not address.startswith("127.")), reached)
 
 

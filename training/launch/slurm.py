@@ -36,7 +36,10 @@ def set_environment() -> None:
 def tasks_by_host(counts: str) -> list[int]:
     """Parse the number of tasks of each host, such as `2(x3),1`."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(tasks) for tasks, hosts in found for _ in range(int(hosts or 1))]
+    by_host: list[int] = []
+    for tasks, hosts in found:
+        by_host += [int(tasks)] * int(hosts or 1)
+    return by_host
 
 
 def first_host(hosts: str) -> str:

@@ -171,8 +171,11 @@ class Supervisor:
             if max(len(self._requests), bool(failed[1])) > sent:
                 sent += 1
                 deadline = min(deadline, time.monotonic() + (FAREWELL if failed[1] else job.patience) + MARGIN)
-                number = self._requests[sent - 1] if not failed[1] else 0
-                line = FAILED.decode() if failed[1] else str(number if number in job.signals else int(signal.SIGTERM))
+                if failed[1]:
+                    line = FAILED.decode()
+                else:
+                    number = self._requests[sent - 1]
+                    line = str(number if number in job.signals else int(signal.SIGTERM))
                 for agent in agents.values():
                     send(agent, line)
             if time.monotonic() > deadline:  # an agent or its host is frozen
