@@ -20,9 +20,11 @@ TEMPLATE = "configs/ds_config_pp.yml"
 
 
 def shown(page: str) -> list[tuple[str, str, str]]:
-    """The blocks without their comments."""
+    """The blocks without their comments, and pictures without their words."""
 
     def without_comments(block: Block) -> str:
+        if block.language == "mermaid":
+            return re.sub(r'"[^"]*"', "", block.text)
         return re.sub(r"(^|\s)#.*", "", block.text).strip()
 
     return [(each.language, each.needs, without_comments(each)) for each in blocks(pages=(page,))]

@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 from tests.docs.pages import PAGES, Block, blocks, text_of
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": 64}
-LANGUAGES = {"", "text", "bash", "json", "yaml", "python"}
+LANGUAGES = {"", "text", "bash", "json", "yaml", "python", "mermaid"}
 # These show parts of files, which use names of the rest.
 FRAGMENTS = ("docs/adding-a-model.md", "docs/adding-a-model_CN.md")
 OTHERS = {"onnxruntime"}  # packages that not every environment has
