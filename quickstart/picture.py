@@ -17,7 +17,7 @@ def draw_picture(run_folder: Path, target: Path) -> Path:
     """Draw the run's curves, and its timeline below them where it recorded one.
 
     Raises:
-        OSError, ValueError: as `options.reports.report.draw`.
+        OSError, ValueError: as `options.reports.report.draw_run`.
     """
     parts = [imread(draw_run(run_folder))]
     if (run_folder / CHART_FILE).is_file():

@@ -72,7 +72,7 @@ KEPT: dict[str, str] = {
     "tests/training/engine/test_adapters.py": r"^test_[^\[]*$|\[(tied-(fp32-2x1-1\+|dualpipev)|mixtral-fp32-2x1)",
     "tests/options/preference/test_gradients.py": r"\[kto-tied-2x1\]",
     "tests/training/engine/test_weight_streaming.py": NOTHING,
-    "tests/data/test_stream.py": r"^(?!test_every_record_comes)",
+    "tests/options/streamed_data/test_stream.py": r"^(?!test_every_record_comes)",
     "tests/training/distributed/test_communication.py": r"^(?!test_a_grid_of_512)",
     "tests/test_launching.py": r"^(?!test_the_whole_tree)",
     "tests/training/checkpoint/test_exporting.py": r"^(?!test_ranks_write)",

@@ -41,8 +41,8 @@ Start(sys.argv[1], notes / "config", notes, notes).run(lambda steps: None)
 SHOWS = """
 import sys
 from pathlib import Path
-from quickstart.job import Job, run
-run(Job(Path(), Path(), Path(), [], [], "", {}), sys.argv[1])
+from quickstart.job import QuickstartJob, run
+run(QuickstartJob(Path(), Path(), Path(), [], [], "", {}), sys.argv[1])
 """
 STARTERS = {"a launch of --prove": PROVES, "a command of the quickstart": SHOWS}
 

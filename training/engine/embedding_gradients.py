@@ -17,19 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.layers import Embedding
+
 
 def add_rows_alone(model: nn.Module) -> None:
-    """Make a model's embeddings on the CPU do so, where gradients stay until the step ends (ZeRO 0 or 1).
+    """Make a language model's embeddings on the CPU do so, where gradients stay until the step ends (ZeRO 0 or 1).
 
-    A weight that is also a head's gets one gradient of both from autograd, whose sum would be rounded in another order.
+    Each is called once in a micro-batch. A script's layers may be called twice, and a weight may be a head's too: then
+    autograd adds both gradients first, which rounds otherwise, and calls the weight's hooks once.
     """
     owners = Counter(chain.from_iterable(vars(layer)["_parameters"].values() for layer in model.modules()))
-    for layer in model.modules():
-        if "forward" in vars(layer):  # of a shard of the words, which looks up its own
+    first = chain.from_iterable(layer.children() for layer in model.modules() if isinstance(layer, Embedding))
+    for table in first:
+        if type(table) is not nn.Embedding or "forward" in vars(table):  # a shard of the words looks up its own
             continue
-        plain = type(layer) is nn.Embedding and not (layer.sparse or layer.max_norm or layer.scale_grad_by_freq)
-        if plain and layer.weight.requires_grad and layer.weight.is_cpu and owners[layer.weight] == 1:
-            vars(layer)["forward"] = MethodType(_look_up, layer)
+        if table.weight.requires_grad and table.weight.is_cpu and owners[table.weight] == 1:
+            vars(table)["forward"] = MethodType(_look_up, table)
 
 
 def _look_up(layer: nn.Embedding, ids: Tensor) -> Tensor:
@@ -45,12 +48,13 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, _: Tensor, ids: Tensor, layer: nn.Embedding) -> Tensor:
-        context.ids, context.layer = ids, layer
+        context.save_for_backward(ids)
+        context.layer = layer
         return F.embedding(ids, layer.weight)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ids, weight, gradient = context.ids, context.layer.weight, gradients[0]
+        (ids,), weight, gradient = context.saved_tensors, context.layer.weight, gradients[0]
         padding = -1 if context.layer.padding_idx is None else context.layer.padding_idx
         begun_sum = getattr(weight, "begun_sum", None)
         total = begun_sum() if begun_sum else weight.grad

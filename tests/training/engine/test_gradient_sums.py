@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.weight_gradients import WeightGradients
 from tests.closeness import assert_near
+from tests.conftest import TINY
+from tests.training.plan.helpers import spec_of
 from training.engine.embedding_gradients import add_rows_alone
 from training.engine.gradients import SLICE, add, sum_without_copies
 
@@ -129,11 +132,17 @@ def test_a_product_adds_to_the_sum_and_is_nearer_to_the_true_one(monkeypatch: py
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.parametrize("own_sum", [False, True], ids=["grad", "sum"])
-def test_an_embedding_adds_its_rows_alone(dtype: torch.dtype, padding: int | None, own_sum: bool) -> None:
+def test_an_embedding_adds_its_rows_alone(
+    dtype: torch.dtype, padding: int | None, own_sum: bool, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
+    spec = spec_of(tmp_path, TINY | {"model_type": "llama"})
+    first = spec.build(0, spec.positions())
     plain, ours = (nn.Embedding(5000, 64, padding).to(dtype) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
-    add_rows_alone(ours)
+    first.embed_tokens = ours
+    add_rows_alone(nn.Sequential(first, plain))
+    assert "forward" in vars(ours) and "forward" not in vars(plain)
     total = torch.zeros(ours.weight.shape)
     if own_sum:  # of an optimizer that keeps fp32 sums
         ours.weight.begun_sum = lambda: total  # type: ignore[attr-defined]
