@@ -21,22 +21,13 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.peers import SMOLLM2
 from benchmarks.report import Report, against_targets, run_parts
 from benchmarks.tokenizing import make_tokenizer
 from benchmarks.workers import ROOT
 from models import load_model
 from options.demo.generation import Request, generate, generate_many
 
-SMOLLM2 = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
 PROMPT, NEW, AT_ONCE, ROUNDS = 256, 64, 8, 5  # tokens, tokens, prompts, pairs
 
 

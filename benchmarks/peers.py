@@ -35,8 +35,7 @@ if TYPE_CHECKING:  # the process that compares needs no torch
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
 
-MODEL: dict[str, Any] = {  # SmolLM2-135M's
-    "model_type": "llama",
+SMOLLM2: dict[str, Any] = {  # SmolLM2-135M's shape
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 30,
@@ -45,9 +44,8 @@ MODEL: dict[str, Any] = {  # SmolLM2-135M's
     "vocab_size": 49152,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
-    "eos_token_id": 1,  # <|im_end|>
-    "bos_token_id": None,
 }
+MODEL: dict[str, Any] = {"model_type": "llama", **SMOLLM2, "eos_token_id": 1, "bos_token_id": None}  # 1: <|im_end|>
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 LORA: dict[str, Any] = {"lora": {"r": 16, "alpha": 32}}
 DPO: dict[str, Any] = {"preference": {"loss": "dpo", "beta": 0.1}}

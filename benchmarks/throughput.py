@@ -57,15 +57,8 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 WIDER = SMALL | {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8}
-LARGE_HEAD = SMALL | {  # the width and vocabulary of SmolLM2-135M
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
+# The width and vocabulary of SmolLM2-135M.
+LARGE_HEAD = SMALL | peers.SMOLLM2 | {"num_hidden_layers": 12, "max_position_embeddings": 512}
 TRAINER_BATCH = 4  # samples in a micro-batch of the Trainer; 8 take more memory than there is
 PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # so that all ways fit into memory at once
 DUALPIPEV: dict[str, Any] = {"schedule": "dualpipev"}

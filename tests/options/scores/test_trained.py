@@ -17,25 +17,12 @@ from models.checkpoint.tensor_files import save_state_dict
 from models.conversion.to_huggingface import pp_to_hg
 from models.errors import CheckpointError
 from models.loading import NewScores
-from options import RunConfig
 from tests.models.adapters import RandomFactors
-from training.config.yaml_file import checked
+from tests.training.test_trained import config
 from training.errors import ConfigError
 from training.trained import adapter_file, describe_trained, initial_states, with_trained
 
 Make = Callable[..., Path]
-
-
-PLAIN: dict[str, Any] = {
-    "data_path": "records.json",
-    "save_path": "run",
-    "train_batch_size": 1,
-    "optimizer": {"params": {"lr": 1e-4}},
-}
-
-
-def config(model: Path, **keys: Any) -> RunConfig:
-    return checked(RunConfig, PLAIN | {"model_path": str(model)} | keys)
 
 
 @pytest.mark.parametrize(
