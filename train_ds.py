@@ -48,7 +48,7 @@ def main() -> None:
 def plan(config: TrainConfig, arguments: Namespace) -> None:
     """Predict the time and memory of the run."""
     name_accelerator()
-    from training.plan.command import plan_run
+    from options.planner.command import plan_run
 
     plan_run(config, arguments)
 
@@ -56,14 +56,14 @@ def plan(config: TrainConfig, arguments: Namespace) -> None:
 def auto(arguments: Namespace, hosts: Hosts | None) -> Path:
     """Choose a config for machine, model and data; return its file."""
     name_accelerator()
-    from training.auto.command import configure
+    from options.planner.auto.command import configure
 
     return configure(RunConfig, arguments, hosts)
 
 
 def prove(config: TrainConfig) -> None:
     """Show by a small run that this one computes what it should."""
-    from training.proof.command import prove_run
+    from options.proof.command import prove_run
 
     prove_run(config, sys.argv[0])
 
@@ -76,7 +76,7 @@ def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor
 
     kind = pipeline_trainer(config)
     if arguments.record:
-        from training.proof.recorder import make_recorder
+        from options.proof.recorder import make_recorder
 
         kind = make_recorder(arguments.record, kind)
     return train_language_model(config, process, monitor, kind)

@@ -48,7 +48,7 @@ def plan(config: TrainConfig, arguments: Namespace) -> None:
     if arguments.search:
         raise ConfigError("--search: proposes pipelines; expected train_ds.py")
     name_accelerator()
-    from training.plan.command import plan_run
+    from options.planner.command import plan_run
 
     plan_run(config, arguments, in_stages=False)
 

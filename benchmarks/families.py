@@ -26,8 +26,8 @@ from models.attention.kernels import EAGER
 from models.derived.derive import BLOCKS, derive
 from models.derived.proof import Proof, prove
 from models.derived.shrink import shrunk_fields
+from models.parallel.tensor import obstacle
 from models.spec import ModelSpec
-from models.tensor_parallel import obstacle
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- proven: begin -->\n", "<!-- proven: end -->\n"

@@ -7,8 +7,8 @@ installs what the machine lacks, from a folder.
 The checks come first (`benchmarks.gpu_checks`, and the tests of the kernels). Measured are eight layers of llama-7b, or
 fewer where the planner says that these do not fit (`benchmarks.gpu_models`), in bf16, one stage, AdamW, eight rows of
 4,096 tokens a step. `--full` is the list for a second time: as many layers as fit, offloading, long rows. MFU counts
-what the model needs (`models.costs`), not what is recomputed; attention's causal half that kernels skip counts as
-well.
+what the model needs (`options.planner.layer_costs`), not what is recomputed; attention's causal half that kernels skip
+counts as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.unattended import Job, Row, parser, prepare, run_all
 from benchmarks.workers import command
 
 FULL = 2.0  # times the estimate for a model of so many more layers
-TESTS = ("tests/models/attention/test_kernels.py", "tests/models/test_lean_loss.py",
+TESTS = ("tests/models/attention/test_kernels.py", "tests/models/loss/test_lean.py",
          "tests/training/engine/test_trainer.py")  # fmt: skip
 MFU = {"eager": 0.45, "compiled": 0.55}  # goals on an H100
 MEMORY = 0.1  # how far the plan may be from what is measured

@@ -138,9 +138,9 @@ def config_of(measurement: Measurement, model: Path, samples: int, size: Size, h
 def planned_peak(config: TrainConfig, samples: InMemory, device: Device) -> int:
     """Plan the bytes that the fullest rank needs."""
     from models.api import read_spec
+    from options.planner.inputs import Basis, Workload
+    from options.planner.plan import Plan
     from training.data_setup import build_loader
-    from training.plan.inputs import Basis, Workload
-    from training.plan.plan import Plan
 
     work = Workload.measured(build_loader(samples, config), config)
     return Plan.make(Basis(config, read_spec(Path(config.model_path)), work, device)).peak

@@ -31,6 +31,9 @@ from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH, choose_attent
 from models.attention.packed import VARLEN
 from models.loading import SeededStates
 from models.spec import ModelSpec
+from options.planner.planning import divide
+from options.planner.timing import choose_kernels
+from options.planner.utilization import Utilization
 from training.config.deepspeed_config import training_dtype
 from training.data_setup import build_loader
 from training.distributed.processes import free_port, gather
@@ -38,9 +41,6 @@ from training.engine.numerics import set_numerics
 from training.engine.pipeline import PipelineTrainer
 from training.metrics.devices import this_device
 from training.metrics.peak_memory import peak_memory
-from training.metrics.utilization import Utilization
-from training.plan.auto import divide
-from training.plan.timing import choose_kernels
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch

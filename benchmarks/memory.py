@@ -103,6 +103,9 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     """Plan, build and train on one rank; leave both peaks of every rank."""
     from benchmarks.steps import joined, random_rows, run_config, topology
     from models.api import read_spec
+    from options.planner.inputs import Basis, Workload
+    from options.planner.plan import Plan
+    from options.planner.planning import divide
     from training.config.deepspeed_config import training_dtype
     from training.data_setup import build_loader
     from training.distributed import freed_memory, processes
@@ -110,9 +113,6 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     from training.engine.zero import ZeroTrainer
     from training.metrics.devices import this_device
     from training.metrics.peak_memory import peak_memory
-    from training.plan.auto import divide
-    from training.plan.inputs import Basis, Workload
-    from training.plan.plan import Plan
     from training.trained import with_trained
 
     ranks, in_stages = int(os.environ["WORLD_SIZE"]), keys not in ZERO_CASES.values()

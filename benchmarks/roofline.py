@@ -1,7 +1,7 @@
 """Print the plan of every run in published.yml beside what others measured, in Markdown: tables of docs/performance.md.
 
-Nothing is measured, and no GPU is needed. It takes about a minute. tests/training/plan/test_published.py holds the page
-to it.
+Nothing is measured, and no GPU is needed. It takes about a minute. tests/options/planner/test_published.py holds the
+page to it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import yaml
 
 from common.quantities import GIGA
 from models.api import read_spec
-from models.shapes import FILE as SHAPES_FILE
 from models.spec import ModelSpec
+from options.planner.inputs import Basis, Workload
+from options.planner.plan import Plan, fitting_parts
+from options.planner.shapes import FILE as SHAPES_FILE
 from training.config.keys import TrainConfig
 from training.metrics.devices import parse_devices
-from training.plan.inputs import Basis, Workload
-from training.plan.plan import Plan, fitting_parts
 
 LINES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.yml").read_text(encoding="utf-8"))
 SHAPES: dict[str, dict[str, Any]] = json.loads(SHAPES_FILE.read_text(encoding="utf-8"))

@@ -241,9 +241,9 @@ def with_divisions(case: Case, folder: Path) -> Case:
     """Add `parts: auto` and the divisions by hand around it."""
     from benchmarks.steps import run_config, topology
     from models.api import read_spec
+    from options.planner.inputs import Basis, Workload
+    from options.planner.plan import best_parts
     from training.metrics.devices import this_device
-    from training.plan.inputs import Basis, Workload
-    from training.plan.plan import best_parts
 
     config = run_config(folder, case.rows, case.length, **PLAIN, **topology(2, 1))
     auto = best_parts(Basis(config, read_spec(folder), Workload.assumed(config), this_device()))
@@ -278,6 +278,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
 
     from benchmarks.steps import joined, run_config, time_turns, topology, train, train_by_transformers
     from models.api import read_spec
+    from options.planner.planning import divide
     from options.preference.collation import judged
     from training.data_setup import build_loader
     from training.distributed.processes import gather
@@ -285,7 +286,6 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     from training.measures import loss_of
     from training.metrics.peak_memory import peak_memory
     from training.options import pipeline_trainer
-    from training.plan.auto import divide
     from training.trained import with_trained
 
     asked, model, way = CASES[case], folder.parent, Way(**chosen)

@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.gpu_models import COMMON
 from benchmarks.roofline import SHAPES, Run
-from training.plan.plan import Plan
-from training.plan.weight_streaming import Streaming
+from options.planner.plan import Plan
+from options.weight_streaming.plan import Streaming
 
 LLAMA_8B = SHAPES["llama-3-8b"]
 QWEN_32B: dict[str, Any] = COMMON | {

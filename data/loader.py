@@ -3,9 +3,9 @@
 The order is a pure function of (seed, epoch, position), so a run with other processes sees the same samples at the same
 step. A micro-batch has a fixed number of rows, each of one sample or, packed, of several, one after the other; position
 ids restart at 0 with each, by which the model keeps them apart. The loss does not depend on which samples share a row
-(`models.loss`), so a batch's samples are sorted and packed freely: `batch` packs each global batch, `dataset` the whole
-shuffled epoch, in which case a global batch is made of rows. A micro-batch is padded to its own longest row. The rows
-are dealt out by length, so that the replicas work on equal lengths at the same time.
+(`models.loss.micro_batch`), so a batch's samples are sorted and packed freely: `batch` packs each global batch,
+`dataset` the whole shuffled epoch, in which case a global batch is made of rows. A micro-batch is padded to its own
+longest row. The rows are dealt out by length, so that the replicas work on equal lengths at the same time.
 
 What a sample is made of, what the loss is a mean over, and what goes along with a micro-batch beside its tokens is the
 objective's to say (`data.collation`).

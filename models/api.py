@@ -28,11 +28,11 @@ from models.config_json import model_fields, read_json, reason_of
 from models.derived import proven
 from models.derived.outline import Underivable
 from models.errors import CheckpointError
-from models.process_groups import RankGroup
+from models.parallel.groups import RankGroup
+from models.parallel.tensor import TensorShare, obstacle
 from models.router import experts_implementation
 from models.scores import OWN_FIELDS, labels_of, scoring_family
 from models.spec import ModelSpec
-from models.tensor_parallel import TensorShare, obstacle
 
 
 def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:

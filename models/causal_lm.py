@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from models.attention.cache import KeyValueCache
 from models.layers import Activations, Block, Embedding, Head
 from models.loading import LayerStates, build_layer, tie_weights
-from models.process_groups import ONE_RANK, RankGroups
+from models.parallel.groups import ONE_RANK, RankGroups
+from models.parallel.tensor import TensorShare
 from models.spec import ModelSpec
-from models.tensor_parallel import TensorShare
 
 
 class CausalLM(nn.Module):

@@ -95,7 +95,7 @@ class Family:
             would shrink them, leaves them alone.
         generates: whether tokens can come one by one, through a cache.
         shares_rows: whether several processes can share packed sequences, as tokens meet in attention only.
-        tensor_plan: how a block is sharded for tensor parallelism (`models.tensor_parallel`), where transformers has
+        tensor_plan: how a block is sharded for tensor parallelism (`models.parallel.tensor`), where transformers has
             no plan or gathers what could stay sharded.
         router: the submodule of a block that sends tokens to experts, in families that have them.
         translate: turns the fields of a config.json that transformers does not know into those of one that it does.

@@ -24,7 +24,7 @@ from models.attention.packed import unmarked
 from models.attention.positions import Arguments, Positions, attention_kind
 from models.family import Family
 from models.offload import Offloading, Returns, Trip
-from models.process_groups import ONE_RANK, RankGroup, copied, gathered
+from models.parallel.groups import ONE_RANK, RankGroup, copied, gathered
 from models.router import RouterRecorder, n_experts, top_k
 
 Activations = tuple[Tensor, ...]

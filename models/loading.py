@@ -21,10 +21,10 @@ from models.checkpoint.source import warn_of_nan
 from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.layers import Block
-from models.process_groups import ONE_RANK
+from models.parallel.groups import ONE_RANK
+from models.parallel.tensor import TensorShare
 from models.quantized_base import FP8, Fp8, quantize
 from models.spec import ModelSpec
-from models.tensor_parallel import TensorShare
 
 
 class LayerStates(Protocol):

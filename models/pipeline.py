@@ -32,12 +32,12 @@ from models.block_options import PLAIN, BlockOptions
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.layers import Activations, Block, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
-from models.loss import MicroBatchLoss, micro_batch_loss
+from models.loss.micro_batch import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
-from models.process_groups import NO_GROUPS, RankGroups
+from models.parallel.groups import NO_GROUPS, RankGroups
+from models.parallel.tensor import TensorShare
 from models.router import n_experts
 from models.spec import ModelSpec
-from models.tensor_parallel import TensorShare
 from models.weight_gradients import WeightGradients
 
 TIE_KEY = "embedding"
@@ -89,7 +89,7 @@ class PipelineModel(SharedWeights):
         topology: the grid of processes, with the axes `pipe` and `data`, and `model` where they share layers.
         parts: layers per stage; one entry a stage (for a `VScheduleModel` two), summing to `spec.n_layers`.
         dtype: the dtype to train in.
-        micro_batch_loss: `models.loss.micro_batch_loss` with the weights of its parts.
+        micro_batch_loss: `models.loss.micro_batch.micro_batch_loss` with the weights of its parts.
         groups: the ranks that share this process's rows and layers.
         read_together: this stage's layers in the order in which they are built, where its replicas read them together.
 

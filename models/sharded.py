@@ -21,9 +21,9 @@ from models.attention.positions import LINEAR
 from models.block_options import PLAIN, BlockOptions
 from models.layers import Activations, Block, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
-from models.loss import MicroBatchLoss, micro_batch_loss
+from models.loss.micro_batch import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
-from models.process_groups import NO_GROUPS, RankGroups
+from models.parallel.groups import NO_GROUPS, RankGroups
 from models.spec import ModelSpec
 
 

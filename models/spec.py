@@ -23,7 +23,7 @@ from models.attention.rope import DYNAMIC, YARN
 from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT, Family
 from models.layers import Block, Embedding, Head
-from models.process_groups import NO_GROUPS, RankGroups
+from models.parallel.groups import NO_GROUPS, RankGroups
 from models.quantized_base import quantizable
 from models.router import n_experts
 from models.scores import SINGLE, check_labels, labels_of, scoring_family, scoring_fields

@@ -10,13 +10,13 @@ from tests.affected import affected
 @pytest.mark.parametrize(
     ("changed", "reached", "not_reached"),
     [
-        ("data/chat/loss_mask.py", "tests/data/test_masks.py", "tests/models/test_router.py"),
-        ("models/__init__.py", "tests/models/test_shard.py", "tests/common/test_quantities.py"),
-        ("tests/models/conftest.py", "tests/models/test_shard.py", "tests/data/test_masks.py"),
+        ("data/chat/loss_mask.py", "tests/data/chat/test_masks.py", "tests/models/test_router.py"),
+        ("models/__init__.py", "tests/models/parallel/test_shard.py", "tests/common/test_quantities.py"),
+        ("tests/models/conftest.py", "tests/models/parallel/test_shard.py", "tests/data/chat/test_masks.py"),
         ("tests/workers/zero.py", "tests/training/engine/test_zero.py", "tests/training/engine/test_steps.py"),
-        ("tests/workers/slow_disk.py", "tests/training/checkpoint/test_background.py", "tests/data/test_masks.py"),
-        ("tests/data/test_masks.py", "tests/data/test_masks.py", "tests/data/test_chat.py"),
-        ("docs/data.md", "tests/docs", "tests/data/test_masks.py"),
+        ("tests/workers/slow_disk.py", "tests/training/checkpoint/test_background.py", "tests/data/chat/test_masks.py"),
+        ("tests/data/chat/test_masks.py", "tests/data/chat/test_masks.py", "tests/data/chat/test_chat.py"),
+        ("docs/data.md", "tests/docs", "tests/data/chat/test_masks.py"),
     ],
 )
 def test_a_change_runs_the_tests_that_reach_it(changed: str, reached: str, not_reached: str) -> None:

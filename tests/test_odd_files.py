@@ -28,6 +28,7 @@ from models.checkpoint.layout import MANIFEST, RECORD, Manifest, not_found, reso
 from models.checkpoint.tensor_files import SafetensorsFile, load_archive
 from models.config_json import stop_ids
 from options import RunConfig, load_config
+from options.planner import timing
 from options.trackers.services import WandBTracker
 from tests.data.caches import records, write
 from training.checkpoint.folder import Best, CheckpointRecord
@@ -41,7 +42,6 @@ from training.launch import agent
 from training.launch.hosts import exported_variables, read_hostfile
 from training.metrics.reporter import METRICS_FILE, Reporter
 from training.metrics.tracking import open_trackers
-from training.plan import timing
 
 PATIENCE = 12.0  # seconds
 MOST = 2**30  # bytes

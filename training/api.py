@@ -16,7 +16,7 @@ from training.distributed.script import run_from_script
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
-    from models.loss import TokenLoss
+    from models.loss.micro_batch import TokenLoss
     from models.spec import ModelSpec
     from training.distributed.rank_monitor import RankMonitor
     from training.engine.trainer import Trainer

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from common import early_signals
 from common.terminal import typed_name
 from models.checkpoint.hub import find_model
-from models.shapes import shape_of
+from options.planner.shapes import shape_of
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
 from training.distributed.processes import ProcessInfo

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from data.sample_set import Sample
-from models.loss import MicroBatchLoss, micro_batch_loss
-from models.process_groups import RankGroup
+from models.loss.micro_batch import MicroBatchLoss, micro_batch_loss
+from models.parallel.groups import RankGroup
 from training.objective import Formula, Objective, Parts, log_probabilities
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from data.collation import Collation
 from data.sample_set import Sample, SampleSet, documents
 from data.settings import Wanted
-from models.loss import MicroBatchLoss
-from models.process_groups import RankGroup
+from models.loss.micro_batch import MicroBatchLoss
+from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from training.callbacks import Callback
 
@@ -91,7 +91,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, router_loss_weight: float, rows: RankGroup) -> MicroBatchLoss:
-        """Make the loss of a micro-batch, on the last stage, in the place of `models.loss.micro_batch_loss`.
+        """Make the loss of a micro-batch, on the last stage, in the place of `micro_batch_loss` (`models.loss`).
 
         Args:
             router_loss_weight: weight of the router loss of mixture-of-experts; 0 without one.
@@ -103,7 +103,7 @@ class Objective(ABC):
         return []
 
     def logit_copies(self, on_gpu: bool) -> int:
-        """Count the copies of a chunk of logits (`models.lean_loss`) that its loss holds beyond the cross-entropy's."""
+        """Count the copies of a chunk of logits (`models.loss.lean`) that its loss holds beyond the cross-entropy's."""
         return 0
 
     def unplanned(self) -> list[str]:

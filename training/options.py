@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from models.api import read_spec
+from options.planner.feedback import Feedback
+from options.planner.planning import Planning
+from options.planner.utilization import Mfu
+from options.weight_streaming.trainer import WeightStreamingTrainer
 from training.bad_steps import BadSteps
 from training.callbacks import Callback
 from training.checkpoint.exporting import ExportHF
@@ -17,12 +21,8 @@ from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
-from training.engine.weight_streaming import WeightStreamingTrainer
 from training.job import Job, Task
 from training.language_model import LanguageModel, language_model_of
-from training.metrics.utilization import Mfu
-from training.plan.auto import Planning
-from training.plan.feedback import Feedback
 from training.reporting import DataSummary, Reporting
 from training.schedule.instructions import WEIGHT_STREAMING
 

@@ -83,7 +83,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Division:
-    """How a run's model is divided: as the config says, or by the planner (`training.plan.auto`).
+    """How a run's model is divided: as the config says, or by the planner (`options.planner.planning`).
 
     Attributes:
         recompute: numbers, in the whole model, of the layers that recompute their activations.

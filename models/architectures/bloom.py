@@ -23,8 +23,8 @@ from models.attention.flex import FLEX, Scope
 from models.attention.kernels import EAGER
 from models.attention.packed import Documents, unmarked
 from models.attention.positions import FULL, Arguments, Positions, Rotary
-from models.attention.sequence_parallel import PartOfRows, over_parts
 from models.family import Family, Rule
+from models.parallel.sequence import PartOfRows, over_parts
 
 
 def alibi_slopes(n_heads: int) -> Tensor:

@@ -28,8 +28,8 @@ from models.attention.flex import FLEX
 from models.attention.kernels import CUDNN, EAGER, FLASH, FLASH_3, TORCH
 from models.attention.packed import VARLEN, Documents, unmarked
 from models.attention.rope import DocumentRotary, depends_on_length
-from models.attention.sequence_parallel import Exchanged, PartOfRows, share_attention
-from models.process_groups import NO_GROUPS, RankGroups
+from models.parallel.groups import NO_GROUPS, RankGroups
+from models.parallel.sequence import Exchanged, PartOfRows, share_attention
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 

@@ -33,12 +33,12 @@ from models.attention.cache import KeyValueCache
 from models.attention.kernels import ALL, EAGER, TORCH
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import depends_on_length
-from models.attention.sequence_parallel import Folded, share_attention
 from models.causal_lm import CausalLM
 from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.derived.derive import check_rotation, derive, small_model
 from models.derived.outline import Underivable
 from models.family import Family
+from models.parallel.sequence import Folded, share_attention
 from models.router import router_loss, top_k
 from models.spec import ModelSpec
 

@@ -21,6 +21,8 @@ from rich.table import Column, Table
 from common.quantities import GIGA
 from data.tokenized.store import digests_folder
 from options.cluster.measuring import measure
+from options.planner.planning import divide
+from options.planner.resources import check_resources
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.distributed.links import FILE, Link, Links
@@ -30,8 +32,6 @@ from training.distributed.rank_monitor import RankMonitor
 from training.distributed.rendezvous import interface_of, own_address
 from training.job import Job
 from training.options import language_model, pipeline_trainer
-from training.plan.auto import divide
-from training.plan.resources import check_resources
 from training.preflight import check_model, check_samples
 
 MEGA = 1e6

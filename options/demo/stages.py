@@ -37,12 +37,12 @@ from models.api import load_share, read_spec
 from models.checkpoint.hub import find_model
 from models.spec import ModelSpec
 from options.demo.generation import Pass, Passes
+from options.planner.partition import best_split
 from training.distributed import processes
 from training.distributed.communication import wait
 from training.distributed.processes import ProcessInfo, agreed, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
-from training.plan.partition import best_split
 from training.topology import layer_ranges
 
 PATIENCE = timedelta(days=20)  # for the next question; torch counts milliseconds in 31 bits

@@ -2,7 +2,8 @@
 
 A teacher's forward pass over all samples keeps the log-probabilities of each trained token's `top_k` most probable
 words (`TeacherWords`); in every step the student's loss compares with them (`DistillationLoss`, by the formulas of
-`options.distillation.soft_targets`). They come with the labels, in the order of `models.loss.supervised_positions`.
+`options.distillation.soft_targets`). They come with the labels, in the order of
+`models.loss.micro_batch.supervised_positions`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from models.layers import Activations, Head
-from models.lean_loss import chunk_tokens, fp32_logits, linear_cross_entropy
-from models.loss import (
+from models.loss.lean import chunk_tokens, fp32_logits, linear_cross_entropy
+from models.loss.micro_batch import (
     MeasuredLoss,
     for_projection,
     micro_batch_loss,
@@ -20,18 +21,18 @@ from models.loss import (
     trained_rows,
     weighted_router_loss,
 )
-from models.process_groups import ONE_RANK, RankGroup, gathered
+from models.parallel.groups import ONE_RANK, RankGroup, gathered
 from options.distillation.soft_targets import SoftTargets
 
 
 class DistillationLoss(MeasuredLoss):
-    """The loss of a micro-batch with soft targets, in the place of `models.loss.micro_batch_loss`.
+    """The loss of a micro-batch with soft targets, in the place of `models.loss.micro_batch.micro_batch_loss`.
 
     Records to evaluate on, of which the teacher is not asked, have the cross-entropy only.
 
     Args:
         weight, temperature: as in `options.distillation.soft_targets`.
-        z_loss_weight, router_loss_weight, rows: as for `models.loss.micro_batch_loss`.
+        z_loss_weight, router_loss_weight, rows: as for `models.loss.micro_batch.micro_batch_loss`.
 
     Attributes:
         measures: means over the trained tokens that `take` has the sums of.
@@ -56,7 +57,7 @@ class DistillationLoss(MeasuredLoss):
         """Compute a micro-batch's part of the global loss, in fp32.
 
         Args:
-            activations: as for `models.loss.micro_batch_loss`.
+            activations: as for `models.loss.micro_batch.micro_batch_loss`.
             labels: labels [B, S], scale [], share [] as there; to train on, the teacher's words and log-probabilities
                 [T, 2, k], see `SoftTargets.packed`; where they are known, the `supervised_positions` [T].
         """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.sample_set import SampleSet
-from models.process_groups import RankGroup
+from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.distillation.collation import TaughtCollation
 from options.distillation.loss import DistillationLoss

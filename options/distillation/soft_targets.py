@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.process_groups import RankGroup, add_up
+from models.parallel.groups import RankGroup, add_up
 
 
 @dataclass
@@ -59,7 +59,7 @@ class SoftTargets:
         return 1.0 if self.temperature == 1 else self.hard
 
     def part(self, rows: slice, logits: Tensor, own: slice, ranks: RankGroup) -> SoftPart:
-        """Prepare some tokens; see `models.lean_loss.Mixed`."""
+        """Prepare some tokens; see `models.loss.lean.Mixed`."""
         return SoftPart(self, rows, logits, own, ranks)
 
 

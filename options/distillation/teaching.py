@@ -42,6 +42,7 @@ from models.checkpoint.source import open_source
 from options.distillation.collation import taught
 from options.distillation.loss import TeacherWords
 from options.distillation.teacher import TEACHER, config_of_teacher, frozen, shared_words
+from options.planner.resources import check_resources
 from training.callbacks import Callback
 from training.config.deepspeed_config import training_dtype
 from training.data_setup import build_loader
@@ -51,7 +52,6 @@ from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.language_model import LanguageModel, split_as_configured
 from training.measures import measures_of
-from training.plan.resources import check_resources
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch

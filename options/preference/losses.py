@@ -3,7 +3,7 @@
 A sample is a pair of documents in one row, the better answer first, each behind the same prompt; or one document that
 is marked as desirable or not. Every loss here is a function f of the documents' sums s_d, the log-probabilities of a
 document's trained tokens. Its gradient is the sum of df/ds_d x ds_d/dw over documents, which is that of a cross-entropy
-where each token of document d counts -df/ds_d times. So the lean cross-entropy (`models.lean_loss`) asks for a
+where each token of document d counts -df/ds_d times. So the lean cross-entropy (`models.loss.lean`) asks for a
 coefficient a token once it knows the loss of each: there f is differentiated, a function of a few numbers. As a pair
 never leaves its row, no coefficient depends on how a batch is cut into micro-batches and replicas.
 
@@ -23,9 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers import Activations, Head
-from models.lean_loss import linear_cross_entropy
-from models.loss import MeasuredLoss, for_projection, supervised_positions, trained_rows, weighted_router_loss
-from models.process_groups import ONE_RANK, RankGroup, add_up
+from models.loss.lean import linear_cross_entropy
+from models.loss.micro_batch import (
+    MeasuredLoss,
+    for_projection,
+    supervised_positions,
+    trained_rows,
+    weighted_router_loss,
+)
+from models.parallel.groups import ONE_RANK, RankGroup, add_up
 
 # What is added up over pairs for the log, by trl's names.
 RIGHT, UNPRINTED = "rewards/accuracies", ("rewards", "logps")
@@ -92,7 +98,7 @@ LOSSES: dict[str, Callable[[PairLoss, Tensor], Tensor]] = {
 
 
 class PreferenceLoss(MeasuredLoss):
-    """The loss of a micro-batch of pairs, in the place of `models.loss.micro_batch_loss`.
+    """The loss of a micro-batch of pairs, in the place of `models.loss.micro_batch.micro_batch_loss`.
 
     Args:
         objective: the loss of a pair.
@@ -114,7 +120,7 @@ class PreferenceLoss(MeasuredLoss):
         """Compute a micro-batch's part of the global loss, in fp32.
 
         Args:
-            activations: as for `models.loss.micro_batch_loss`.
+            activations: as for `models.loss.micro_batch.micro_batch_loss`.
             labels: labels [B, S], scale [], share [] as there, but that scale is for sums over pairs; the number of
                 each token's document [B, S], -1 for padding; the documents' facts [D, 2], of which the first column
                 is the reference's sum; the scale [] for sums over tokens of better answers; where they are known, the

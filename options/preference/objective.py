@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from data.sample_set import SampleSet
 from data.settings import Wanted
-from models.process_groups import RankGroup
+from models.parallel.groups import RankGroup
 from options.preference.collation import JudgedCollation
 from options.preference.formula import PairsFormula
 from options.preference.losses import RIGHT, UNPRINTED, PairLoss, PreferenceLoss, UnpairedLoss

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from models.layers import Activations, Head
-from models.loss import MeasuredLoss, weighted_router_loss
-from models.process_groups import ONE_RANK, RankGroup, summed
+from models.loss.micro_batch import MeasuredLoss, weighted_router_loss
+from models.parallel.groups import ONE_RANK, RankGroup, summed
 from options.preference.losses import REWARD_MEASURES, with_margins
 
 ACCURACY = "accuracy"
@@ -24,7 +24,7 @@ class ScoreLoss(MeasuredLoss):
     Args:
         pairs: whether documents come in pairs; else each has a class.
         center_weight: weight of the squared sum of a pair's rewards, which keeps them around 0 (arXiv:2312.09244).
-        router_loss_weight, rows: as for `models.loss.micro_batch_loss`.
+        router_loss_weight, rows: as for `models.loss.micro_batch.micro_batch_loss`.
     """
 
     def __init__(

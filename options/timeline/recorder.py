@@ -17,9 +17,9 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from training.engine.turns import StreamedTurn
-from training.engine.weight_streaming import HostEngine
-from training.plan.feedback import cuda_mark
+from options.planner.feedback import cuda_mark
+from options.weight_streaming.trainer import HostEngine
+from options.weight_streaming.turns import StreamedTurn
 from training.schedule.instructions import InstructionReader, Kind, Meaning, Transfer
 from training.schedule.walk import TimeSpan
 

@@ -22,11 +22,11 @@ import torch
 
 from common.quantities import duration
 from common.whole_files import replace_text
+from options.planner.partition import held_layers
 from options.timeline.drawing import draw_timeline, trace
 from options.timeline.recorder import Record, Recorder
 from training.callbacks import Callback
 from training.distributed.processes import gather
-from training.plan.partition import held_layers
 from training.schedule.instructions import WEIGHT_STREAMING, WORK, Transfer
 from training.schedule.walk import TimeSpan
 

@@ -34,7 +34,7 @@ SLEEPER += "os.rename(os.environ['PID_FILE'] + '.new', os.environ['PID_FILE'])\n
 PROVES = """
 import sys
 from pathlib import Path
-from training.proof.launches import Start
+from options.proof.launches import Start
 notes = Path(sys.argv[1]).parent
 Start(sys.argv[1], notes / "config", notes, notes).run(lambda steps: None)
 """

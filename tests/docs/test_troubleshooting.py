@@ -11,10 +11,10 @@ import pytest
 from models.checkpoint.publish import publish_folder
 from models.errors import CheckpointError
 from options import load_config
+from options.planner.command import DOES_NOT_FIT
 from tests.conftest import ROOT
 from tests.docs.pages import text_of
 from training.errors import ConfigError, RunRefused, describe_error
-from training.plan.command import DOES_NOT_FIT
 
 PAGE = text_of("docs/troubleshooting.md")
 LINES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
@@ -31,7 +31,7 @@ SOURCES = {
     "no token is trained within max_seq_len": "data/tokenized/parallel.py",
     "no usable tokenizer: expected one of the files": "data/tokenized/tokenizer.py",
     "not found; expected a model folder": "models/checkpoint/layout.py",
-    "out of memory: stage": "training/plan/resources.py",
+    "out of memory: stage": "options/planner/resources.py",
     "the gradient's norm": "training/bad_steps.py",
     "(max_bad_steps)": "training/bad_steps.py",
     "died without an error: killed from outside, for example because memory ran out": (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models import CausalLM, load_model
 from models.attention.rope import depends_on_length
-from models.loss import token_loss
+from models.loss.micro_batch import token_loss
 from models.router import experts_implementation, router_loss
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES, PADDING

@@ -19,7 +19,7 @@ from data.loader import GlobalBatch, Loader
 from data.sample_set import InMemory, Sample, documents
 from models import load_model
 from models.causal_lm import CausalLM
-from models.process_groups import NO_GROUPS
+from models.parallel.groups import NO_GROUPS
 from options import RunConfig
 from options.distillation.collation import taught
 from options.preference.collation import JudgedCollation, judged

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from data.sample_set import Sample
 from options import RunConfig
+from options.proof.reference import Reference
 from tests.closeness import assert_near
 from tests.launching import topology
 from tests.models.test_scores import save_scoring
-from tests.training.proof.test_prove import SHARED, Proofs
+from tests.options.proof.test_prove import SHARED, Proofs
 from tests.workers.preference_faults import FAULTS
-from training.proof.reference import Reference
 
 
 @pytest.fixture

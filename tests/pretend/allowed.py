@@ -34,7 +34,7 @@ def _fetched(where: str, most: int) -> Allowed:
     return Allowed("synchronize a stream", f"{where} > {DEEPSPEED}/zero/partition_parameters.py wait", most, why)
 
 
-TURNS, HANDOVER = "training/engine/turns.py", "training/engine/handover.py"
+TURNS, HANDOVER = "options/weight_streaming/turns.py", "options/weight_streaming/handover.py"
 STREAMING = [  # by micro-batch and turn
     Allowed("synchronize an event", f"{TURNS} _wait_for", 60, "no more than two micro-batches are queued"),
     Allowed("synchronize an event", f"{HANDOVER} _set_after", 60, "a thread that counts what the device has done"),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import models.layers
-import models.lean_loss
-import models.loss
+import models.loss.lean
+import models.loss.micro_batch
 import models.offload
 import models.router
 import training.engine.pipeline
@@ -89,12 +89,12 @@ def not_sent() -> Iterator[None]:
 @contextmanager
 def positions_not_found_ahead() -> Iterator[None]:
     """Supervised positions that the loss has to find on the device."""
-    loss = models.loss.token_loss
+    loss = models.loss.micro_batch.token_loss
 
     def find(*args: Any) -> Tensor:
         return loss(*args[:4])
 
-    with patch.object(models.loss, "token_loss", find):
+    with patch.object(models.loss.micro_batch, "token_loss", find):
         yield
 
 
@@ -135,7 +135,7 @@ PLANTED = {
         {"aux_router_loss": {"weight": 0.5}},
     ),
     "loss summed on the host": Planted(
-        lambda: patch.object(models.lean_loss, "torch", OnTheHost("zeros")), "step: mismatch"
+        lambda: patch.object(models.loss.lean, "torch", OnTheHost("zeros")), "step: mismatch"
     ),
     "a number read in each block": Planted(reading_a_number_in_each_block, "step: wait: item"),
     "documents not expected": Planted(
@@ -143,7 +143,7 @@ PLANTED = {
         "step: wait: tolist, 4 times, models/attention/packed.py",
     ),
     "trained positions not found ahead": Planted(
-        positions_not_found_ahead, "step: wait: nonzero, 4 times, models/loss.py"
+        positions_not_found_ahead, "step: wait: nonzero, 4 times, models/loss/micro_batch.py"
     ),
     "tokens chosen by a mask": Planted(chosen_by_a_mask, "step: wait: index by a mask"),
     "micro-batches not sent": Planted(not_sent, f"{COPY}, 24 times"),

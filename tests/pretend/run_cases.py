@@ -37,6 +37,8 @@ from models import load_model
 from models.api import read_spec
 from options import RunConfig
 from options.demo.generation import Sampling, generate
+from options.planner.feedback import StageClock
+from options.planner.planning import divide
 from tests.pretend import kernels, planted
 from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch
@@ -50,8 +52,6 @@ from training.distributed.gpu_progress import followed
 from training.distributed.rank_monitor import RankMonitor, current_position
 from training.engine import host_sums
 from training.metrics.reporter import Reporter
-from training.plan.auto import divide
-from training.plan.feedback import StageClock
 from training.schedule.instructions import WEIGHT_STREAMING
 from training.trained import with_trained
 

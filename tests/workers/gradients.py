@@ -25,13 +25,13 @@ from torch.nn.attention import flex_attention
 from models.adapters import IDLE
 from models.api import read_spec
 from options import RunConfig
+from options.planner.planning import divide
 from options.preference import reference
 from options.preference.collation import judged
 from tests.workers.cases import loader_of
 from tests.workers.preference_faults import FAULTS
 from tests.workers.zero import KINDS
 from training.data_setup import build_loader
-from training.plan.auto import divide
 from training.trained import with_trained
 
 

@@ -18,9 +18,9 @@ from data.collation import Carried, Collation
 from data.loader import GlobalBatch, Loader
 from data.sample_set import SampleSet
 from models.layers import Activations, Embedding, Head
-from models.lean_loss import linear_cross_entropy
-from models.loss import MeasuredLoss, for_projection, supervised_positions, trained_rows
-from models.process_groups import RankGroup
+from models.loss.lean import linear_cross_entropy
+from models.loss.micro_batch import MeasuredLoss, for_projection, supervised_positions, trained_rows
+from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options import RunConfig
 from tests.workers import jobs

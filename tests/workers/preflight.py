@@ -18,12 +18,12 @@ import torch
 
 from common.log import Log
 from models.api import read_spec
+from options.planner.resources import check_resources
 from training import preflight
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import ProcessInfo
 from training.errors import RunRefused
-from training.plan.resources import check_resources
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

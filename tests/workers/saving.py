@@ -17,6 +17,7 @@ from rich.console import Console
 
 from models.api import read_spec
 from models.checkpoint.layout import LATEST
+from options.planner.planning import divide
 from tests.workers.cases import loader_of
 from tests.workers.topology import KINDS, ORDER
 from training.checkpoint.folder import CheckpointRecord, step_folder
@@ -24,7 +25,6 @@ from training.checkpoint.saving import Checkpointer
 from training.checkpoint.side_files import read_side_files
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
-from training.plan.auto import divide
 
 STEP = 2
 

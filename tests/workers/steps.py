@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.api import read_spec
+from options.planner.planning import divide
 from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.engine.pipeline import PipelineTrainer
-from training.plan.auto import divide
 from training.trained import with_trained
 
 

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from models.api import read_spec
+from options.planner.planning import divide
 from tests.workers.cases import loader_of
 from training.checkpoint.resharding import slices_of
 from training.config.keys import TrainConfig
 from training.options import pipeline_trainer
-from training.plan.auto import divide
 from training.topology import Slots
 from training.trained import with_trained
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from models.process_groups import add_up
+from models.parallel.groups import add_up
 from tests.workers.cases import loader_of
 from tests.workers.topology import begin, save, state_of
 from training.config.keys import TrainConfig

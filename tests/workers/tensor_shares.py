@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, distributed
 
 from models import CheckpointError
-from models import process_groups as collectives
 from models.api import load_share, read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
-from models.loss import micro_batch_loss
-from models.process_groups import RankGroup
+from models.loss.micro_batch import micro_batch_loss
+from models.parallel import groups as collectives
+from models.parallel.groups import RankGroup
+from models.parallel.tensor import TensorShare
 from models.router import n_experts
-from models.tensor_parallel import TensorShare
 from tests.models.adapters import adapted_source
 from tests.workers.leaving import leave
 from training.distributed.processes import gather

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.api import read_spec
+from options.planner.planning import divide
 from tests.workers.cases import loader_of
 from training.checkpoint.folder import CheckpointRecord, DataOrder, step_folder
 from training.checkpoint.resume import resume
@@ -34,7 +35,6 @@ from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.engine.zero import ZeroTrainer
 from training.optimizer.lr_schedules import LearningRate
-from training.plan.auto import divide
 from training.topology import Division
 
 KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}

@@ -87,7 +87,7 @@ def documents_meet() -> None:
 
 def parts_swapped() -> None:
     """Each of two processes that share a layer takes the part of the other."""
-    from models.tensor_parallel import TensorShare
+    from models.parallel.tensor import TensorShare
 
     cut = TensorShare.shard
     TensorShare.shard = lambda self, name: cut(  # type: ignore[method-assign]
@@ -97,7 +97,7 @@ def parts_swapped() -> None:
 
 def readers_alone() -> None:
     """The gradient of what the parts of a layer read is that of one part."""
-    from models.tensor_parallel import TensorShare
+    from models.parallel.tensor import TensorShare
 
     TensorShare._to_readers = lambda self, _, inputs, named: (inputs, named)  # type: ignore[method-assign]
 

@@ -22,6 +22,7 @@ from torch import nn
 
 import models.sharded
 from models.api import read_spec
+from options.planner.planning import divide
 from tests.workers.cases import loader_of
 from training.config.keys import TrainConfig
 from training.distributed import processes
@@ -29,7 +30,6 @@ from training.distributed.disk import Disk
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.engine.zero import ZeroTrainer
-from training.plan.auto import divide
 
 KINDS: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "zero": ZeroTrainer}
 STEPS, RESUME_AT = 10, 7

@@ -31,9 +31,9 @@ from tqdm import tqdm
 from models.adapters import IDLE
 from models.checkpoint.layout import not_found
 from models.errors import CheckpointError
-from models.shard import in_common
+from models.parallel.shard import in_common
+from models.parallel.tensor import TensorShare
 from models.spec import ModelSpec
-from models.tensor_parallel import TensorShare
 from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares, layer_of
 

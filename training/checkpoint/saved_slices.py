@@ -22,10 +22,10 @@ from torch import Tensor
 
 from models.checkpoint.layout import layer_file
 from models.errors import CheckpointError
-from models.process_groups import RankGroup
-from models.shard import Shard
+from models.parallel.groups import RankGroup
+from models.parallel.shard import Shard
+from models.parallel.tensor import TensorShare
 from models.spec import ModelSpec
-from models.tensor_parallel import TensorShare
 from training.checkpoint.deepspeed_files import read_mapped
 from training.topology import Topology
 

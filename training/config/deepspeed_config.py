@@ -11,9 +11,9 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from models import tensor_parallel as tensor
 from models.block_options import fp8_obstacle
-from models.process_groups import RankGroup
+from models.parallel import tensor
+from models.parallel.groups import RankGroup
 from models.spec import ModelSpec, key_heads
 from training.config.deepspeed_keys import IDLE
 from training.config.keys import TrainConfig

@@ -12,7 +12,7 @@ import re
 import torch
 
 from models.block_options import FP8_CAPABILITY, FP8_PACKAGE, torchao_installed
-from models.lean_loss import AMPERE
+from models.loss.lean import AMPERE
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from models.block_options import BlockOptions
-from models.process_groups import NO_GROUPS, ONE_RANK, RankGroup, RankGroups
+from models.parallel.groups import NO_GROUPS, ONE_RANK, RankGroup, RankGroups
 from models.spec import ModelSpec
 from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
 from training.config.gpu import check_gpu

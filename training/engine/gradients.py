@@ -28,7 +28,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from models.lean_loss import add_product, gives_fp32
+from models.loss.lean import add_product, gives_fp32
 
 SLICE = 2**16  # numbers
 ROUNDING = 1e-6  # DeepSpeed and torch add it to the norm

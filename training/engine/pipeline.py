@@ -14,10 +14,10 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from data.loader import GlobalBatch, Loader
 from models.checkpoint.layout import layer_file
+from models.parallel.groups import NO_GROUPS, RankGroups, add_up
+from models.parallel.tensor import TensorShare
 from models.pipeline import PipelineModel, VScheduleModel
-from models.process_groups import NO_GROUPS, RankGroups, add_up
 from models.spec import ModelSpec
-from models.tensor_parallel import TensorShare
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.gpu_progress import followed

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from models import load_model
 from models.conversion.to_huggingface import pp_to_hg
-from tests.data.test_sentencepiece_folders import LLAMA, POINTER, TEXTS, folder_of
+from tests.data.chat.test_sentencepiece_folders import LLAMA, POINTER, TEXTS, folder_of
 from tests.models.cases import CASES
 from tests.models.helpers import (
     SHARDED,

@@ -26,10 +26,10 @@ from models import CheckpointError, load_model
 from models import derived as proven
 from models.api import read_spec
 from models.architectures import FAMILIES
-from models.costs import LayerCase, work_of
 from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
-from models.loss import token_loss
+from models.loss.micro_batch import token_loss
+from options.planner.layer_costs import LayerCase, work_of
 from tests.closeness import assert_near
 from tests.models.derived.cases import TRAITS, since, write_small
 from tests.models.helpers import (

@@ -12,7 +12,7 @@ from models import load_model
 from options.demo.generation import Request, generate_many
 from tests.models.cases import CASES
 from tests.models.helpers import random_ids
-from tests.models.test_tensor_parallel import WHOLE, Shared, run_shared
+from tests.models.parallel.test_tensor import WHOLE, Shared, run_shared
 
 PROMPTS, NEW = [random_ids(1, length, seed=length)[0].tolist() for length in (12, 5, 20)], 16
 WIDE = {"initializer_range": 0.3, "tie_word_embeddings": False}  # so that a model does not repeat itself

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from options import RunConfig
+from options.proof.small_run import small_config
 from training.config.changes import compare, settings_of
-from training.proof.small_run import small_config
 
 PATHS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import models.lean_loss
+import models.loss.lean
 from models.layers import Head
-from models.loss import IGNORED, micro_batch_loss
+from models.loss.micro_batch import IGNORED, micro_batch_loss
 from options.distillation.loss import DistillationLoss, TeacherWords
 
 WIDTH, WORDS, TOKENS = 8, 23, 12
@@ -99,8 +99,8 @@ def test_the_formula_and_every_gradient(top_k: int, weight: float, temperature: 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_chunks_of_tokens_change_nothing(chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cap too, and the z-loss, which come between logits and divergence."""
-    monkeypatch.setattr(models.lean_loss, "CPU_CHUNK", chunk * 4 * WORDS)
-    monkeypatch.setattr(models.lean_loss, "CPU_CACHE", math.ceil(chunk / 2) * 4 * WORDS)
+    monkeypatch.setattr(models.loss.lean, "CPU_CHUNK", chunk * 4 * WORDS)
+    monkeypatch.setattr(models.loss.lean, "CPU_CACHE", math.ceil(chunk / 2) * 4 * WORDS)
     case = Case(cap=4.0)
     found = case.found(DistillationLoss(0.6, temperature, z_loss_weight=0.2), case.packed(5))
     assert_same(case, found, case.expected(5, 0.6, temperature, 0.2))

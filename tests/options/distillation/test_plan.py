@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.training.plan.helpers import config_of, llama
-from training.plan.command import plan_run
+from options.planner.command import plan_run
+from tests.options.planner.helpers import config_of, llama
 
 
 def arguments(**given: Any) -> Namespace:

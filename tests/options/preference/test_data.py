@@ -13,12 +13,12 @@ from common.log import Log
 from data.errors import DataError
 from data.tokenized.dataset import Dataset
 from options import load_config
+from options.planner.inputs import Workload
 from options.streamed_data.stream import StreamLoader
 from options.streamed_data.task import stream_of
 from tests.launching import write_config
 from training.command_line import inspect
 from training.data_setup import RecordReader, build_loader
-from training.plan.inputs import Workload
 
 SMALL = 300  # tokens: special ones, bytes, and few of the merges
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import models.lean_loss
+import models.loss.lean
 from models.layers import Head
-from models.loss import IGNORED
+from models.loss.micro_batch import IGNORED
 from options.preference.losses import LOSSES, MEASURES, UNPAIRED_MEASURES, PairLoss, PreferenceLoss, UnpairedLoss
 from tests.closeness import assert_near
 
@@ -193,8 +193,8 @@ def test_a_sure_answer_has_a_finite_gradient() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_chunks_of_tokens_change_nothing(chunk: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(models.lean_loss, "CPU_CHUNK", chunk * 4 * WORDS)
-    monkeypatch.setattr(models.lean_loss, "CPU_CACHE", math.ceil(chunk / 2) * 4 * WORDS)
+    monkeypatch.setattr(models.loss.lean, "CPU_CHUNK", chunk * 4 * WORDS)
+    monkeypatch.setattr(models.loss.lean, "CPU_CACHE", math.ceil(chunk / 2) * 4 * WORDS)
     batch = Batch(reference=True)
     found = batch.found(PreferenceLoss(OBJECTIVES["dpo"]), range(PAIRS))
     expected = batch.expected("dpo")

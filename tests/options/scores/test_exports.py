@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.training.proof.test_exports import LORA, make_small_run
-from training.proof.exports import compare_exports, plan_exports
-from training.proof.small_run import EVALUATED
+from options.proof.exports import compare_exports, plan_exports
+from options.proof.small_run import EVALUATED
+from tests.options.proof.test_exports import LORA, make_small_run
 
 
 @pytest.mark.parametrize(("keys", "ways"), [({}, 1), ({"lora": LORA}, 2)], ids=["model", "adapter"])

@@ -14,18 +14,18 @@ from common.log import Log
 from data.errors import DataError
 from data.tokenized.dataset import check_vocabulary
 from options import RunConfig, load_config
+from options.proof.small_run import small_config
 from options.streamed_data.task import stream_of
 from tests.conftest import FAQ
 from tests.launching import topology, write_config
+from tests.options.proof.test_shrink import config_of, whole
 from tests.training.checkpoint.test_resume import finished, kill_after, losses
-from tests.training.proof.test_shrink import config_of, whole
 from tests.training.test_data_setup import SMALL
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.resume import check_resumable
 from training.config.changes import compare, settings_of
 from training.data_setup import RecordReader
 from training.errors import ConfigError
-from training.proof.small_run import small_config
 
 STEPS = 10
 STREAM = {"stream_gb": 1.0e-5, "max_steps": STEPS}  # less than the records that are handed to a tokenizer together

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from models.checkpoint.layout import layer_file
+from options.planner.simulation import simulate
 from options.timeline.drawing import draw_timeline, trace
 from options.timeline.recorder import Record
 from options.timeline.session import Figures, add_idle_spans
 from tests.conftest import FAQ
 from tests.launching import metrics, supervised, topology, write_config
 from training.schedule.instructions import WORK, Transfer, read_schedule
-from training.schedule.simulation import simulate
 from training.schedule.walk import TimeSpan
 
 PNG = b"\x89PNG\r\n\x1a\n"

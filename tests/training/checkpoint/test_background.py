@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from options.planner.inputs import MEASURED_FILE
 from tests.conftest import FAQ
 from tests.launching import Launch, metrics, start_supervised, steps_done, topology, write_config
 from tests.ranks import Ranks, write_samples
 from tests.training.checkpoint.test_resume import finished, losses, workers
 from training.checkpoint.folder import RECORD, CheckpointRecord
-from training.plan.inputs import MEASURED_FILE
 
 pytestmark = pytest.mark.launched
 

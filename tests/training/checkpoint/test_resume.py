@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from options.planner.inputs import MEASURED_FILE
 from tests.conftest import FAQ
 from tests.launching import (
     Launch,
@@ -28,7 +29,6 @@ from tests.models.helpers import assert_same_bits
 from tests.ranks import Ranks
 from training.checkpoint.deepspeed_files import read_mapped
 from training.checkpoint.folder import CheckpointRecord
-from training.plan.inputs import MEASURED_FILE
 
 pytestmark = pytest.mark.launched
 

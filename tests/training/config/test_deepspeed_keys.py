@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from options import load_config
+from options.planner.memory import StateBytes
 from tests.conftest import ROOT
 from tests.launching import run, topology
 from tests.training.config.test_config import REQUIRED
@@ -29,7 +30,6 @@ from training.config.keys import TrainConfig
 from training.config.optimization import Zero
 from training.distributed.processes import free_port
 from training.errors import ConfigError
-from training.plan.memory import StateBytes
 
 PACKAGES = "common", "data", "models", "options", "training"
 SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from models.weight_gradients import WeightGradients
 from tests.closeness import assert_near
 from tests.conftest import TINY
-from tests.training.plan.helpers import spec_of
+from tests.options.planner.helpers import spec_of
 from training.engine.embedding_gradients import add_rows_alone
 from training.engine.gradients import SLICE, add, sum_without_copies
 
@@ -104,7 +104,7 @@ def test_a_product_adds_to_the_sum_and_is_nearer_to_the_true_one(monkeypatch: py
     sums: dict[bool, list[Tensor]] = {}
     for of_a_gpu in (False, True):
         if of_a_gpu:
-            for module in ("models.lean_loss", "training.engine.gradients"):
+            for module in ("models.loss.lean", "training.engine.gradients"):
                 monkeypatch.setattr(f"{module}.gives_fp32", lambda _: True)
             monkeypatch.setattr(torch, "addmm", without_rounding)
         torch.manual_seed(0)

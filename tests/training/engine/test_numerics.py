@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from options.planner import timing
+from options.planner.inputs import Workload
 from tests.conftest import TINY
-from tests.training.plan.helpers import spec_of
+from tests.options.planner.helpers import spec_of
 from training.config.keys import TrainConfig
 from training.engine import numerics
 from training.engine.numerics import describe_numerics, set_numerics
 from training.errors import EXIT_CODE, describe_error
 from training.metrics.devices import parse_devices
-from training.plan import timing
-from training.plan.inputs import Workload
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
 

@@ -125,7 +125,7 @@ MOVES = [
 # In each `make test`.
 ALWAYS: tuple[str, ...] = ("tied-1x1x2", "uneven-2x1x2", "tied-2x1x2-bf16", "mixtral-1x1x2-spread", "tied-1x2x2-rows")
 ALWAYS += ("from-tied-2x2x1-to-tied-1x1x2", "from-tied-1x1x2-to-tied-1x4x1-rows")
-# In the slow tests: each axis and kind of update once; tests/models/test_tensor_parallel.py has each family.
+# In the slow tests: each axis and kind of update once; tests/models/parallel/test_tensor.py has each family.
 SLOW: tuple[str, ...] = ("bloom-1x1x2", "tied-2x1x2-order", "tied-1x2x2", "tied-2x1x2-plain")
 SLOW += ("tied-1x1x2-offload", "uneven-2x1x2-dualpipev", "mixtral-1x2x2-rows")
 SLOW += ("from-tied-1x4x1-rows-to-tied-4x1x1",)

@@ -62,7 +62,7 @@ def test_a_run_and_what_comes_of_it(ranks: Ranks, keys: dict[str, Any], tmp_path
 
 
 @pytest.mark.launched
-@pytest.mark.longest  # tests/models/test_tensor_parallel.py has the reasons
+@pytest.mark.longest  # tests/models/parallel/test_tensor.py has the reasons
 def test_a_model_that_cannot_be_shared_is_refused(
     keys: dict[str, Any], make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -1,0 +1,172 @@
+"""Plan of a run: time and memory of its stages, speed, and whether it fits."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+
+from options.planner.costs import LayerTime, Spent, layer_times
+from options.planner.inputs import Basis
+from options.planner.layer_costs import ModelFlops
+from options.planner.memory import MemoryModel, StageMemory
+from options.planner.partition import Fits, LayerRange, best_split, held_layers, layers_of
+from options.planner.simulation import simulate
+from training.config.deepspeed_config import training_dtype
+from training.topology import layer_ranges
+
+ERROR = 0.05  # of a plan's memory, as measured (docs/performance.md#the-planner)
+RESOLUTION = 1e-12  # seconds that count as one, so that sums of costs are exact
+TOLERANCE = 1.01  # step by which the least memory is searched where nothing fits
+MOST_STEPS = 1000  # by that factor: 20,000 times the memory that there is
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One rank of the pipeline."""
+
+    ranges: tuple[LayerRange, ...]  # its layers; two with dualpipev
+    layers: list[int]
+    parameters: int  # of these layers, on one rank
+    memory: StageMemory
+    spent: Spent  # its time in a step
+
+    @property
+    def seconds(self) -> float:
+        return self.spent.total
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan of a run with this stage split."""
+
+    basis: Basis
+    parts: list[int]
+
+    @classmethod
+    def make(cls, basis: Basis) -> Plan:
+        """Plan the config's stage split or, with `auto`, the best one; recomputation likewise.
+
+        Raises:
+            ConfigError: the config and the model do not fit each other.
+        """
+        plan = cls(basis, basis.config.parts_for(basis.spec.n_layers) or best_parts(basis))
+        if basis.config.use_grad_ckpt != "auto":
+            return plan
+        chosen = [plan.memory.fewest_recomputed(rank, held) for rank, held in enumerate(plan.held)]
+        return cls(replace(basis, recompute=frozenset().union(*chosen)), plan.parts)
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        return MemoryModel(self.basis)
+
+    @property
+    def held(self) -> list[tuple[LayerRange, ...]]:
+        """Ranges of layers of each rank."""
+        return held_layers(self.parts, self.basis.config.model_topo.stages)
+
+    @cached_property
+    def stages(self) -> list[StagePlan]:
+        """By rank."""
+        found = []
+        for rank, held in enumerate(self.held):
+            layers = layers_of(held)
+            weights = sum(self.basis.parameters[layer] for layer in layers)
+            spent = sum((self.times[layer].step(self.basis.micro_batches) for layer in layers), Spent())
+            found.append(StagePlan(held, layers, weights, self.memory.rank(rank, held), spent))
+        return found
+
+    @cached_property
+    def times(self) -> list[LayerTime]:
+        """By layer."""
+        return layer_times(self.basis)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time of a step. Only as many micro-batches are simulated as fill the pipeline; more repeat its middle."""
+        basis = self.basis
+        forward, backward = [], []
+        for begin, end in layer_ranges(self.parts):
+            forward.append(sum(time.forward.total for time in self.times[begin:end]))
+            backward.append(sum(time.backward.total for time in self.times[begin:end]))
+        hidden = basis.share.micro_tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
+        simulated = partial(simulate, basis.schedule, forward, backward, transfer=basis.transfers(hidden))
+        number = min(basis.micro_batches, 8 * basis.config.chunks)
+        seconds = simulated(number).seconds
+        if left := basis.micro_batches - number:
+            before = number // 2
+            seconds += left * (seconds - simulated(before).seconds) / (number - before)
+
+        updates = [time.update.total for time in self.times]
+        return seconds + max(sum(map(updates.__getitem__, stage.layers)) for stage in self.stages)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which nothing is computed."""
+        return max(0.0, 1 - sum(stage.seconds for stage in self.stages) / (len(self.stages) * self.seconds))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens/s over all replicas, without padding."""
+        return self.basis.workload.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """MFU as in `options.planner.utilization`; None where the device's peak is not known, and in fp32."""
+        config, work = self.basis.config, self.basis.workload
+        if not self.basis.device.known or not (config.bf16.enabled or config.fp16.enabled):
+            return None
+        padded = work.micro_tokens * work.micro_batches * config.model_topo.row_replicas
+        documents = work.tokens / work.attended
+        flops = ModelFlops(self.basis.spec).by_layer([work.attended], padded * work.supervised / documents)
+        total = documents * sum(flops)
+        return total / self.seconds / (self.basis.device.half * config.model_topo.processes)
+
+    @property
+    def knows_seconds(self) -> bool:
+        """Return whether times are seconds; else only their proportions are known."""
+        return bool(self.basis.measured or self.basis.calibration) or self.basis.device.known
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of any rank."""
+        return max(stage.memory.peak for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every rank has the memory; always, where that is not known."""
+        return self.basis.device.memory is None or self.peak <= self.basis.device.memory
+
+    @property
+    def is_tight(self) -> bool:
+        """Return whether the plan may err by more than the memory that it leaves free."""
+        return self.basis.device.memory is not None and self.peak > (1 - ERROR) * self.basis.device.memory
+
+
+def best_parts(basis: Basis) -> list[int]:
+    """Return the best stage split; where none fits, the best one within the least memory that admits one."""
+    memory, limit = MemoryModel(basis), basis.device.memory or math.inf
+    peak = cache(lambda rank, ranges: memory.rank(rank, ranges).peak)
+
+    @cache
+    def within(steps: int) -> list[int] | None:
+        return _split(basis, lambda rank, ranges: peak(rank, ranges) <= limit * TOLERANCE**steps)
+
+    least = within(0) or within(bisect_left(range(MOST_STEPS), True, key=lambda steps: within(steps) is not None))
+    assert least is not None
+    return least
+
+
+def fitting_parts(basis: Basis, within: float = math.inf) -> list[int] | None:
+    """Return the best stage split that fits in memory, if any does.
+
+    Args:
+        within: seconds of a step; slower splits need not be found.
+    """
+    return _split(basis, MemoryModel(basis).fits, within)
+
+
+def _split(basis: Basis, fits: Fits, within: float = math.inf) -> list[int] | None:
+    costs = [round(time.step(basis.micro_batches).total / RESOLUTION) for time in layer_times(basis)]
+    return best_split(costs, basis.config.model_topo.stages, fits, basis.config.v_schedule, within / RESOLUTION)

@@ -1,0 +1,155 @@
+"""Resolve `auto` (micro-batch, parts, recomputation) on rank 0 and broadcast it; the planner's callback of a run.
+
+`options.planner.partition` splits the layers. Of each stage as few blocks recompute as make it fit into the memory of
+the smallest device. On a CPU none recomputes.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+
+from data.loader import Loader
+from models.spec import ModelSpec
+from options.planner.inputs import MEASURED_FILE, Basis, Workload
+from options.planner.micro_batch import ROWS, advice, choose_rows
+from options.planner.plan import Plan
+from options.planner.resources import check_resources, explain_out_of_memory
+from options.planner.search import Feed, feed_of
+from options.planner.timing import choose_kernels
+from options.weight_streaming.plan import cut, cut_into_slots, describe_turns
+from training.callbacks import Callback
+from training.checkpoint.folder import CheckpointRecord
+from training.config.keys import TrainConfig
+from training.distributed.processes import agreed, gather
+from training.job import Job
+from training.language_model import LanguageModel, split_as_configured
+from training.metrics.devices import Device, this_device
+from training.schedule.instructions import WEIGHT_STREAMING
+from training.topology import Division
+
+
+class Planning(Callback):
+    """Resolve `auto` by the planner, check memory and disk, choose kernels, explain an out-of-memory error."""
+
+    def __init__(self, task: LanguageModel) -> None:
+        self._task = task
+
+    def on_divide(self, job: Job) -> None:
+        task = self._task
+        if job.config.train_micro_batch_size_per_gpu == "auto":
+            self._choose_rows(job)
+        elif ROWS not in job.config.model_fields_set and torch.distributed.get_rank() == 0:
+            inputs = task.spec, this_device(), self._feed(), task.in_stages
+            job.report += filter(None, [advice(job.config, *inputs)])
+        if leaves_open(job.config, task.spec, task.in_stages):
+            job.division = divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known)
+
+    def _choose_rows(self, job: Job) -> None:
+        """Choose the rows of a micro-batch, and make the batches anew; a run that resumes keeps what it has."""
+        config, known = job.config, job.progress.known
+        rows = known.settings.get(ROWS) if known else None
+        if rows is None or config.train_batch_size % (rows * config.model_topo.row_replicas):
+            rows, line = self._fastest_rows(config)
+            job.report.append(line)
+        job.config = config.model_copy(update={ROWS: rows})
+        job.progress = replace(job.progress, config=job.config)  # so that a checkpoint says how many
+        self._task.make_batches(job.config)
+
+    def _fastest_rows(self, config: TrainConfig) -> tuple[int, str]:
+        """Ask the planner on rank 0."""
+        task, chosen = self._task, None
+        device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
+        with agreed():
+            if torch.distributed.get_rank() == 0:
+                chosen = choose_rows(config, task.spec, device, self._feed(), task.in_stages)
+        return next(each for each in gather(chosen) if each)
+
+    def _feed(self) -> Feed:
+        """Say what a config's rows are."""
+        return feed_of(self._task.dataset, self._task.spec) if self._task.known_loader else Workload.assumed
+
+    def on_build(self, job: Job) -> None:
+        check_resources(job.config, self._task.spec, job.layers, job.disk)
+        kernels = choose_kernels(job.config, self._task.spec, self._task.known_loader)
+        job.report += kernels.report
+        job.config = job.config.model_copy(update={"compile": kernels.compile})
+
+    def around(self, job: Job) -> AbstractContextManager[None]:
+        return explain_out_of_memory(job.config, self._task.spec, job.stage, self._task.known_loader)
+
+
+def leaves_open(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> bool:
+    """Return whether the planner has to divide the model: without a pipeline there is nothing to choose."""
+    streamed = config.schedule == WEIGHT_STREAMING
+    return in_stages and (streamed or config.use_grad_ckpt == "auto" or config.parts_for(spec.n_layers) is None)
+
+
+def divide(
+    config: TrainConfig,
+    spec: ModelSpec,
+    in_stages: bool = True,
+    loader: Loader | None = None,
+    saved: CheckpointRecord | None = None,
+) -> Division:
+    """Divide a run's model. All ranks call it together.
+
+    Args:
+        in_stages: whether there is a pipeline; else each process has all layers (ZeRO).
+        loader: of the data to plan for; every sample counts as `max_seq_len` tokens where absent.
+        saved: record of the checkpoint to resume from.
+
+    Raises:
+        ConfigError: the config and the model do not fit each other.
+    """
+    if not leaves_open(config, spec, in_stages):
+        return split_as_configured(config, spec, in_stages)
+    device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
+    chosen = gather(choose(config, spec, device, loader, saved) if torch.distributed.get_rank() == 0 else None)[0]
+    assert chosen is not None
+    return chosen
+
+
+def choose(
+    config: TrainConfig,
+    spec: ModelSpec,
+    device: Device,
+    loader: Loader | None = None,
+    saved: CheckpointRecord | None = None,
+) -> Division:
+    """Choose the division of a pipeline over such devices; see `divide`."""
+    basis, report = Basis.of_run(config, spec, Workload.of(loader, config), device)
+    if config.schedule == WEIGHT_STREAMING:
+        slots, parts = cut_into_slots(basis), config.parts_for(spec.n_layers) or cut(basis.trained, config.chunks)
+        return Division(config.topology(parts), report=(*report, *describe_turns(slots)), slots=slots)
+    if config.parts_for(spec.n_layers) is None:
+        parts, reason = _resumed_parts(basis, saved)
+        report.append(f"parts: auto, {reason}")
+        basis = replace(basis, config=config.with_parts(parts))
+    plan = Plan.make(basis)
+    recompute = plan.basis.recomputed
+    if config.use_grad_ckpt == "auto":
+        counts = ", ".join(str(len(recompute.intersection(stage.layers))) for stage in plan.stages)
+        blocks = f"{counts} blocks of the stages recompute" if recompute else "no block recomputes"
+        report.append(f"gradient checkpointing: auto, {blocks}")
+    return Division(config.topology(plan.parts), recompute, tuple(report))
+
+
+def _resumed_parts(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[int], str]:
+    """Return the parts of a run that resumes, else none, and why.
+
+    Only on the same parts a run has the same bits; so measurements change them only where the config asks.
+    """
+    config, measured = basis.config, basis.measured
+    if saved and len(saved.topology.parts) == config.chunks and "model_topo.parts" not in saved.settings:
+        if config.rebalance and measured and len(measured.parts) == config.chunks:
+            return measured.better or measured.parts, f"the best ones by measured steps ({MEASURED_FILE})"
+        better = f"; rebalance: true takes {measured.better}" if measured and measured.better else ""
+        return saved.topology.parts, f"as at the checkpoint{better}"
+    if measured:
+        return [], f"by measured costs, of the run's own steps ({MEASURED_FILE})"
+    estimated = "estimated costs; --plan --calibrate measures them"
+    return [], f"by {'measured costs, of --calibrate' if basis.calibration else estimated}"

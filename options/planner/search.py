@@ -1,0 +1,279 @@
+"""Plan changed configs: all that `--plan --search`, the advice of `--plan` and `--auto` try.
+
+`search` tries all (stages, replicas) grids, micro-batches, schedules and recomputation; on GPUs also tensor parallelism
+inside of a host and, for long rows, sequence parallelism. Splitting the layers and walking through the schedule takes
+seconds for many stages; so candidates come in the order of a lower bound, the time of a step with evenly divided
+layers, and the search ends where the next bound exceeds the plans that it found.
+
+`savings` lists what makes a run need less memory, by what it costs: nothing, then time, then another training. `advise`
+adds up these changes until the run fits; `give_up` yields the configs that `--auto` searches where nothing fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from math import floor, inf
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from data.tokenized.dataset import Dataset
+from models.spec import ModelSpec
+from options.planner.costs import layer_times
+from options.planner.inputs import Basis, Workload
+from options.planner.memory import StateBytes
+from options.planner.plan import Plan, fitting_parts
+from options.planner.simulation import simulate
+from training.config.contradictions import PARAMETERS, contradictions, of_optimizer
+from training.config.deepspeed_config import check_sharing
+from training.config.keys import TrainConfig
+from training.config.model_topo import ModelTopo
+from training.config.optimization import OptimizerOffload
+from training.data_setup import training_loader
+from training.errors import ConfigError
+
+FASTEST = 5  # plans that a search returns
+SIZES = (1, 2, 4, 8, 16)  # rows of a micro-batch that are tried
+LONG = 4096  # least tokens of a row on each rank under sequence parallelism
+SHORTEST = 128  # least max_seq_len that is advised
+OFFLOADS = "zero_optimization.offload_optimizer: {device: cpu}", "offload_activations: true", "offload_gradients: true"
+
+Feed = Callable[[TrainConfig], Workload]  # the workload of a config
+
+
+def feed_of(dataset: Dataset, spec: ModelSpec) -> Feed:
+    """Return a function that measures the workload of these records with any config."""
+    return lambda config: Workload.measured(training_loader(dataset, config, spec), config)
+
+
+def search(basis: Basis, devices: int, feed: Feed | None = None, fixed: Container[str] = ()) -> list[Plan]:
+    """Return the fastest plans that fit; of equally fast ones those with less memory first.
+
+    Args:
+        feed: workload of another config; as many rows of the same length where absent.
+        fixed: keys that stay as the config has them.
+    """
+    workloads: dict[tuple[int, ...], Workload] = {}
+
+    def fed(candidate: Basis) -> Basis:
+        config, topo = candidate.config, candidate.config.model_topo
+        rows, least = config.micro_batch_size, config.least_micro_batches
+        case = rows, least, topo.stages, topo.row_replicas, topo.sequence  # all that a loader depends on here
+        if feed and case not in workloads:
+            workloads[case] = feed(config)
+        return replace(candidate, workload=workloads[case]) if feed else candidate
+
+    found = map(fed, filter(_may_fit, candidates(basis, devices, fixed)))
+    enough = [each for each in found if each.workload.micro_batches >= each.config.least_micro_batches]
+
+    # The most promising first: once the bound of one is above the time of the last to be returned, so are all others'.
+    ordered = sorted((_lower_bound(candidate), number) for number, candidate in enumerate(enough))
+    best: list[Plan] = []
+    for bound, number in tqdm(ordered, "search", disable=None, leave=False):  # None: only on a terminal
+        within = best[-1].seconds if len(best) == FASTEST else inf
+        if bound > within:
+            break
+        if parts := enough[number].config.model_topo.parts or fitting_parts(enough[number], within):
+            plan = Plan(enough[number], parts)
+            if plan.fits:
+                best = sorted([*best, plan], key=speed)[:FASTEST]
+    return best
+
+
+def speed(plan: Plan) -> tuple[float, int]:
+    """Sort plans: the fastest first, of equally fast ones those with less memory."""
+    return round(plan.seconds, 9), plan.peak
+
+
+def candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Basis]:
+    """Enumerate all sensible combinations."""
+    config = basis.config
+    tried: dict[str, Iterable[Any]] = {
+        "model_topo": _grids(basis, devices),
+        "train_micro_batch_size_per_gpu": SIZES,
+        "schedule": ("1f1b", "dualpipev"),
+        "use_grad_ckpt": (False, True),
+    }
+    for values in product(*([getattr(config, key)] if key in fixed else tried[key] for key in tried)):
+        candidate = basis.changed(**dict(zip(tried, values, strict=True)))
+        changed, topo = candidate.config, candidate.config.model_topo
+        if changed.chunks > basis.spec.n_layers or any(contradictions(changed)):
+            continue
+        if candidate.schedule != changed.schedule and "schedule" not in fixed:  # one stage has nothing to wait for
+            continue
+        # Several rows had better be several replicas'.
+        if topo.sequence > 1 and changed.micro_batch_size > 1 and "model_topo" not in fixed:
+            continue
+        yield candidate
+
+
+def _grids(basis: Basis, devices: int) -> list[ModelTopo]:
+    """Return all (stages, replicas) grids for N devices, with tensor and sequence parallelism where they may help."""
+    fabric, gpus = basis.fabric, basis.device.reserves
+    grids = []
+    for stages, tensor in product(_divisors(devices), _divisors(devices)):
+        if devices % (stages * tensor) or tensor > fabric.per_host:
+            continue
+        replicas = devices // (stages * tensor)
+        for sequence in _divisors(replicas):
+            if tensor * sequence == 1 or (gpus and basis.workload.longest >= LONG * sequence):
+                tried = fabric.placed(_grid(basis.config.model_topo, stages, replicas, tensor, sequence))
+                if _can_share(basis.changed(model_topo=tried)):
+                    grids.append(tried)
+    return grids
+
+
+def _grid(topo: ModelTopo, stages: int, replicas: int, tensor: int, sequence: int) -> ModelTopo:
+    """Spread a model, with `parts: auto`; processes of tensor parallelism are neighbours."""
+    named = topo.process_topology
+    axes: list[Literal["pipe", "data", "model"]] = [axis for axis in named.axes if axis != "model"]
+    sizes = {"pipe": stages, "data": replicas, "model": tensor}
+    if tensor > 1:
+        axes.append("model")
+    changed = named.model_copy(update={"dims": [sizes[axis] for axis in axes]})
+    if axes != named.axes:
+        changed = type(named).model_construct(set(named.model_fields_set), axes=axes, dims=changed.dims)
+    experts = topo.experts if tensor > 1 else "columns"
+    shared = {"sequence": sequence, "experts": experts}
+    return topo.model_copy(update={"parts": None, "process_topology": changed, **shared})
+
+
+def _can_share(basis: Basis) -> bool:
+    """Say whether the model allows the config's tensor and sequence parallelism."""
+    try:
+        check_sharing(basis.config, basis.spec)
+    except ConfigError:
+        return False
+    return True
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _may_fit(basis: Basis) -> bool:
+    """Say whether weights, gradients and states would fit if they could be divided evenly."""
+    states = StateBytes.of(basis.config)
+    held = sum(basis.parameters) * states.weight + sum(basis.trained) * (states.gradient + states.optimizer)
+    return basis.device.memory is None or held <= basis.config.model_topo.stages * basis.device.memory
+
+
+def _lower_bound(basis: Basis) -> float:
+    """Return seconds of a step if layers could be divided evenly."""
+    times, topo, number = layer_times(basis), basis.config.model_topo, basis.micro_batches
+    forward = sum(layer.forward.total for layer in times) / topo.stages
+    backward = sum(layer.backward.total for layer in times) / topo.stages
+    update = sum(layer.update.total for layer in times) / topo.stages
+    if basis.schedule == "1f1b":
+        return (number + topo.stages - 1) * (forward + backward) + update
+    most = min(number, 4 * topo.stages)  # more only repeat the middle
+    passes = _dualpipev_passes(topo.stages, most, floor(10 * backward / forward) / 10)
+    return forward * passes + (number - most) * (forward + backward) + update
+
+
+@cache
+def _dualpipev_passes(stages: int, micro_batches: int, backward: float) -> float:
+    """DualPipeV step time, in forward passes of a stage; `backward` is the time of a backward pass, likewise."""
+    chunks = 2 * stages
+    return simulate("dualpipev", [0.5] * chunks, [backward / 2] * chunks, micro_batches).seconds
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change of the config and its plans."""
+
+    change: str  # key and value
+    alone: Plan
+    together: Plan  # with this change and all those before it
+
+
+def advise(basis: Basis) -> list[Advice]:
+    """Return changes up to the first with which, together with those before, the run fits."""
+    advice = []
+    together = basis
+    for change, changed in _cheaper(basis).items():
+        if applied := _cheaper(together).get(change):  # on top of the changes before
+            together = applied
+            advice.append(Advice(change, Plan.make(changed), Plan.make(together)))
+            if advice[-1].together.fits:
+                return advice
+    return [*advice, *(advise_stages(basis) if basis.in_stages else [])]
+
+
+def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
+    """Return the cheapest change with which a stage needs less memory, and its peak then."""
+    found = ((change, Plan.make(basis).stages[stage].memory.peak) for change, basis in _cheaper(plan.basis).items())
+    return next(((change, peak) for change, peak in found if peak < plan.stages[stage].memory.peak), None)
+
+
+def advise_stages(basis: Basis) -> list[Advice]:
+    """Return the fewest stages with which the run fits as it is, if there are such."""
+    topo = basis.config.model_topo
+    for stages in range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.v_schedule else 1) + 1):
+        spread = topo.spread(stages, topo.replicas)
+        changed = basis.changed(model_topo=spread)
+        if fitting_parts(changed):
+            plan, dims = Plan.make(changed), spread.process_topology.dims
+            return [Advice(f"model_topo.process_topology.dims: {dims}, parts: auto, alone", plan, plan)]
+    return []
+
+
+def give_up(config: TrainConfig, fixed: Container[str]) -> Iterator[TrainConfig]:
+    """Yield the config, and what may fit where it does not: states, activations and gradients offloaded."""
+    yield config
+    for change in OFFLOADS:
+        keys = dict(savings(config)).get(change, {})
+        if not keys or any(key in fixed for key in keys):
+            return
+        config = config.model_copy(update=keys)
+        yield config
+
+
+def _cheaper(basis: Basis) -> dict[str, Basis]:
+    """Apply each of the `savings` alone, of those that suit the device and the optimizer."""
+    suited = (
+        (change, keys)
+        for change, keys in savings(basis.config, basis.in_stages)
+        if basis.device.reserves or change != OFFLOADS[1]
+    )
+    changed = {change: basis.changed(**keys) for change, keys in suited}
+    return {change: each for change, each in changed.items() if not any(of_optimizer(each.config))}
+
+
+def savings(config: TrainConfig, in_stages: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
+    """List single changes that may save memory, the cheapest first: what to write, and the keys to change."""
+    zero, topo = config.zero_optimization, config.model_topo
+
+    def with_zero(**keys: object) -> dict[str, Any]:
+        return {"zero_optimization": zero.model_copy(update=keys)}
+
+    half = config.bf16.enabled or config.fp16.enabled
+    if topo.parts is not None:
+        yield "model_topo.parts: auto", {"model_topo": topo.spread(topo.stages, topo.replicas)}
+    if zero.stage == 0 and topo.replicas > 1:
+        yield "zero_optimization.stage: 1", with_zero(stage=1)
+    for stage in () if in_stages or topo.replicas == 1 else range(max(2, zero.stage + 1), 4):
+        yield f"zero_optimization.stage: {stage}", with_zero(stage=stage)
+    if zero.stage == 1 and topo.replicas == 1 and not half and not zero.offloads:
+        yield "zero_optimization.stage: 0", with_zero(stage=0)
+    if config.micro_batch_size > 1:
+        yield "train_micro_batch_size_per_gpu: 1", {"train_micro_batch_size_per_gpu": 1}
+    if not config.use_grad_ckpt:
+        yield "use_grad_ckpt: true", {"use_grad_ckpt": True}
+    if not zero.offloads and zero.stage:
+        yield OFFLOADS[0], with_zero(offload_optimizer=OptimizerOffload(device="cpu"))
+    if not config.offload_activations:
+        yield OFFLOADS[1], {"offload_activations": True}
+    if zero.offloads and not config.offload_gradients and in_stages:
+        yield OFFLOADS[2], {"offload_gradients": True}
+    if config.optimizer.type in ("AdamW", "Adam"):
+        params = {name: value for name, value in config.optimizer.params.items() if name in PARAMETERS["Lion"]}
+        lion = config.optimizer.model_copy(update={"type": "Lion", "params": params})
+        yield "optimizer.type: Lion", {"optimizer": lion}
+    length = config.max_seq_len // 2
+    while length >= SHORTEST:
+        yield f"max_seq_len: {length}", {"max_seq_len": length}
+        length //= 2

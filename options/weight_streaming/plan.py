@@ -1,0 +1,219 @@
+"""Predict a step of weight streaming (`options.weight_streaming.schedule`) for a model and its GPUs.
+
+The blocks, and the embedding with the first ones, are cut into forward slots and, independently, into backward slots,
+so that the slowest is as fast as possible; the head has slots of its own, forward and backward at once. They share it
+by micro-batches, as many as it takes to be no slower than a block's backward slot: that depends on the model, and not
+on the number of GPUs, which so changes no bit. Every block recomputes: a forward slot leaves the input of each of its
+blocks in host memory, and a backward slot fetches it. Tried are one to `MOST_BLOCKS` blocks in a backward slot, forward
+slots about as long, and all sizes of a round.
+
+Not counted: loading data, other programs on the host, and what the updates and the transfers of
+the next step's first weights cost each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from common.quantities import counted, duration, gigabytes
+from options.planner.costs import HOST, layer_times
+from options.planner.inputs import Basis
+from options.planner.memory import MemoryModel, StateBytes
+from options.planner.partition import best_split
+from options.planner.plan import RESOLUTION
+from options.weight_streaming.schedule import Slot, Streamed, simulate_turns
+from training.config.deepspeed_config import training_dtype
+from training.config.optimization import OptimizerOffload
+from training.metrics.devices import HOST_LINK
+from training.topology import Slots, layer_ranges
+
+MOST_BLOCKS = 4
+MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
+MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
+MASTERS = 28  # bytes of main memory that AdamW reads and writes for a parameter: gradient, master weight, two states
+ADDING = 3  # times that adding up the heads' sums moves them
+TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
+
+
+@dataclass(frozen=True)
+class StreamedPlan:
+    """A step with these slots.
+
+    Attributes:
+        memory: most bytes of a GPU.
+        host: bytes of main memory: weights, the optimizer, sums, and the inputs of a round's blocks.
+    """
+
+    basis: Basis
+    gpus: int
+    slots: Slots
+    step: Streamed
+    memory: int
+    host: int
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of a step; main memory carries all that crosses links."""
+        return max(self.step.seconds, self.step.moved / TOTAL_HOST)
+
+    @property
+    def bubble(self) -> float:
+        return 1 - self.step.work / (self.gpus * self.seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.basis.workload.tokens / self.seconds
+
+    @property
+    def host_share(self) -> float:
+        """Return the fraction of the host's memory bandwidth that transfers take."""
+        return self.step.moved / TOTAL_HOST / self.seconds
+
+
+class Streaming:
+    """The slots of a model on GPUs that share one host."""
+
+    def __init__(self, basis: Basis, gpus: int) -> None:
+        zero = basis.config.zero_optimization.model_copy(
+            update={"stage": 1, "offload_optimizer": OptimizerOffload(device="cpu")}
+        )
+        keys = {"offload_activations": False, "offload_gradients": True, "schedule": "1f1b", "zero_optimization": zero}
+        topo = basis.config.model_topo.spread(1, 1)
+        self.basis = basis.changed(model_topo=topo, use_grad_ckpt=True, **keys)
+        plain = self.basis.changed(offload_gradients=False)  # here sums cross in each round, not in each micro-batch
+
+        self.gpus, self.head = gpus, basis.spec.n_layers - 1
+        self.forward = [time.forward.total for time in layer_times(plain)]
+        self.backward = [time.backward.total for time in layer_times(plain)]
+        self._memory, states = MemoryModel(self.basis), StateBytes.of(plain.config)
+
+        itemsize = training_dtype(plain.config).itemsize
+        self._weights = [numel * itemsize for numel in self.basis.parameters]
+        self._sums = [numel * states.sum for numel in self.basis.trained]
+        self.heads = self._head_slots()
+        self._host = sum(self._weights) + sum(self.basis.trained) * (states.host - itemsize)
+        self._update = [numel * MASTERS / TOTAL_HOST for numel in self.basis.trained]
+
+        # A turn of the head beyond the first has sums of its own, which the update adds up.
+        more = (self.heads - 1) * self._sums[self.head]
+        self._host += more
+        self._update[self.head] += ADDING * more / TOTAL_HOST
+        self._hidden = self.basis.share.micro_tokens * basis.spec.config.hidden_size * itemsize
+
+    def best(self) -> StreamedPlan | None:
+        """Return the fastest plan that fits."""
+        fitting = (plan for plan in self._plans() if not self._limit or plan.memory <= self._limit)
+        return min(fitting, key=lambda plan: plan.seconds, default=None)
+
+    @cached_property
+    def _limit(self) -> int | None:
+        return self.basis.device.memory
+
+    def _plans(self) -> Iterator[StreamedPlan]:
+        number = self.basis.micro_batches
+        sizes = [size for size in range(min(self.gpus, number), min(MOST_ROUND, number) + 1) if number % size == 0]
+
+        # The embedding beside blocks, or alone, where both together take too much memory.
+        options = product((self.head - 1, self.head), range(1, MOST_BLOCKS + 1))
+        counts = {-(-layers // blocks) for layers, blocks in options}
+
+        for slots in sorted(counts):
+            backward = cut(self.backward[: self.head], slots)
+            longest = max(sum(self.backward[begin:end]) for begin, end in layer_ranges(backward))
+            fewest = max(1, round(sum(self.forward[: self.head]) / longest))
+            for count in range(fewest, min(fewest + 3, self.head) + 1):
+                forward = cut(self.forward[: self.head], count)
+                made, memory = self.slots(forward, backward), self.memory(forward, backward)
+                for a_round in sizes if len(made) > self.gpus else ():
+                    step = simulate_turns(made, self.gpus, number, a_round, HOST_LINK)
+                    host = int(self._host + a_round * self.head * self._hidden)
+                    found = Slots(tuple(forward), tuple(backward), a_round, self.heads)
+                    yield StreamedPlan(self.basis, self.gpus, found, step, memory, host)
+
+    def _head_slots(self) -> int:
+        """Return a power of two, which divides most rounds."""
+        # By estimates: a resumed run has measured its first steps, and has to have the same sums.
+        *blocks, head = layer_times(replace(self.basis, calibration=None, measured=None))
+        longest, slots = max(block.backward.total for block in blocks), 1
+        while head.forward.total + head.backward.total > slots * longest:
+            if 2 * slots > min(MOST_HEADS, self.basis.micro_batches):
+                break
+            slots *= 2
+        return slots
+
+    def slots(self, forward: Sequence[int], backward: Sequence[int]) -> list[Slot]:
+        """Return a round's slots."""
+        made = [
+            Slot(
+                sum(self.forward[begin:end]),
+                sum(self._weights[begin:end]),
+                enters=self._hidden if begin else 0.0,
+                leaves=(end - begin) * self._hidden,
+                update=sum(self._update[begin:end]),
+            )
+            for begin, end in layer_ranges(forward)
+        ]
+
+        head, hidden = self.head, self._hidden
+        both = self.forward[head] + self.backward[head]
+        for part in range(self.heads):
+            update = 0.0 if part else self._update[head]
+            share = part, self.heads
+            made.append(Slot(both, self._weights[head], self._sums[head], hidden, hidden, update, share))
+
+        for begin, end in reversed(layer_ranges(backward)):
+            inputs = end - max(begin, 1)  # the embedding's is not kept
+            leaves = hidden if begin else 0.0
+            seconds, weights = sum(self.backward[begin:end]), sum(self._weights[max(begin, 1) : end])
+            made.append(Slot(seconds, weights, sum(self._sums[begin:end]), (inputs + 1) * hidden, leaves))
+        return made
+
+    def memory(self, forward: Sequence[int], backward: Sequence[int]) -> int:
+        """Return most bytes of a GPU: two buffers of weights and of sums, and what computing a slot takes."""
+        ranges = [*layer_ranges(forward), *layer_ranges(backward), (self.head, self.head + 1)]
+        weights = max(sum(self._weights[begin:end]) for begin, end in ranges)
+        sums = max(sum(self._sums[begin:end]) for begin, end in ranges[len(forward) :])
+        return int(2 * (weights + sums)) + max(self._memory.rank(0, (held,)).activations for held in ranges)
+
+
+def cut_into_slots(basis: Basis) -> Slots:
+    """Cut a run's layers into slots: as the fastest plan that fits, else a layer each."""
+    gpus = basis.config.model_topo.stages
+    if found := (streaming := Streaming(basis, gpus)).best():
+        return found.slots
+    each = (1,) * (basis.spec.n_layers - 1)
+    return Slots(each, each, min(MOST_ROUND, basis.micro_batches), streaming.heads)
+
+
+def describe_plan(plan: StreamedPlan) -> list[str]:
+    """Say in lines what a step under weight streaming takes."""
+    device, known = plan.basis.device, []
+    if device.known:
+        known = [f"{duration(plan.seconds)} a step, {plan.tokens_per_s:,.0f} tokens/s"]
+    limit = f" of {gigabytes(device.memory)}" if device.memory else ""
+    memory = f"at most {gigabytes(plan.memory)}{limit} on a device, {gigabytes(plan.host)} of main memory"
+    line = f"weight streaming: {', '.join([*known, f'bubble {plan.bubble:.1%}', memory])}"
+    return [line, *describe_turns(plan.slots)]
+
+
+def describe_turns(slots: Slots) -> list[str]:
+    """Say, in a line for the log, how many layers a turn has."""
+    forward, backward = map(_turns_of, (slots.forward, slots.backward))
+    micro_batches, head = counted(slots.a_round, "micro-batch"), counted(slots.heads, "turn")
+    return [f"turns: {micro_batches} through {forward} forward, {head} of the head, {backward} backward; all recompute"]
+
+
+def _turns_of(layers: Sequence[int]) -> str:
+    fewest, most = min(layers), max(layers)
+    sizes = counted(most, "layer") if fewest == most else f"{fewest} to {most} layers"
+    return f"{counted(len(layers), 'turn')} of {sizes}"
+
+
+def cut(costs: Sequence[float], slots: int) -> list[int]:
+    """Cut layers into as many slots, the largest sum of their costs as small as possible."""
+    parts = best_split([round(cost / RESOLUTION) for cost in costs], slots, lambda *_: True)
+    assert parts is not None
+    return parts

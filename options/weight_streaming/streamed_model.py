@@ -1,0 +1,216 @@
+"""Keep all layers of a model in memory that the processes of a host share (`schedule: weight_streaming`).
+
+Each process has every layer as a module. On a CPU its parameters are views of the shared memory. On a GPU they are
+copied to the device for a turn and point back to host memory after it, so a device holds the layers of two turns: the
+current one and the next.
+
+Gradients are summed in fp32, in shared memory too. On a GPU the sums go to the device with the weights, and back at
+the end of the turn. Micro-batches are added in their order, whichever process computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from models.adapters import save_trained_only
+from models.block_options import BlockOptions
+from models.layers import Activations, Block, Head
+from models.loading import LayerStates, as_trained, build_layer
+from models.loss.micro_batch import MicroBatchLoss
+from models.offload import Returns
+from models.parallel.groups import RankGroups
+from models.router import n_experts
+from models.spec import ModelSpec
+from training.distributed.processes import gather
+from training.distributed.shared_memory import share_tensors
+from training.engine.gradients import add
+
+
+class StreamedModel(nn.Module):
+    """The layers, under their numbers as names.
+
+    Args:
+        own: layers that this process loads.
+        pool: ranks that share the weights.
+        device: the device that this process computes on.
+        heads: number of turns that share the head.
+
+    Attributes:
+        weights: `<layer>.<name>` -> weight or buffer of a layer, in shared memory.
+        sums: `<layer>.<name>` -> the sum of a trained weight's gradients, in fp32 and in shared memory.
+        head_sums: for each turn of the head, the sums that it adds to; the first turn's are in `sums`.
+        positions: masks and rotary angles of the blocks, a list of one.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        own: Sequence[int],
+        pool: Sequence[int],
+        device: torch.device,
+        heads: int,
+        states: LayerStates,
+        dtype: torch.dtype,
+        blocks: BlockOptions,
+        micro_batch_loss: MicroBatchLoss,
+        groups: RankGroups,
+        read_together: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.spec, self.device, self.dtype, self.micro_batch_loss = spec, device, dtype, micro_batch_loss
+        self.positions = [spec.positions(groups)]
+        with torch.device("meta"):
+            layers = [spec.build(layer, self.positions[0]) for layer in range(spec.n_layers)]
+
+        # One copy of all weights and of all sums for the processes of a host.
+        kept: dict[str, Tensor] = {}
+        trained: dict[str, Tensor] = {}
+        for number, layer in enumerate(layers):
+            kept |= {f"{number}.{name}": like for name, like in as_trained(spec, layer, dtype).items()}
+            trained |= {
+                f"{number}.{name}": torch.empty_like(weight, dtype=torch.float32)
+                for name, weight in layer.named_parameters()
+                if weight.requires_grad
+            }
+        self.weights, self.sums = share_tensors(kept, pool, device), share_tensors(trained, pool, device)
+        of_head = {name: like for name, like in trained.items() if name.startswith(f"{spec.n_layers - 1}.")}
+        self.head_sums = [self.sums, *(share_tensors(of_head, pool, device) for _ in range(1, heads))]
+
+        for number in own:
+            loaded = build_layer(spec, number, states, self.positions[0], dtype, torch.device("cpu"))
+            for name, tensor in loaded.state_dict().items():
+                self.weights[f"{number}.{name}"].copy_(tensor)
+        gather(None)  # all have loaded theirs
+
+        # Layers with these weights as their own.
+        returns = Returns()
+        for number, layer in enumerate(layers):
+            names = layer.state_dict()
+            layer.load_state_dict({name: self.weights[f"{number}.{name}"] for name in names}, assign=True)
+            for buffer in layer.buffers():
+                buffer.data = buffer.to(device)
+            if spec.trained.lora:
+                save_trained_only(layer)
+            if isinstance(layer, Block):
+                blocks.apply(number, layer, returns)
+            elif isinstance(layer, Head):
+                layer.project_in_loss = True
+            self.add_module(str(number), layer)
+
+    def layer(self, number: int) -> nn.Module:
+        """Return a layer by its number."""
+        return self.get_submodule(str(number))
+
+    def loss(self, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
+        """Compute the loss of a micro-batch from the head's output."""
+        head = self.layer(self.spec.n_layers - 1)
+        assert isinstance(head, Head)
+        return self.micro_batch_loss(head, activations, labels)
+
+    def activations_like(self, rows: int, length: int) -> tuple[Tensor, ...]:
+        """Make the activations between two layers for [rows, length], without position ids, on the meta device."""
+        with torch.device("meta"):
+            hidden = torch.empty(rows, length, self.spec.config.hidden_size, dtype=self.dtype)
+            return hidden, *((torch.empty(2, n_experts(self.spec.config)),) if self.spec.family.router else ())
+
+
+@dataclass
+class LoadedLayers:
+    """The weights of a turn's layers: being copied to the device, there, or back in host memory.
+
+    Args:
+        stream: the stream for copies; None on a CPU.
+        part: which of the turns that share the head this is.
+
+    Attributes:
+        sums: `<layer>.<name>` -> the sum of a weight's gradients, where this process adds to it.
+    """
+
+    model: StreamedModel
+    layers: Iterable[int]
+    stream: torch.cuda.Stream | None
+    part: int = 0
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    _weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    _begun: bool = False
+
+    def fetch_weights(self) -> None:
+        """Start copying the weights to the device; a second call does nothing."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                for number in self.layers:
+                    for weight in self.model.layer(number).parameters():
+                        self._weights[weight] = weight.data.to(self.model.device, non_blocking=True)
+
+    def fetch_sums(self, begun: bool) -> None:
+        """Start copying the sums to the device, or allocate new ones there.
+
+        Args:
+            begun: whether this step has already added to them.
+        """
+        names: list[str] = []
+        for number in self.layers:
+            names += [f"{number}.{name}" for name, _ in self.model.layer(number).named_parameters()]
+        kept = self.model.head_sums[self.part]
+        found = {name: kept[name] for name in names if name in kept}
+        if self.stream is None:
+            self.sums = found
+            return
+        with torch.cuda.stream(self.stream):
+            for name, total in found.items():
+                there = torch.empty_like(total, device=self.model.device)
+                self.sums[name] = there.copy_(total, non_blocking=True) if begun else there
+
+    def use(self) -> None:
+        """Point the layers at the copied weights; the compute stream waits for the copies."""
+        if self.stream is None:
+            return
+        computing = torch.cuda.current_stream(self.model.device)
+        computing.wait_stream(self.stream)
+        for weight, there in self._weights.items():
+            weight.data, self._weights[weight] = there, weight.data
+        for tensor in (*self._weights, *self.sums.values()):
+            tensor.record_stream(computing)
+
+    def clear_sums(self) -> None:
+        """Set the sums to zero, for a turn without micro-batches."""
+        for total in self.sums.values():
+            total.zero_()
+
+    @torch.no_grad()
+    def take_gradients(self, number: int, first: bool, scale: float) -> None:
+        """Add a layer's gradients to its sums.
+
+        Args:
+            first: whether this is the step's first micro-batch, which overwrites the sums.
+            scale: the loss scale, which the gradients are divided by.
+        """
+        for name, weight in self.model.layer(number).named_parameters():
+            if (total := self.sums.get(f"{number}.{name}")) is None:
+                continue
+            gradient, weight.grad = weight.grad, None
+            if gradient is not None and scale != 1:
+                gradient = gradient.float() / scale
+            if first:
+                total.zero_() if gradient is None else total.copy_(gradient)
+            elif gradient is not None:
+                add(total, gradient)
+
+    def give_back(self, stream: torch.cuda.Stream | None) -> None:
+        """Start copying the sums back to host memory on `stream`, and point the weights back there."""
+        if stream is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(stream):
+            for name, total in self.sums.items():
+                self.model.head_sums[self.part][name].copy_(total, non_blocking=True)
+                total.record_stream(stream)
+        for weight, host in self._weights.items():
+            weight.data = host

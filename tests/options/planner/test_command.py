@@ -1,0 +1,212 @@
+"""`--plan`: names of devices, what it prints, draws and refuses."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+import train_ds_zero
+from models.errors import CheckpointError
+from options.planner.command import draw_plan, plan_run
+from options.planner.inputs import Basis, Workload
+from options.planner.plan import Plan
+from tests.conftest import FAQ
+from tests.launching import write_config
+from tests.options.planner.helpers import config_of, llama
+from training.errors import ConfigError
+from training.metrics.devices import GIB, USABLE, parse_devices, this_device
+
+
+def arguments(**given: Any) -> Namespace:
+    return Namespace(**{"devices": None, "links": None, "per_host": None, "search": False, "calibrate": False} | given)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("8xA100", "A100-40G, A100-80G, such as 8xA100-40G"),
+        ("8xA100-41G", "A100-40G, A100-80G"),
+        ("4xv100", "V100-16G, V100-32G"),
+        ("A100-40G-8", "A100-40G"),
+        ("RTX409", "RTX4090-24G"),
+        ("0xH100", "H100-80G"),
+        ("8", "B200-180G, GH200-96G"),
+        ("8xZ9000", "B200-180G, GH200-96G"),
+        ("", "B200-180G, GH200-96G"),
+    ],
+)
+def test_a_device_that_is_not_known_is_answered_with_those_like_it(text: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_devices(text)
+    assert str(caught.value).startswith(f"--devices: {text!r}: expected a number and one of {near}")
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("4x4090", 4, "RTX4090-24G"),
+        ("3090", 1, "RTX3090-24G"),
+        ("h100", 1, "H100-80G"),
+        ("2 x v100-32", 2, "V100-32G"),
+        ("Tesla V100-SXM2-32GB", 1, "V100-32G"),
+        ("8xA100-SXM4-80GB", 8, "A100-80G"),
+        ("RTX 4090", 1, "RTX4090-24G"),
+        ("8XA6000", 8, "RTXA6000-48G"),
+        ("H200NVL", 1, "H200NVL-141G"),
+    ],
+)
+def test_devices_go_by_the_names_that_people_use(text: str, count: int, name: str) -> None:
+    found, device = parse_devices(text)
+    assert (found, device.name) == (count, name)
+    if name == "A100-80G":
+        assert device.memory == int(80 * GIB * USABLE) and device.half == 312e12
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices", "line"),
+    [
+        ({"bf16": True, "fp16": False}, "2xV100-32G", "bf16.enabled: V100-32G does not compute in bf16; expected fp16"),
+        ({"bf16": True, "fp16": False}, "2xT4", "bf16.enabled: T4-16G does not compute in bf16; expected fp16"),
+        ({"tf32": True, "fp16": False}, "2xV100-16G", "tf32: V100-16G does not have it; expected false"),
+        ({"fp8": True, "bf16": True, "fp16": False}, "2xA100-80G", "fp8.enabled: A100-80G is older than Ada and Hopp"),
+        (
+            {"zero_optimization": {"stage": 0}},
+            "2xA100-80G",
+            "zero_optimization.stage: 0 does not scale the loss, which",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "large"}},
+            "2xA100-80G",
+            "zero_optimization.reduce_bucket_size: In",
+        ),
+    ],
+)
+def test_a_device_that_the_run_would_refuse_is_no_plan(
+    keys: dict[str, Any], devices: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        plan_run(config_of(tmp_path, 2, **keys), arguments(devices=devices))
+    assert str(caught.value).startswith(line)
+    assert "fits" not in capsys.readouterr().out
+
+
+def test_plan_needs_neither_weights_nor_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama(tmp_path, "llama-13b")
+    plan_run(config_of(tmp_path, 14), arguments(devices="14xV100-32G"))
+    printed = capsys.readouterr().out
+    assert "memory: fits" in printed and "data: assumed" in printed and "bubble" in printed and "MFU" in printed
+    assert "attention" in printed and "waiting" in printed and "replicas" not in printed  # of which there is one
+    assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit) as leaving:
+        plan_run(config_of(tmp_path, 4), arguments(devices="4xV100-32G"))
+    assert leaving.value.code == 1
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed and "offload_optimizer: {device: cpu}" in printed
+    with pytest.raises(ConfigError, match="--devices: 8 of them"):
+        plan_run(config_of(tmp_path, 4), arguments(devices="8xV100-32G"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "keys", "texts"),
+    [
+        ("8xV100-32G", {}, ["llama, 8 stages of", "memory: fits: at most ", "s a step, ", " tokens/s, "]),
+        ("4xV100-32G", {}, ["memory: does not fit: at most ", " GB of tensors of 32.99 GB usable"]),
+        (None, {"fp16": {"enabled": False}}, ["GB of tensors and kernels a process, which holds", "no known limit"]),
+    ],
+)
+def test_the_picture_says_what_the_lines_say(
+    devices: str | None, keys: dict[str, Any], texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+
+    def savefig(figure: Figure, path: Path, **_: Any) -> None:
+        figure.draw_without_rendering()
+        drawn.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    config = config_of(tmp_path, int(devices[0]) if devices else 2, **keys)
+    device = parse_devices(devices)[1] if devices else this_device()
+    plan = Plan.make(Basis(config, llama(tmp_path), Workload.assumed(config), device))
+    draw_plan(plan, tmp_path / "plan.png")
+    (figure,) = drawn
+    title = figure.get_suptitle()
+    assert all(text in title for text in texts) and ("tokens/s" in title) == plan.knows_seconds
+    memory, time = figure.axes
+    heights = [0.0] * len(plan.stages)
+    for bar in memory.patches:
+        assert isinstance(bar, Rectangle)
+        heights[round(bar.get_x() + bar.get_width() / 2)] += bar.get_height()
+    assert heights == pytest.approx([stage.memory.peak / 1e9 for stage in plan.stages])
+    assert memory.get_ylim()[1] > max(heights)
+    for panel in (memory, time):
+        legend = panel.get_legend()
+        assert legend and legend.get_window_extent().x0 >= panel.get_window_extent().x1, "nothing is hidden"
+
+
+def test_a_plan_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    llama(tmp_path)
+    (tmp_path / "file").touch()
+    config = config_of(tmp_path, 2, save_path=str(tmp_path / "file/run"))
+    with pytest.raises(CheckpointError, match=r"file/run: cannot be written: Not a directory; nothing was changed$"):
+        plan_run(config, arguments(devices="2xA100-80G"))
+
+
+def test_plan_measures_the_records(tmp_path: Path, make_checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint("llama")
+    keys: dict[str, Any] = {
+        "data_path": str(FAQ),
+        "save_path": str(tmp_path / "run"),
+        "max_seq_len": 256,
+        "train_batch_size": 16,
+    }
+    config = config_of(folder, 2, fp16={"enabled": False}, **keys)
+    plan_run(config, arguments(calibrate=True))
+    printed = capsys.readouterr().out
+    assert "batches of data_path" in printed and "measured on CPU" in printed and "the whole run: 7 steps" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "texts"),
+    [
+        (
+            "--devices 8xA100-40G zero_optimization.stage=3",
+            None,
+            ["stage 3, 8 processes share", "gathers 13.5 GB twice"],
+        ),
+        ("--devices 2xA100-40G", 1, ["no pipeline", "zero_optimization.stage: 2", "zero_optimization.stage: 3"]),
+        ("--devices 3xA100-40G", 2, ["train_batch_size: 8 is not a multiple of 3"]),
+        ("--devices 2xA100-40G --search", 2, ["--search: proposes pipelines; expected train_ds.py"]),
+        (
+            "--devices 8xH100 zero_optimization.stage=3 zero_optimization.offload_param.device=cpu",
+            None,
+            ["not in the plan: zero_optimization.offload_param"],
+        ),
+    ],
+)
+def test_zero_is_planned_for_the_devices_asked_for(
+    words: str,
+    code: int | None,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    llama(tmp_path)
+    keys = {"fp16": {"enabled": True}, "optimizer": {"params": {"lr": 1e-5}}}
+    path = write_config(tmp_path / "config.yml", model_path=str(tmp_path), data_path="x", **keys)
+    monkeypatch.setattr(sys, "argv", ["train_ds_zero.py", "--config", str(path), "--plan", *words.split()])
+    try:
+        train_ds_zero.main()
+        left = None
+    except SystemExit as end:
+        left = end.code
+    assert left == code
+    printed = " ".join("".join(capsys.readouterr()).split())
+    assert all(text in printed for text in texts), printed
