@@ -20,12 +20,12 @@ from data.sample_set import InMemory, SampleSet
 from options import RunConfig
 from options.timeline.recorder import Record, Recorder
 from options.weight_streaming.schedule import Slot, simulate_turns
+from options.weight_streaming.slots import Slots
 from options.weight_streaming.turns import slots_of
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
-from training.topology import Slots
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

@@ -20,6 +20,7 @@ from options import (
     streamed_data,
     timeline,
     trackers,
+    weight_streaming,
 )
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
@@ -33,6 +34,7 @@ class RunConfig(
     streamed_data.StreamKeys,
     timeline.TimelineKeys,
     trackers.TrackerKeys,
+    weight_streaming.StreamingKeys,
     title=TrainConfig.__name__,
 ):
     """A whole run."""
@@ -43,6 +45,7 @@ class RunConfig(
         scores.OPTION,
         streamed_data.OPTION,
         trackers.OPTION,
+        weight_streaming.OPTION,
         timeline.OPTION,
         reports.OPTION,
         exports.OPTION,

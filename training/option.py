@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from training.callbacks import Callback
     from training.distributed.processes import ProcessInfo
     from training.distributed.rank_monitor import RankMonitor
+    from training.engine.trainer import Trainer
     from training.job import Task
     from training.language_model import LanguageModel
     from training.metrics.tracking import Tracker
@@ -62,6 +63,7 @@ class Option(Generic[Keys]):
         callbacks: makes its callbacks of a run, none where the config does not ask for it. They are called after the
             core's, in the order of the list.
         language_model: the task of a language model in place of `LanguageModel`, where the config asks for it.
+        trainer: how the stages of a model work in place of `PipelineTrainer`, where the config asks for it.
         open_trackers: opens what receives the numbers of each step, given the run's folder and first step.
         add_to_export: adds files to a HuggingFace folder that is made of a run's checkpoint, given both folders.
         add_conversions: adds its commands to convert_model.py.
@@ -75,6 +77,7 @@ class Option(Generic[Keys]):
     rules: Mapping[str, MayChange] = field(default_factory=dict)
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
+    trainer: Callable[[Keys], type[Trainer] | None] = lambda config: None
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
     add_to_export: Callable[[Path, Path], None] = lambda checkpoint, folder: None
     add_conversions: Callable[[Conversions], None] = lambda conversions: None

@@ -11,7 +11,6 @@ from models.api import read_spec
 from options.planner.feedback import Feedback
 from options.planner.planning import Planning
 from options.planner.utilization import Mfu
-from options.weight_streaming.trainer import WeightStreamingTrainer
 from training.bad_steps import BadSteps
 from training.callbacks import Callback
 from training.checkpoint.exporting import ExportHF
@@ -24,7 +23,6 @@ from training.engine.trainer import Trainer
 from training.job import Job, Task
 from training.language_model import LanguageModel, language_model_of
 from training.reporting import DataSummary, Reporting
-from training.schedule.instructions import WEIGHT_STREAMING
 
 
 def train_language_model(
@@ -46,8 +44,9 @@ def train_language_model(
 
 
 def pipeline_trainer(config: TrainConfig) -> type[Trainer]:
-    """Return how a config's stages work: as DeepSpeed's pipeline, or taking turns at all layers."""
-    return WeightStreamingTrainer if config.schedule == WEIGHT_STREAMING else PipelineTrainer
+    """Return how a config's stages work: as DeepSpeed's pipeline, unless an option has another way."""
+    kinds = (option.trainer(config) for option in config.options)
+    return next(filter(None, kinds), PipelineTrainer)
 
 
 def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
@@ -58,7 +57,7 @@ def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
 def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
     """List the callbacks of a language model's run."""
     planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
-    measured: list[Callback] = [Feedback(task)] if task.in_stages and config.schedule != WEIGHT_STREAMING else []
+    measured: list[Callback] = [Feedback(task)] if task.in_stages and not config.weights_on_host else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
     return [*planned, *config.objective.callbacks(task), *run_options(config, task), *measured, *exported]
 

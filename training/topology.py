@@ -66,35 +66,17 @@ class Topology(BaseModel):
 
 
 @dataclass(frozen=True)
-class Slots:
-    """What GPUs take turns at under weight streaming; the head has turns of its own, forward and backward.
-
-    Attributes:
-        forward, backward: layers of each turn, from the embedding to the last block.
-        a_round: micro-batches that a turn computes.
-        heads: turns that share the head, each with sums of its gradients; the number changes their last bits.
-    """
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    a_round: int
-    heads: int = 1
-
-
-@dataclass(frozen=True)
 class Division:
-    """How a run's model is divided: as the config says, or by the planner (`options.planner.planning`).
+    """How a run's model is divided: as the config says, or by a planner; a trainer of an option may need more.
 
     Attributes:
         recompute: numbers, in the whole model, of the layers that recompute their activations.
         report: lines for the log with the resolved `auto` values.
-        slots: of weight streaming.
     """
 
     topology: Topology
     recompute: frozenset[int] = frozenset()
     report: tuple[str, ...] = ()
-    slots: Slots | None = None
 
 
 def layer_ranges(parts: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from training.config.keys import TrainConfig
 from training.config.section import PathText, Section
-from training.schedule.instructions import WEIGHT_STREAMING
 
 if TYPE_CHECKING:
     from training.objective import Objective
@@ -65,5 +64,5 @@ class DistillationKeys(TrainConfig):
         if key := self.windows_key:
             what = "a teacher reads all records before the first step"
             yield f"{key}: {what}; expected no {key}, or no distillation"
-        if self.schedule == WEIGHT_STREAMING:
-            yield "distillation: not with schedule: weight_streaming; expected none, or another schedule"
+        if self.weights_on_host:
+            yield f"distillation: not with schedule: {self.schedule}; expected none, or another schedule"

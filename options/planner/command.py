@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -31,11 +32,11 @@ from options.planner import zero
 from options.planner.communication import PER_HOST, Fabric, stage_messages
 from options.planner.inputs import MEASURED_FILE, Basis, Workload
 from options.planner.micro_batch import ROWS, choose_rows
+from options.planner.own_plan import SelfPlannedOption, own_planner, self_planned
 from options.planner.plan import ERROR, Plan
 from options.planner.search import Advice, Feed, advise, feed_of, search
 from options.planner.shapes import shape_of
 from options.planner.timing import calibrate
-from options.weight_streaming.plan import Streaming, describe_plan
 from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing
 from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.gpu import check_gpu, check_numbers
@@ -44,7 +45,6 @@ from training.data_setup import RecordReader
 from training.distributed.links import FILE as LINKS_FILE
 from training.errors import ConfigError
 from training.metrics.devices import TERA, parse_devices, this_device
-from training.schedule.instructions import WEIGHT_STREAMING
 from training.trained import with_trained
 
 DOES_NOT_FIT = 1
@@ -119,14 +119,12 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
 
 def _show(basis: Basis, processes: int, feed: Feed | None, log: Console) -> None:
     """Show the plan of a config, or with `feed` the fastest plans; exit with 1 where none fits."""
-    config = basis.config
-    if feed or config.schedule == WEIGHT_STREAMING:
-        streamed = Streaming(basis, processes if feed else config.model_topo.stages).best()
-        for line in describe_plan(streamed) if streamed else ["weight streaming: does not fit"]:
-            log.print(line)
-        if not feed:
-            sys.exit(0 if streamed else DOES_NOT_FIT)
+    own = own_planner(basis.config)
+    if own and not feed:
+        sys.exit(0 if _show_own(own, basis, basis.config.model_topo.stages, log) else DOES_NOT_FIT)
     if feed:
+        for option in self_planned(basis.config):
+            _show_own(option, basis, processes, log)
         best = search(basis, processes, feed)
         if not best:
             log.print("search: no pipeline fits, whatever the dims and the micro-batch")
@@ -137,6 +135,14 @@ def _show(basis: Basis, processes: int, feed: Feed | None, log: Console) -> None
     if not plan.fits:
         log.print(advice_table(advise(basis), plan))
         sys.exit(DOES_NOT_FIT)
+
+
+def _show_own(option: SelfPlannedOption[Any], basis: Basis, devices: int, log: Console) -> bool:
+    """Show the fastest plan of a schedule that plans itself; return whether one fits."""
+    plan = option.fastest(basis, devices)
+    for line in plan.describe() if plan else [f"{option.schedule.replace('_', ' ')}: does not fit"]:
+        log.print(line)
+    return plan is not None
 
 
 def show(plan: Plan, log: Console) -> None:

@@ -14,13 +14,12 @@ from dataclasses import replace
 from common.quantities import counted
 from models.spec import ModelSpec
 from options.planner.inputs import Basis, Calibration, layer_kinds
+from options.planner.own_plan import own_planner
 from options.planner.plan import Plan, fitting_parts
 from options.planner.search import SIZES, Feed
 from options.planner.timing import calibrate
-from options.weight_streaming.plan import Streaming
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device
-from training.schedule.instructions import WEIGHT_STREAMING
 
 ROWS = "train_micro_batch_size_per_gpu"
 TIMED_ROWS, TIMED_LENGTH, ROUNDS = 4, 512, 2
@@ -88,9 +87,9 @@ def _divides(config: TrainConfig) -> bool:
 def _seconds(basis: Basis) -> float | None:
     """Return the time of a step; None where it does not fit."""
     config, layers = basis.config, basis.spec.n_layers
-    if config.schedule == WEIGHT_STREAMING:
-        streamed = Streaming(basis, config.model_topo.stages).best()
-        return streamed.seconds if streamed else None
+    if own := own_planner(config):
+        fastest = own.fastest(basis, config.model_topo.stages)
+        return fastest.seconds if fastest else None
     parts = (config.parts_for(layers) or fitting_parts(basis)) if basis.in_stages else [layers]
     plan = Plan(basis, parts) if parts else None
     return plan.seconds if plan and plan.fits else None

@@ -16,11 +16,11 @@ from data.loader import Loader
 from models.spec import ModelSpec
 from options.planner.inputs import MEASURED_FILE, Basis, Workload
 from options.planner.micro_batch import ROWS, advice, choose_rows
+from options.planner.own_plan import own_planner
 from options.planner.plan import Plan
 from options.planner.resources import check_resources, explain_out_of_memory
 from options.planner.search import Feed, feed_of
 from options.planner.timing import choose_kernels
-from options.weight_streaming.plan import cut, cut_into_slots, describe_turns
 from training.callbacks import Callback
 from training.checkpoint.folder import CheckpointRecord
 from training.config.keys import TrainConfig
@@ -28,7 +28,6 @@ from training.distributed.processes import agreed, gather
 from training.job import Job
 from training.language_model import LanguageModel, split_as_configured
 from training.metrics.devices import Device, this_device
-from training.schedule.instructions import WEIGHT_STREAMING
 from training.topology import Division
 
 
@@ -84,8 +83,8 @@ class Planning(Callback):
 
 def leaves_open(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> bool:
     """Return whether the planner has to divide the model: without a pipeline there is nothing to choose."""
-    streamed = config.schedule == WEIGHT_STREAMING
-    return in_stages and (streamed or config.use_grad_ckpt == "auto" or config.parts_for(spec.n_layers) is None)
+    own = own_planner(config) is not None
+    return in_stages and (own or config.use_grad_ckpt == "auto" or config.parts_for(spec.n_layers) is None)
 
 
 def divide(
@@ -122,9 +121,9 @@ def choose(
 ) -> Division:
     """Choose the division of a pipeline over such devices; see `divide`."""
     basis, report = Basis.of_run(config, spec, Workload.of(loader, config), device)
-    if config.schedule == WEIGHT_STREAMING:
-        slots, parts = cut_into_slots(basis), config.parts_for(spec.n_layers) or cut(basis.trained, config.chunks)
-        return Division(config.topology(parts), report=(*report, *describe_turns(slots)), slots=slots)
+    if own := own_planner(config):
+        division = own.divide(basis)
+        return replace(division, report=(*report, *division.report))
     if config.parts_for(spec.n_layers) is None:
         parts, reason = _resumed_parts(basis, saved)
         report.append(f"parts: auto, {reason}")

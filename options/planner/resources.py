@@ -31,7 +31,6 @@ from training.distributed.processes import agreed, gather
 from training.errors import ConfigError
 from training.metrics.devices import this_device
 from training.metrics.peak_memory import peak_memory
-from training.schedule.instructions import WEIGHT_STREAMING
 
 ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)  # of CUDA's allocator and of the CPU's
 
@@ -57,7 +56,7 @@ def check_resources(config: TrainConfig, spec: ModelSpec, layers: Sequence[int],
 
     # What they take of the host's memory: all where it is the one to compute in, else what is offloaded.
     in_memory = trained * state.host
-    if not torch.cuda.is_available() or config.schedule == WEIGHT_STREAMING:
+    if not torch.cuda.is_available() or config.weights_on_host:
         stage = config.zero_optimization.stage  # ZeRO 2 and 3 shard more than the optimizer
         a_weight = state.host + state.optimizer + state.gradient / (replicas if stage > 1 else 1)
         a_weight += state.weight / (replicas if stage > 2 else 1)
@@ -117,7 +116,7 @@ def explain_out_of_memory(config: TrainConfig, spec: ModelSpec, stage: int, load
 def _planned(config: TrainConfig, spec: ModelSpec, stage: int, loader: Loader | None) -> str:
     if config.model_topo.parts is None:
         return ""
-    if config.schedule == WEIGHT_STREAMING:
+    if config.weights_on_host:
         return "; expected fewer or shorter rows in a micro-batch (train_micro_batch_size_per_gpu, pack_len)"
     plan = Plan.make(Basis.of_run(config, spec, Workload.of(loader, config), this_device())[0])
     line = f"; --plan says {gigabytes(plan.stages[stage].memory.peak)}"

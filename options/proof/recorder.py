@@ -1,6 +1,6 @@
 """Record each step of a proof's run: gradients, and weights after the update.
 
-The recorder is the pipeline's own trainer, in the job of a real run. For each step a rank writes one file: the
+The recorder is the run's own trainer, in the job of a real run. For each step a rank writes one file: the
 gradients that the optimizer gets (on replica 0), its slices of the optimizer's fp32 weights, and the weights it
 computes with; with tensor parallelism, its shard of each. If the folder says so, it waits in the middle of a step to be
 killed.
@@ -12,9 +12,8 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from deepspeed.utils import safe_get_full_grad
@@ -22,16 +21,24 @@ from torch import Tensor
 
 from models.adapters import IDLE
 from models.parallel.shard import Shard
-from options.weight_streaming.trainer import WeightStreamingTrainer
 from training.checkpoint.resharding import slices_of
-from training.engine.pipeline import PipelineTrainer
-from training.engine.stage_engine import StageEngine
 from training.engine.trainer import Trainer
 
 HOLD = "hold"  # file with the number of the step in which to wait
 HELD = "held"  # file that rank 0 creates when it waits
 
 Key = TypeVar("Key")
+
+
+@runtime_checkable
+class KnowsWeights(Protocol):
+    """An engine whose weights are no parameters of DeepSpeed's: it says itself what it has, by `<layer>.<name>`."""
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """Return the trained weights that this rank saves."""
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """Return their gradients in fp32, without the loss scale."""
 
 
 class Recording(Trainer):
@@ -43,15 +50,12 @@ class Recording(Trainer):
 
     folder: ClassVar[Path]
 
-    def _record(self, gradients: dict[str, Tensor], take_step: Callable[[], None]) -> None:
-        """Take an optimizer step, and write what it was taken with and what it left.
-
-        Args:
-            gradients: in fp32, without the loss scale.
-        """
-        step = self.engine.global_steps + 1
-        self._wait(step)
-        take_step()
+    def take_step(self, step: Callable[[], None]) -> None:
+        """Take an optimizer step, and write what it was taken with and what it left."""
+        number = self.engine.global_steps + 1
+        gradients = _copied(self._gradients())
+        self._wait(number)
+        super().take_step(step)
         masters = {
             (piece.name, piece.offset): piece.master.view(-1)[piece.start : piece.start + piece.numel]
             for piece in slices_of(self.engine)
@@ -62,15 +66,32 @@ class Recording(Trainer):
             "weights": _copied(self._weights()),
             "cuts": self._cuts(),
         }
-        torch.save(noted, self.folder / f"step-{step}.rank-{self.engine.global_rank}.pt")
+        torch.save(noted, self.folder / f"step-{number}.rank-{self.engine.global_rank}.pt")
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Get this rank's gradients in fp32, without the loss scale; all ranks call it together."""
+        if isinstance(self.engine, KnowsWeights):
+            return self.engine.own_gradients()
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        scale = float(scaler.cur_scale) if scaler else 1.0
+        weights = {name: weight for name, weight in self._weights().items() if weight.requires_grad}
+        return {name: safe_get_full_grad(weight).detach().float() / scale for name, weight in weights.items()}
 
     def _weights(self) -> dict[str, Tensor]:
         """Get the weights that this rank has, apart from those of 4 bits."""
-        raise NotImplementedError
+        if isinstance(self.engine, KnowsWeights):
+            return self.engine.own_weights()
+        named = self.engine.module.named_parameters()
+        return {name: each for name, each in named if each.is_floating_point() and name != IDLE}
 
     def _cuts(self) -> dict[str, Any]:
         """Return the arguments of `Shard` for each weight of which this rank has a shard."""
-        return {}
+        share = getattr(self.engine.module, "share", None)
+        cuts: dict[str, Any] = {}
+        for name in self._weights() if share else ():
+            if cut := share.shard(name):
+                cuts[name] = cut.shape, cut.side, [(each.start, each.stop) for each in cut.ranges]
+        return cuts
 
     def _wait(self, step: int) -> None:
         hold = self.folder / HOLD
@@ -82,52 +103,13 @@ class Recording(Trainer):
                 time.sleep(1)
 
 
-class StreamingRecorder(Recording, WeightStreamingTrainer):
-    """A process of a pool that records its steps."""
-
-    def _update(self) -> None:
-        like = self.engine.module.sums
-        gradients = {name: self.engine.gradient(name).view_as(like[name]) for name in self.engine.names}
-        self._record(_copied(gradients), super()._update)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: self.engine.module.weights[name] for name in self.engine.names}
-
-
-class StepRecorder(Recording, PipelineTrainer):
-    """A stage that records its steps."""
-
-    def _take_optimizer_step(self, engine: StageEngine, lr_kwargs: Any = None) -> None:
-        self._record(self._gradients(), partial(super()._take_optimizer_step, engine, lr_kwargs))
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Copy the gradients of this stage in fp32, without the loss scale; all ranks call it together."""
-        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
-        scale = float(scaler.cur_scale) if scaler else 1.0
-        weights = {name: weight for name, weight in self._weights().items() if weight.requires_grad}
-        return _copied({name: safe_get_full_grad(weight).detach().float() / scale for name, weight in weights.items()})
-
-    def _weights(self) -> dict[str, Tensor]:
-        named = self.engine.module.named_parameters()
-        return {name: each for name, each in named if each.is_floating_point() and name != IDLE}
-
-    def _cuts(self) -> dict[str, Any]:
-        share = self.engine.module.share
-        cuts: dict[str, Any] = {}
-        for name in self._weights():
-            if cut := share.shard(name):
-                cuts[name] = cut.shape, cut.side, [(each.start, each.stop) for each in cut.ranges]
-        return cuts
-
-
 def _copied(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     return {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
 
 
 def make_recorder(folder: str, kind: type[Trainer]) -> type[Recording]:
     """Make a trainer class of a kind that records to `folder`."""
-    recorder = StreamingRecorder if issubclass(kind, WeightStreamingTrainer) else StepRecorder
-    return type("Recorder", (recorder,), {"folder": Path(folder)})
+    return type("Recorder", (Recording, kind), {"folder": Path(folder)})
 
 
 class Recorded:

@@ -11,15 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from options.planner.feedback import cuda_mark
-from options.weight_streaming.trainer import HostEngine
-from options.weight_streaming.turns import StreamedTurn
 from training.schedule.instructions import InstructionReader, Kind, Meaning, Transfer
 from training.schedule.walk import TimeSpan
 
@@ -39,6 +37,25 @@ class Record(NamedTuple):
     posted: float
 
 
+class Turn(Protocol):
+    """A turn at some layers, by its number in a round; its first micro-batch is `begin`."""
+
+    number: int
+    begin: int
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """An engine without instructions.
+
+    Attributes:
+        turn_work: kind of turn -> what computes a micro-batch, given the turn, the micro-batch's number in it and more;
+            the engine looks it up for each.
+    """
+
+    turn_work: dict[Kind, Callable[..., Any]]
+
+
 class Recorder:
     """Records the spans of one rank.
 
@@ -54,16 +71,17 @@ class Recorder:
         self._on_gpu = device.type == "cuda"
 
     @contextmanager
-    def step(self, engine: DeepSpeedEngine | HostEngine) -> Iterator[list[Record]]:
+    def step(self, engine: DeepSpeedEngine | TakesTurns) -> Iterator[list[Record]]:
         """Record what the engine does in the block; fill the list, in common time, at its end."""
         records: list[Record] = []
         self._noted: list[tuple[Meaning, tuple[Transfer, ...], Any, Any, Any]] = []
         self._queued: list[Meaning] = []  # messages not waited for yet
         self._launched: Any = None  # mark of their start, if that was before the wait
-        owner = engine
-        if isinstance(engine, HostEngine):
-            owner, work = engine.turns, engine.turns.work
-            wrapped: dict[str, Any] = {"work": {kind: self._wrap_turn(kind, do) for kind, do in work.items()}}
+        place: dict[Any, Any] = vars(engine)  # of what is wrapped
+        wrapped: dict[Any, Any]
+        if isinstance(engine, TakesTurns):
+            place = engine.turn_work
+            wrapped = {kind: self._wrap_turn(kind, do) for kind, do in place.items()}
         elif isinstance(engine, PipelineEngine):
             self._read = InstructionReader(engine.stage_id, engine.num_stages)
             instructions = {kind: self._wrap(kind.__name__, do) for kind, do in engine._INSTRUCTION_MAP.items()}
@@ -72,15 +90,15 @@ class Recorder:
         else:
             self._read, self._batched = InstructionReader(0, 1), False
             wrapped = {method: self._wrap(name, getattr(engine, method)) for name, method in METHODS.items()}
-        original = {attribute: getattr(owner, attribute) for attribute in wrapped}
-        vars(owner).update(wrapped)
+        original = {name: place.get(name) or getattr(engine, name) for name in wrapped}
+        place.update(wrapped)
         if self._on_gpu:
             torch.cuda.synchronize()
             self._first, self._began = self._mark(), time.perf_counter()
         try:
             yield records
         finally:
-            vars(owner).update(original)
+            place.update(original)
         for (kind, stage, micro_batch, _), messages, *marks in self._noted:
             posted, begin, end = map(self._seconds, marks)
             records.append(Record(TimeSpan(self._rank, kind, micro_batch, begin, end, stage), messages, posted))
@@ -88,7 +106,7 @@ class Recorder:
     def _wrap_turn(self, kind: Kind, execute: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what computes a turn's micro-batches; the turns of a round are its stages."""
 
-        def run(turn: StreamedTurn, lane: int, *arguments: Any) -> Any:
+        def run(turn: Turn, lane: int, *arguments: Any) -> Any:
             begin = self._mark()
             result = execute(turn, lane, *arguments)
             meaning = Meaning(kind, turn.number, turn.begin + lane, None)

@@ -27,7 +27,7 @@ from options.timeline.drawing import draw_timeline, trace
 from options.timeline.recorder import Record, Recorder
 from training.callbacks import Callback
 from training.distributed.processes import gather
-from training.schedule.instructions import WEIGHT_STREAMING, WORK, Transfer
+from training.schedule.instructions import WORK, Transfer
 from training.schedule.walk import TimeSpan
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[TimeSpan
     figures = f"timeline of {steps}: {Figures.from_spans(spans.values()).describe(max(stages) + 1)}"
     log.print(figures)
     names = [f"rank {rank}" for rank in range(len(stages))]
-    if run.topology.parts and run.config.schedule != WEIGHT_STREAMING:
+    if run.topology.parts and not run.config.weights_on_host:
         held = held_layers(run.topology.parts, max(stages) + 1)
         for rank, stage in enumerate(stages):
             layers = " and ".join(f"{begin}-{end - 1}" for begin, end in held[stage])

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from options.weight_streaming.shared_memory import share_memory, share_tensors, tensor_in
 from training.distributed.communication import wait_until
-from training.distributed.shared_memory import share_memory, share_tensors, tensor_in
 
 
 class Handover:

@@ -25,10 +25,11 @@ from options.planner.memory import MemoryModel, StateBytes
 from options.planner.partition import best_split
 from options.planner.plan import RESOLUTION
 from options.weight_streaming.schedule import Slot, Streamed, simulate_turns
+from options.weight_streaming.slots import Slots, StreamedDivision
 from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload
 from training.metrics.devices import HOST_LINK
-from training.topology import Slots, layer_ranges
+from training.topology import layer_ranges
 
 MOST_BLOCKS = 4
 MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
@@ -71,6 +72,16 @@ class StreamedPlan:
     def host_share(self) -> float:
         """Return the fraction of the host's memory bandwidth that transfers take."""
         return self.step.moved / TOTAL_HOST / self.seconds
+
+    def describe(self) -> list[str]:
+        """Say in lines what a step takes."""
+        device, known = self.basis.device, []
+        if device.known:
+            known = [f"{duration(self.seconds)} a step, {self.tokens_per_s:,.0f} tokens/s"]
+        limit = f" of {gigabytes(device.memory)}" if device.memory else ""
+        memory = f"at most {gigabytes(self.memory)}{limit} on a device, {gigabytes(self.host)} of main memory"
+        line = f"weight streaming: {', '.join([*known, f'bubble {self.bubble:.1%}', memory])}"
+        return [line, *describe_turns(self.slots)]
 
 
 class Streaming:
@@ -179,24 +190,17 @@ class Streaming:
         return int(2 * (weights + sums)) + max(self._memory.rank(0, (held,)).activations for held in ranges)
 
 
-def cut_into_slots(basis: Basis) -> Slots:
-    """Cut a run's layers into slots: as the fastest plan that fits, else a layer each."""
-    gpus = basis.config.model_topo.stages
-    if found := (streaming := Streaming(basis, gpus)).best():
-        return found.slots
+def divide(basis: Basis) -> StreamedDivision:
+    """Divide a run's model: into the turns of the fastest plan that fits, else of a layer each."""
+    config, streaming = basis.config, Streaming(basis, basis.config.model_topo.stages)
     each = (1,) * (basis.spec.n_layers - 1)
-    return Slots(each, each, min(MOST_ROUND, basis.micro_batches), streaming.heads)
+    slots = Slots(each, each, min(MOST_ROUND, basis.micro_batches), streaming.heads)
+    if found := streaming.best():
+        slots = found.slots
 
-
-def describe_plan(plan: StreamedPlan) -> list[str]:
-    """Say in lines what a step under weight streaming takes."""
-    device, known = plan.basis.device, []
-    if device.known:
-        known = [f"{duration(plan.seconds)} a step, {plan.tokens_per_s:,.0f} tokens/s"]
-    limit = f" of {gigabytes(device.memory)}" if device.memory else ""
-    memory = f"at most {gigabytes(plan.memory)}{limit} on a device, {gigabytes(plan.host)} of main memory"
-    line = f"weight streaming: {', '.join([*known, f'bubble {plan.bubble:.1%}', memory])}"
-    return [line, *describe_turns(plan.slots)]
+    # Who loads and saves which layers: each about as many weights.
+    parts = config.parts_for(basis.spec.n_layers) or cut(basis.trained, config.chunks)
+    return StreamedDivision(config.topology(parts), report=tuple(describe_turns(slots)), slots=slots)
 
 
 def describe_turns(slots: Slots) -> list[str]:

@@ -25,8 +25,8 @@ from models.offload import Returns
 from models.parallel.groups import RankGroups
 from models.router import n_experts
 from models.spec import ModelSpec
+from options.weight_streaming.shared_memory import share_tensors
 from training.distributed.processes import gather
-from training.distributed.shared_memory import share_tensors
 from training.engine.gradients import add
 
 

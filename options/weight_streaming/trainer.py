@@ -28,13 +28,14 @@ from models.checkpoint.layout import layer_file
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.weight_streaming.handover import bytes_of
+from options.weight_streaming.shared_memory import share_tensors
+from options.weight_streaming.slots import StreamedDivision
 from options.weight_streaming.streamed_model import StreamedModel
 from options.weight_streaming.turns import Batch, Turns
 from training.config.deepspeed_config import loss_scaler
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed
-from training.distributed.shared_memory import share_tensors
 from training.engine.building import build_model, copy_to_cpu, make_group
 from training.engine.gradients import clip
 from training.engine.trainer import Trainer
@@ -69,6 +70,7 @@ class HostEngine:
         names: trained weights of its own layers; of a tied pair the first.
         save_non_zero_checkpoint: whether this replica writes files though it is not the first.
         turns: computes the gradients.
+        turn_work: what computes a micro-batch in them, by kind of turn; a timeline wraps it.
     """
 
     save_non_zero_checkpoint = False
@@ -81,6 +83,7 @@ class HostEngine:
         self.module, self.device, self.global_steps = model, model.device, 0
         self.global_rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._own, self.turns, self._peers = own, turns, peers
+        self.turn_work = turns.work
         self._stage, self._pool_size = pool.index(self.global_rank), len(pool)
         self._clipping = config.gradient_clipping or torch.finfo(torch.float32).max
         self._norm = 0.0
@@ -147,6 +150,14 @@ class HostEngine:
         self.global_steps += 1
         meet()
 
+    def own_weights(self) -> dict[str, Tensor]:
+        """Return the trained weights of this process's layers, for a proof."""
+        return {name: self.module.weights[name] for name in self.names}
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """Return their gradients, for a proof."""
+        return {name: self.gradient(name).view_as(self.module.sums[name]) for name in self.names}
+
     def gradient(self, name: str, piece: slice = slice(None)) -> Tensor:
         """Return a piece of the flattened gradient of a weight; of a tied one the sum over both ends."""
         sums = [self.module.sums[end].view(-1)[piece] for end in self._ends(name)]
@@ -204,7 +215,7 @@ class WeightStreamingTrainer(Trainer):
         stage = pool.index(rank)
         own = division.topology.layers(stage, spec.n_layers)
         device = torch.device(get_accelerator().current_device_name())
-        assert division.slots is not None
+        assert isinstance(division, StreamedDivision)
         make = partial(StreamedModel, spec, own, pool, device, division.slots.heads)
         model = build_model(config, spec, folder, own, make, Division(division.topology))
         peers = make_group(topo.along("data"), backend="gloo")  # sums lie on the host
@@ -216,11 +227,8 @@ class WeightStreamingTrainer(Trainer):
             loss = self._run(loader, batch, (self._seed, self.engine.global_steps, self.replica))
         with self.timings("optimizer"):
             self.engine.sum_up()
-            self._update()
+        self.take_step(self.engine.update)
         return loss
-
-    def _update(self) -> None:
-        self.engine.update()
 
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
         loss = self._run(loader, batch)

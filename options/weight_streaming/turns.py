@@ -31,10 +31,11 @@ from torch import Tensor
 from models.attention.packed import Documents
 from options.weight_streaming.handover import Handover
 from options.weight_streaming.schedule import own_lanes
+from options.weight_streaming.shared_memory import share_tensors
+from options.weight_streaming.slots import Slots
 from options.weight_streaming.streamed_model import LoadedLayers, StreamedModel
-from training.distributed.shared_memory import share_tensors
 from training.engine.trainer import Sent
-from training.topology import Slots, layer_ranges
+from training.topology import layer_ranges
 
 Passes = Literal["forward", "head", "backward"]
 

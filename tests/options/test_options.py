@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -151,6 +155,59 @@ def test_the_config_has_the_keys_of_the_list() -> None:
     named = [name for option in RunConfig.options for name in option.keys.model_fields]
     assert {*TrainConfig.model_fields, *named} == RunConfig.model_fields.keys()
     assert SCHEMA.read_text(encoding="utf-8") == schema()
+
+
+# Options that no other one is made of: each may be deleted alone.
+ALONE = ("cluster", "distillation", "exports", "proof", "scores", "streamed_data", "timeline", "trackers")
+ALONE += ("weight_streaming",)
+PACKAGES = ("common", "data", "models", "options", "training")
+
+
+@cache
+def imported(file: Path) -> set[str]:
+    """The packages of options that a file may import, now or later."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return {".".join(name.split(".")[:2]) for name in names if name.startswith("options.")}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_option_is_imported_by_the_list_alone(name: str) -> None:
+    files = chain.from_iterable(
+        (ROOT / top).rglob("*.py") for top in ("common", "data", "models", "options", "training")
+    )
+    others = [file for file in files if ROOT / "options" / name not in file.parents]
+    users = [file for file in others if f"options.{name}" in imported(file)]
+    assert users in ([], [ROOT / "options" / "__init__.py"])
+
+
+WITHOUT = """
+import sys
+from options import RunConfig
+from options.planner import command, planning
+from options.proof import recorder
+from options.timeline import session
+from training import api, options, job
+assert len(RunConfig.options) == int(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weight_streaming"])
+def test_all_else_is_whole_without_the_folder(name: str, tmp_path: Path) -> None:
+    for top in PACKAGES:
+        shutil.copytree(ROOT / top, tmp_path / top, ignore=shutil.ignore_patterns("__pycache__", "samples"))
+    shutil.rmtree(tmp_path / "options" / name)
+    entry = tmp_path / "options" / "__init__.py"
+    lines = entry.read_text(encoding="utf-8").splitlines(keepends=True)
+    entry.write_text("".join(line for line in lines if f"{name}." not in line and f"{name}," not in line))
+    words = [sys.executable, "-c", WITHOUT, str(len(RunConfig.options) - 1)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 FOLDERS = sorted(path.parent for path in (ROOT / "options").glob("*/__init__.py"))

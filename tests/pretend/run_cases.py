@@ -52,7 +52,6 @@ from training.distributed.gpu_progress import followed
 from training.distributed.rank_monitor import RankMonitor, current_position
 from training.engine import host_sums
 from training.metrics.reporter import Reporter
-from training.schedule.instructions import WEIGHT_STREAMING
 from training.trained import with_trained
 
 STEPS, TOKENS = 4, 8
@@ -94,7 +93,7 @@ def taken(watch: Watch) -> list[Any]:
 def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phases:
     folder = Path(config.model_path)
     loader, spec = loader_of(config), with_trained(read_spec(folder), config)
-    streaming = config.schedule == WEIGHT_STREAMING
+    streaming = config.weights_on_host
     kind = options.pipeline_trainer(config) if streaming else KINDS[case["work"]]
     if case["kernel"]:
         spec.set_attention(case["kernel"])

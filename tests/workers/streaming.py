@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from models.api import read_spec
 from options.planner.planning import divide
+from options.weight_streaming.slots import Slots
 from tests.workers.cases import loader_of
 from training.checkpoint.resharding import slices_of
 from training.config.keys import TrainConfig
 from training.options import pipeline_trainer
-from training.topology import Slots
 from training.trained import with_trained
 
 

@@ -51,13 +51,13 @@ def load_optimizer_state(
     wanted: dict[str, list[Slice]] = defaultdict(list)
     missing = Counter[str]()  # how many elements of each weight's state are still to come
     for piece in slices_of(engine):
-        name = _saved_name(piece.name, record, alike)
+        name = _saved_name(piece.name, saved, alike)
         wanted[name].append(piece)
         missing[name] += piece.numel
 
     hidden = torch.distributed.get_rank() > 0 or not sys.stderr.isatty()
     with tqdm(desc="optimizer states", total=sum(missing.values()), unit_scale=True, disable=hidden) as bar:
-        for stage in _stages_with(wanted, record):
+        for stage in _stages_with(wanted, saved):
             for source in saved.slices(stage):
                 for piece in wanted.get(source.name, ()):
                     copied = _copy(source, piece, engine.basic_optimizer)
@@ -74,26 +74,21 @@ def load_optimizer_state(
         engine.optimizer.loss_scaler = saved.loss_scaler()
 
 
-def _in_pieces(record: CheckpointRecord) -> bool:
-    """Return whether each process had a piece of every weight, whatever its layers."""
-    return record.settings.get("schedule") == "weight_streaming"
-
-
-def _stages_with(names: Iterable[str], record: CheckpointRecord) -> Sequence[int]:
+def _stages_with(names: Iterable[str], saved: SavedOptimizer) -> Sequence[int]:
     """List the stages that had something of these weights."""
-    if _in_pieces(record):
-        return range(record.topology.stages)
-    return sorted({record.topology.stage_of(layer_of(name)) for name in names})
+    if saved.in_pieces:
+        return range(saved.topology.stages)
+    return sorted({saved.topology.stage_of(layer_of(name)) for name in names})
 
 
-def _saved_name(name: str, record: CheckpointRecord, alike: Sequence[Sequence[str]]) -> str:
+def _saved_name(name: str, saved: SavedOptimizer, alike: Sequence[Sequence[str]]) -> str:
     """Return the name under which a weight was saved: that of the first of the layers that share it on a stage.
 
     Where each process had a piece of every weight, that of the first of all.
     """
 
     def stage_of(other: str) -> int:
-        return 0 if _in_pieces(record) else record.topology.stage_of(layer_of(other))
+        return 0 if saved.in_pieces else saved.topology.stage_of(layer_of(other))
 
     names = next((names for names in alike if name in names), [name])
     return next(other for other in names if stage_of(other) == stage_of(name))
@@ -170,7 +165,7 @@ def _held(engine: DeepSpeedEngine) -> list[Slice]:
         return list(_of_ranges(optimizer, optimizer.bit16_groups))
     if isinstance(optimizer, BF16_Optimizer):
         return list(_of_ranges(optimizer, optimizer.bf16_groups))
-    offsets = getattr(engine, "offsets", {})  # of weight streaming
+    offsets = getattr(engine, "offsets", {})  # where it updates pieces of them
     masters = [group["params"] for group in optimizer.param_groups]
     weights = optimizer.fp16_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else masters
     slices = []

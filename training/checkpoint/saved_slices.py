@@ -1,8 +1,8 @@
 """List the optimizer's state in a checkpoint's files as slices of the weights.
 
 DeepSpeed's optimizers shard the weights in different ways: ZeRO 1 and 2 and the bf16 optimizer join a group's weights
-into one vector and give each replica a range of it; ZeRO 3 gives each rank a range of every weight, as weight streaming
-does to each process of a pool; without ZeRO they stay whole. Here all become lists of slices;
+into one vector and give each replica a range of it; ZeRO 3 gives each rank a range of every weight, as an option's
+trainer may do to each stage; without ZeRO they stay whole. Here all become lists of slices;
 `training.checkpoint.resharding` lists those of an engine.
 
 The files are mapped, so a slice costs nothing until it is copied. Files on another host's disk are skipped.
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,25 @@ class SavedOptimizer:
     spec: ModelSpec | None = None
 
     def loss_scaler(self) -> Any:
-        """Read the loss scale of an fp16 run: it has ZeRO, or weight streaming, which has all in the model's files."""
+        """Read the loss scale of an fp16 run: of ZeRO's files, or without ZeRO of the model's."""
         places = range(self.topology.stages * self.topology.tensor)
         shards = list(chain.from_iterable(self._shards(place).values() for place in places))
         whole = (path for path in map(self._model_file, places) if path.is_file())
         file = read_mapped(shards[0] if shards else next(whole))
         return file["optimizer_state_dict" if shards else "optimizer"]["loss_scaler"]
+
+    @cached_property
+    def in_pieces(self) -> bool:
+        """Whether each stage's process had a piece of every weight: its file then names those of other stages too."""
+        if self.topology.zero_stage:
+            return False
+        stages = self.topology.stages
+        paths = [self._model_file(stage * self.topology.tensor) for stage in range(stages)]
+        named = [read_mapped(path).get("parameter_names", []) if path.is_file() else [] for path in paths]
+        return any(map(self._elsewhere, range(stages), named))
+
+    def _elsewhere(self, stage: int, names: Sequence[str]) -> bool:
+        return any(self.topology.stage_of(layer_of(name)) != stage for name in names)
 
     def slices(self, stage: int) -> Iterator[Slice]:
         """Yield the state of a stage's replicas that is on this disk; what several processes have, once."""

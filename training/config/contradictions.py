@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from data.settings import GDGPT, PLAIN
 from training.config.deepspeed_keys import REFUSED, WHY_REFUSED
 from training.config.section import suggest
-from training.schedule.instructions import WEIGHT_STREAMING
 
 if TYPE_CHECKING:
     from training.config.keys import TrainConfig
@@ -37,10 +36,7 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
     for name, value in config:
         if type(value) is int and value > LARGEST:
             yield f"{name}: expected at most {LARGEST:,}, found {value}"
-    streaming = config.schedule == WEIGHT_STREAMING
-    yield from _of_zero(config.zero_optimization, streaming)
-    if streaming:
-        yield from _of_weight_streaming(config)
+    yield from _of_zero(config.zero_optimization, config.weights_on_host)
     if config.offload_gradients and not config.zero_optimization.offloads:
         yield (
             "offload_gradients: an optimizer on the GPU needs them there; expected false, or "
@@ -71,33 +67,13 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
                 yield f"max_restarts: expected {expected}, or max_restarts: 0"
 
 
-def _of_zero(zero: Zero, streaming: bool) -> Iterator[str]:
+def _of_zero(zero: Zero, on_host: bool) -> Iterator[str]:
     for key in sorted(REFUSED & {f"zero_optimization.{name}" for name in zero.model_extra or {}}):
         yield f"{key}: {WHY_REFUSED}"
     for name in (name for name, value in (zero.model_extra or {}).items() if value == "auto"):  # HF Trainer fills it in
         yield f"zero_optimization.{name}: expected a value, found 'auto'; leave it out for DeepSpeed's own"
-    if zero.offloads and not zero.stage and not streaming:
+    if zero.offloads and not zero.stage and not on_host:
         yield "zero_optimization.offload_optimizer: stage 0 keeps the optimizer where it is; expected stage 1 or more"
-
-
-def _of_weight_streaming(config: TrainConfig) -> Iterator[str]:
-    """Yield a line for each key that turns at all layers leave nothing to do, or that they do not know yet."""
-    topo, needless = config.model_topo, "weight_streaming keeps in host memory anyway"
-    masters = "the optimizer's weights and states are fp32"
-    for unlike, key, expected in (
-        (topo.tensor > 1 or topo.sequence > 1, "model_topo", "no model axis and no sequence"),
-        (config.bf16.bf16_master_weights_and_grads, "bf16.bf16_master_weights_and_grads", f"none, as {masters}"),
-        (config.bf16.bf16_optimizer_states, "bf16.bf16_optimizer_states", f"none, as {masters}"),
-        (config.fp16.fp16_master_weights_and_grads, "fp16.fp16_master_weights_and_grads", f"none, as {masters}"),
-        (config.fp8.enabled, "fp8.enabled", "false"),
-        (config.lora is not None and config.lora.base, "lora.base", "none"),
-        (config.offload_activations, "offload_activations", f"false, as {needless} what blocks need"),
-        (config.offload_gradients, "offload_gradients", f"false, as {needless} sums of gradients"),
-        (config.data_types, "data_types", "none, as sums are fp32"),
-        (config.rebalance, "rebalance", "false, as GPUs take turns at all layers"),
-    ):
-        if unlike:
-            yield f"{key}: not with schedule: weight_streaming; expected {expected}, or another schedule"
 
 
 def _of_precision(config: TrainConfig) -> Iterator[str]:
@@ -154,8 +130,6 @@ def of_optimizer(config: TrainConfig) -> Iterator[str]:
             yield f"{key} joins the weights, which Adafactor needs apart; expected stage 0 and fp32"
         if config.model_topo.tensor > 1:
             yield "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none"
-        if config.schedule == "weight_streaming":
-            yield "schedule: weight_streaming cuts the weights, which Adafactor needs whole; expected another schedule"
     known = OFFLOADED if zero.offloads and config.zero_force_ds_cpu_optimizer else PARAMETERS
     for name in (name for name in config.optimizer.params if name not in known.get(kind, [name])):
         yield f"optimizer.params.{name}: {kind} does not take it{suggest(name, known[kind], 'optimizer.params')}"

@@ -19,7 +19,6 @@ from training.config.deepspeed_keys import IDLE
 from training.config.keys import TrainConfig
 from training.config.section import suggest
 from training.errors import ConfigError
-from training.schedule.instructions import WEIGHT_STREAMING
 
 ZERO = "zero_optimization"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -49,7 +48,7 @@ def check_device(config: TrainConfig) -> None:
     if asked and not torch.cuda.is_available():  # DeepSpeed 0.19.8 takes quantized gradients there, and does not do it
         raise ConfigError(f"{ZERO}.{asked[0]}: its kernels need CUDA, which this machine does not have")
     # DeepSpeed 0.19.8 divides gradients by the scale all the same.
-    if config.fp16.enabled and known.stage == 0 and config.schedule != WEIGHT_STREAMING:
+    if config.fp16.enabled and known.stage == 0 and not config.weights_on_host:
         raise ConfigError(f"{ZERO}.stage: 0 does not scale the loss, which fp16 needs; expected 1 or more")
     if get_accelerator().device_name() == "cpu":
         get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks for the instructions, torch needs none

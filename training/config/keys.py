@@ -26,7 +26,7 @@ from training.config.precision import BF16, FP8, FP16, DataTypes, Precision
 from training.config.section import DataPath, NewPathText, PathText, Section, expected
 from training.config.services import Ports, TrackerSwitch
 from training.errors import ConfigError
-from training.schedule.instructions import WEIGHT_STREAMING, Schedule
+from training.schedule.instructions import Schedule
 from training.topology import Topology
 
 if TYPE_CHECKING:  # which need torch
@@ -244,10 +244,9 @@ class TrainConfig(Section):
     `save_interval` or `save_minutes`."""
 
     schedule: Schedule = "1f1b"
-    """The order of a stage's work: `1f1b`, one forward, one backward; `dualpipev`, which gives each stage two
+    """The order of a stage's work: `1f1b`, one forward, one backward; or `dualpipev`, which gives each stage two
     chunks of the layers, so that stages wait less where a step has few micro-batches
-    (docs/parallelism.md#dims-and-parts); or `weight_streaming`, for models larger than the GPUs: weights and optimizer
-    lie in host memory, and the GPUs of a host take turns at all layers (docs/weight-streaming.md)."""
+    (docs/parallelism.md#dims-and-parts)."""
 
     use_grad_ckpt: Annotated[bool | Literal["auto"] | EveryNth, expected("true, false, auto or {every: n}")] = False
     """Recompute activations in the backward pass: less memory for about a third more arithmetic. `true`: in all
@@ -341,8 +340,6 @@ class TrainConfig(Section):
             raise ValueError(contradiction)
         if len(self.objective_keys) > 1:
             raise ValueError(f"{' and '.join(self.objective_keys)}: each has a loss of its own; expected one of them")
-        if self.schedule == WEIGHT_STREAMING:  # in place of ZeRO, each process updates layers of its own
-            self.zero_optimization = self.zero_optimization.model_copy(update={"stage": 0})
         return self
 
     def contradictions(self) -> Iterator[str]:
@@ -363,6 +360,11 @@ class TrainConfig(Section):
     def v_schedule(self) -> bool:
         """Say whether each stage holds two chunks of the layers."""
         return self.schedule == "dualpipev" and self.model_topo.stages > 1
+
+    @property
+    def weights_on_host(self) -> bool:
+        """Say whether weights and optimizer lie in host memory, without ZeRO; the trainer then scales losses itself."""
+        return False
 
     def compiles(self, ampere: bool, experts: bool) -> bool:
         """Say whether blocks are compiled on such a device."""
@@ -430,8 +432,6 @@ class TrainConfig(Section):
                 f"model_topo.process_topology.dims: {self.model_topo.process_topology.dims} asks for "
                 f"{self.model_topo.stages} stages; ZeRO has no pipeline: expected 1 for pipe, or no model_topo"
             )
-        if not in_stages and self.schedule == WEIGHT_STREAMING:
-            raise ConfigError("schedule: weight_streaming is a pipeline's; expected train_ds.py, or no schedule")
         if not in_stages and self.offload_gradients:
             raise ConfigError("offload_gradients: a pipeline's (train_ds.py); ZeRO stage 2 and 3 do so by themselves")
         if not in_stages and self.model_topo.tensor > 1:

@@ -34,7 +34,7 @@ class FP16(Section):
 
     enabled: bool = False
     """Compute in fp16 and keep fp32 copies of the weights; for GPUs without bf16, such as V100 and T4; not with ZeRO
-    stage 0, but for weight streaming."""
+    stage 0, unless the weights lie in host memory."""
 
     auto_cast: bool | None = None
     """DeepSpeed's own; no effect here."""

@@ -16,6 +16,7 @@ of a tied model, measured and rounded by DeepSpeed, as without the key.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from itertools import cycle
@@ -23,9 +24,9 @@ from mmap import mmap
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from training.distributed.shared_memory import lock_pages
 from training.engine.gradients import add
 
 PIECE = 2**23  # numbers that cross the bus at a time
@@ -141,3 +142,11 @@ def page_locked(numbers: int, dtype: torch.dtype, device: torch.device) -> Tenso
     pages = mmap(-1, max(1, numbers * dtype.itemsize))
     lock_pages(pages, device)
     return torch.frombuffer(pages, dtype=dtype, count=numbers) if numbers else torch.empty(0, dtype=dtype)
+
+
+def lock_pages(memory: mmap, device: torch.device) -> None:
+    """Let a GPU read and write host memory by itself, until it is freed."""
+    if device.type == "cuda":
+        begin = torch.frombuffer(memory, dtype=torch.uint8)
+        get_accelerator().register_host_memory(begin.data_ptr(), len(memory))
+        weakref.finalize(memory, get_accelerator().unregister_host_memory, begin.data_ptr()).atexit = False

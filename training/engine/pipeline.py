@@ -98,5 +98,4 @@ class PipelineTrainer(Trainer):
         return super().micro_batches(loader, batch)
 
     def _take_optimizer_step(self, engine: PipelineEngine, lr_kwargs: Any = None) -> None:
-        with self.timings("optimizer"):
-            PipelineEngine._exec_optimizer_step(engine, lr_kwargs)
+        self.take_step(partial(PipelineEngine._exec_optimizer_step, engine, lr_kwargs))

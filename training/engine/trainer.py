@@ -119,6 +119,11 @@ class Trainer(ABC):
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
         """Take one optimizer step; return the mean loss of the batch's trained tokens, the same on all ranks."""
 
+    def take_step(self, step: Callable[[], None]) -> None:
+        """Have the optimizer take its step, once in each `train_step`."""
+        with self.timings("optimizer"):
+            step()
+
     @abstractmethod
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
         """Return the mean cross-entropy of a batch's trained tokens, without dropout and auxiliary losses."""

@@ -58,8 +58,7 @@ class ZeroTrainer(Trainer):
                 loss = self.engine(*micro_batch)
                 self.engine.backward(loss)
             losses.append(loss.detach())
-        with self.timings("optimizer"):
-            self.engine.step()
+        self.take_step(self.engine.step)
         return self._mean(losses)
 
     @torch.no_grad()

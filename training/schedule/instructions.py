@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-WEIGHT_STREAMING = "weight_streaming"
-Schedule = Literal["1f1b", "dualpipev", "weight_streaming"]
+Schedule = Literal["1f1b", "dualpipev"]
 Kind = Literal["forward", "backward", "weights", "head", "send", "receive", "exchange", "data", "optimizer"]
-# A backward pass may leave the weights' gradients for later; weight streaming has the head's both passes at once.
+# A backward pass may leave the weights' gradients for later; where ranks take turns, the head has both passes at once.
 WORK = ("forward", "backward", "weights", "head")
 
 # The kind of each instruction; for a message also what is sent, and over which border: 0 behind the stage, -1 before.

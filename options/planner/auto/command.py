@@ -31,6 +31,7 @@ from models.checkpoint.layout import layout_of
 from options.planner.auto.choices import APART, Choices, fill, precision, sample_length, text_length
 from options.planner.auto.search import Machine, Search
 from options.planner.command import WIDTH, plan_summary, search_table, show
+from options.planner.own_plan import own_planner
 from options.planner.plan import Plan
 from options.planner.search import SIZES
 from training.config.keys import TrainConfig
@@ -39,7 +40,6 @@ from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.launch.start import Hosts
 from training.preflight import check_writable
-from training.schedule.instructions import WEIGHT_STREAMING
 
 FILE = "auto.yml"
 OF_A_RUN = ("config.yml", "latest")  # files of a run's folder
@@ -134,8 +134,8 @@ def choose_config(choices: Choices, machine: Machine, log: Console) -> tuple[lis
         layout_of(folder)
     if key := config.windows_key:
         raise ConfigError(f"{key}: --auto looks at all records before it chooses; expected --config for a stream")
-    if config.schedule == WEIGHT_STREAMING:
-        raise ConfigError("schedule: --auto chooses among pipelines; expected --config for weight_streaming")
+    if own_planner(config):
+        raise ConfigError(f"schedule: --auto chooses among pipelines; expected --config for {config.schedule}")
 
     choices.add("max_seq_len", *sample_length(spec))
     config = choices.config(train_batch_size=ANY_BATCH)

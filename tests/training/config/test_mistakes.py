@@ -27,17 +27,8 @@ MERGE_BOMB = ["a0: &a0 {x: 1}", *(f"a{level + 1}: &a{level + 1} {{<<: {NINE[leve
 ADAFACTOR = "optimizer: {type: Adafactor}\nzero_optimization: {stage: 0}\n"
 FP8 = "fp8: true\nbf16: true\n"
 
-STREAMED = "schedule: weight_streaming\n"
-
 # A line of the file, and how the refusal begins behind the file's name.
 MISTAKES = [
-    # Under weight streaming.
-    (
-        f"{STREAMED}model_topo: {{sequence: 2, process_topology: {{dims: [1, 2]}}}}",
-        "model_topo: not with schedule: w",
-    ),
-    (f"{STREAMED}offload_activations: true", "offload_activations: not with schedule: weight_streaming; expected fals"),
-    (f"{STREAMED}bf16: {{bf16_optimizer_states: true}}", "bf16.bf16_optimizer_states: not with schedule: weight_str"),
     # Unknown keys: the nearest one, that of another tool, all of a small section, or no hint at all.
     ("optimiser: {}", "unknown key optimiser; did you mean optimizer?"),
     ("bf16: {enable: true}", "unknown key bf16.enable; did you mean bf16.enabled?"),
@@ -142,10 +133,6 @@ MISTAKES = [
     (
         ADAFACTOR + "model_topo: {process_topology: {axes: [pipe, data, model], dims: [1, 1, 2]}}",
         "model_topo: a model axis cuts the weights, which Adafactor needs whole; expected none",
-    ),
-    (
-        f"{ADAFACTOR}schedule: weight_streaming",
-        "schedule: weight_streaming cuts the weights, which Adafactor needs whole; expected another schedule",
     ),
     (
         "optimizer: {type: SGD}\nzero_optimization: {offload_optimizer: {device: cpu}}",

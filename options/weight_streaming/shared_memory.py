@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import os
 import socket
-import weakref
 from collections.abc import Mapping, Sequence
 from mmap import mmap
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from training.distributed.processes import agreed, gather
+from training.engine.host_sums import lock_pages
 from training.errors import ConfigError
 
 ALIGNED = 64  # bytes: a cache line
@@ -78,11 +77,3 @@ def tensor_in(memory: mmap, begin: int, like: Tensor) -> Tensor:
     if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype)
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=begin).view(like.shape)
-
-
-def lock_pages(memory: mmap, device: torch.device) -> None:
-    """Let a GPU read and write host memory by itself, until it is freed."""
-    if device.type == "cuda":
-        begin = torch.frombuffer(memory, dtype=torch.uint8)
-        get_accelerator().register_host_memory(begin.data_ptr(), len(memory))
-        weakref.finalize(memory, get_accelerator().unregister_host_memory, begin.data_ptr()).atexit = False

@@ -1,0 +1,50 @@
+"""Schedules that plan themselves: options whose step no pipeline's plan describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from training.config.keys import TrainConfig
+from training.option import Keys, Option
+
+if TYPE_CHECKING:
+    from options.planner.inputs import Basis
+    from training.topology import Division
+
+
+class OwnPlan(Protocol):
+    """A step as such a schedule runs it."""
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+
+    def describe(self) -> list[str]:
+        """Say in lines what it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfPlannedOption(Option[Keys]):
+    """An option with a schedule that plans itself.
+
+    Attributes:
+        schedule: the value of the key `schedule` that asks for it.
+        fastest: returns the fastest plan on so many devices; None if none fits.
+        divide: divides a run's model, with lines for the log.
+    """
+
+    schedule: str
+    fastest: Callable[[Basis, int], OwnPlan | None]
+    divide: Callable[[Basis], Division]
+
+
+def self_planned(config: TrainConfig) -> list[SelfPlannedOption[Any]]:
+    """List the options of a config that plan themselves."""
+    return [option for option in config.options if isinstance(option, SelfPlannedOption)]
+
+
+def own_planner(config: TrainConfig) -> SelfPlannedOption[Any] | None:
+    """Find the option whose schedule the config asks for, if it plans itself."""
+    return next((option for option in self_planned(config) if option.schedule == config.schedule), None)
