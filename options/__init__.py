@@ -14,7 +14,9 @@ from options import (
     cluster,
     distillation,
     exports,
+    planner,
     preference,
+    proof,
     reports,
     scores,
     streamed_data,
@@ -35,6 +37,7 @@ class RunConfig(
     timeline.TimelineKeys,
     trackers.TrackerKeys,
     weight_streaming.StreamingKeys,
+    planner.PlannerKeys,
     title=TrainConfig.__name__,
 ):
     """A whole run."""
@@ -47,6 +50,8 @@ class RunConfig(
         trackers.OPTION,
         weight_streaming.OPTION,
         timeline.OPTION,
+        planner.OPTION,
+        proof.OPTION,
         reports.OPTION,
         exports.OPTION,
         cluster.OPTION,

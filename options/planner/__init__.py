@@ -1,1 +1,45 @@
-"""Predict time and memory of a run before it begins: `--plan`, `parts: auto` and the other `auto` keys."""
+"""Predict time and memory of a run before it begins, and choose what is `auto` (docs/parallelism.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from options.planner import flags
+from options.planner.keys import PlannerKeys
+from training.config.changes import FREE
+from training.option import Option
+
+if TYPE_CHECKING:
+    from training.callbacks import Callback
+    from training.job import Task
+
+
+def _first_callbacks(config: PlannerKeys, task: Task) -> Sequence[Callback]:
+    from options.planner.planning import Planning
+    from options.planner.utilization import Mfu
+    from training.language_model import LanguageModel
+
+    return [Planning(task), Mfu(task)] if isinstance(task, LanguageModel) else []
+
+
+def _callbacks(config: PlannerKeys, task: Task) -> Sequence[Callback]:
+    from options.planner.feedback import Feedback
+    from training.language_model import LanguageModel
+
+    planned = isinstance(task, LanguageModel) and task.in_stages and not config.weights_on_host
+    return [Feedback(task)] if planned else []
+
+
+OPTION = Option(
+    PlannerKeys,
+    before="schedule",
+    rules={"rebalance": FREE},
+    callbacks=_callbacks,
+    first_callbacks=_first_callbacks,
+    add_flags=flags.add_flags,
+    needs=flags.NEEDS,
+    check_flags=flags.check_flags,
+    prepare=flags.prepare,
+    acts={"plan": flags.plan},
+)

@@ -56,6 +56,9 @@ class StreamingKeys(TrainConfig):
 
 def _contradictions(config: StreamingKeys) -> Iterator[str]:
     """Yield a line for each key that turns at all layers leave nothing to do, or that they do not know yet."""
+    if not config.is_planned:
+        missing = "options.planner, which cuts the turns, is not among the options"
+        yield f"schedule: weight_streaming: {missing}; expected another schedule"
     topo, needless = config.model_topo, "weight_streaming keeps in host memory anyway"
     masters = "the optimizer's weights and states are fp32"
     for unlike, key, expected in (
@@ -68,7 +71,6 @@ def _contradictions(config: StreamingKeys) -> Iterator[str]:
         (config.offload_activations, "offload_activations", f"false, as {needless} what blocks need"),
         (config.offload_gradients, "offload_gradients", f"false, as {needless} sums of gradients"),
         (config.data_types, "data_types", "none, as sums are fp32"),
-        (config.rebalance, "rebalance", "false, as GPUs take turns at all layers"),
     ):
         if unlike:
             yield f"{key}: not with schedule: weight_streaming; expected {expected}, or another schedule"

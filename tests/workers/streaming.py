@@ -20,7 +20,7 @@ from options.weight_streaming.slots import Slots
 from tests.workers.cases import loader_of
 from training.checkpoint.resharding import slices_of
 from training.config.keys import TrainConfig
-from training.options import pipeline_trainer
+from training.runs import pipeline_trainer
 from training.trained import with_trained
 
 

@@ -29,6 +29,7 @@ MISTAKES = [
     ),
     ("offload_activations: true", "offload_activations: not with schedule: weight_streaming; expected fals"),
     ("offload_gradients: true", "offload_gradients: not with schedule: weight_streaming; expected false, as "),
+    ("rebalance: true", "rebalance: not with schedule: weight_streaming; expected false, as GPUs take turns at all"),
     ("bf16: {bf16_optimizer_states: true}", "bf16.bf16_optimizer_states: not with schedule: weight_str"),
     (
         "optimizer: {type: Adafactor}\nzero_optimization: {stage: 0}",
@@ -63,7 +64,8 @@ def test_without_the_option_its_schedule_is_unknown(tmp_path: Path) -> None:
     ) as said:
         read(tmp_path, TrainConfig, **STREAMED)
     assert "\n" not in str(said.value)
-    assert read(tmp_path, StreamingKeys, **STREAMED).schedule == "weight_streaming"
+    with pytest.raises(ConfigError, match=r"schedule: weight_streaming: options\.planner, which cuts the turns, is "):
+        read(tmp_path, StreamingKeys, **STREAMED)
 
 
 @pytest.mark.parametrize("folder", ["common", "data", "models", "training"])
