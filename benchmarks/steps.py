@@ -19,8 +19,7 @@ from data.loader import GlobalBatch, Loader
 from data.sample_set import InMemory, SampleSet
 from options import RunConfig
 from options.timeline.recorder import Record, Recorder
-from options.weight_streaming.schedule import Slot, simulate_turns
-from options.weight_streaming.slots import Slots
+from options.weight_streaming.schedule import Slot, Slots, simulate_turns
 from options.weight_streaming.turns import slots_of
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader

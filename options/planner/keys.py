@@ -23,8 +23,8 @@ class PlannerKeys(TrainConfig):
         if not self.rebalance:
             return
         if self.weights_on_host:
-            unlike = f"not with schedule: {self.schedule}; expected false, as GPUs take turns at all layers"
-            yield f"rebalance: {unlike}, or another schedule"
+            expected = "false, as GPUs take turns at all layers"
+            yield f"rebalance: not with schedule: {self.schedule}; expected {expected}, or another schedule"
         for unlike, expected in (
             (self.model_topo.stages == 1, "several stages"),
             (self.model_topo.parts is not None, "model_topo.parts: auto"),

@@ -86,7 +86,7 @@ class Recording(Trainer):
 
     def _cuts(self) -> dict[str, Any]:
         """Return the arguments of `Shard` for each weight of which this rank has a shard."""
-        share = getattr(self.engine.module, "share", None)
+        share: Any = getattr(self.engine.module, "share", None)
         cuts: dict[str, Any] = {}
         for name in self._weights() if share else ():
             if cut := share.shard(name):

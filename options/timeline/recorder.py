@@ -37,20 +37,13 @@ class Record(NamedTuple):
     posted: float
 
 
-class Turn(Protocol):
-    """A turn at some layers, by its number in a round; its first micro-batch is `begin`."""
-
-    number: int
-    begin: int
-
-
 @runtime_checkable
 class TakesTurns(Protocol):
     """An engine without instructions.
 
     Attributes:
-        turn_work: kind of turn -> what computes a micro-batch, given the turn, the micro-batch's number in it and more;
-            the engine looks it up for each.
+        turn_work: kind of turn -> what computes a micro-batch, given the turn (with its `number`, and the micro-batch
+            at which it began), the micro-batch's number in it, and more; the engine looks it up for each.
     """
 
     turn_work: dict[Kind, Callable[..., Any]]
@@ -106,7 +99,7 @@ class Recorder:
     def _wrap_turn(self, kind: Kind, execute: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what computes a turn's micro-batches; the turns of a round are its stages."""
 
-        def run(turn: Turn, lane: int, *arguments: Any) -> Any:
+        def run(turn: Any, lane: int, *arguments: Any) -> Any:
             begin = self._mark()
             result = execute(turn, lane, *arguments)
             meaning = Meaning(kind, turn.number, turn.begin + lane, None)

@@ -16,7 +16,7 @@ from training.schedule.instructions import Schedule
 if TYPE_CHECKING:
     from options.planner.inputs import Basis
     from options.weight_streaming.plan import StreamedPlan
-    from options.weight_streaming.slots import StreamedDivision
+    from options.weight_streaming.schedule import StreamedDivision
     from training.engine.trainer import Trainer
 
 WEIGHT_STREAMING = "weight_streaming"

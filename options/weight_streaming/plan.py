@@ -24,8 +24,7 @@ from options.planner.inputs import Basis
 from options.planner.memory import MemoryModel, StateBytes
 from options.planner.partition import best_split
 from options.planner.plan import RESOLUTION
-from options.weight_streaming.schedule import Slot, Streamed, simulate_turns
-from options.weight_streaming.slots import Slots, StreamedDivision
+from options.weight_streaming.schedule import Slot, Slots, Streamed, StreamedDivision, simulate_turns
 from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload
 from training.metrics.devices import HOST_LINK
@@ -67,11 +66,6 @@ class StreamedPlan:
     @property
     def tokens_per_s(self) -> float:
         return self.basis.workload.tokens / self.seconds
-
-    @property
-    def host_share(self) -> float:
-        """Return the fraction of the host's memory bandwidth that transfers take."""
-        return self.step.moved / TOTAL_HOST / self.seconds
 
     def describe(self) -> list[str]:
         """Say in lines what a step takes."""

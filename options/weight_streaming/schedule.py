@@ -19,6 +19,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from training.topology import Division
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What GPUs take turns at; the head has turns of its own, forward and backward.
+
+    Attributes:
+        forward, backward: layers of each turn, from the embedding to the last block.
+        a_round: micro-batches that a turn computes.
+        heads: turns that share the head, each with sums of its gradients; the number changes their last bits.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    a_round: int
+    heads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedDivision(Division):
+    """A run's layers by the process that loads and saves them, and the turns that compute them."""
+
+    slots: Slots
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -54,13 +79,7 @@ class Streamed:
 
     seconds: float
     work: float
-    gpus: int
     moved: float
-
-    @property
-    def bubble(self) -> float:
-        """Fraction of the GPUs' time in which they do not compute."""
-        return 1 - self.work / (self.gpus * self.seconds)
 
 
 def own_lanes(share: tuple[int, int], begin: int, end: int) -> range:
@@ -123,4 +142,4 @@ def simulate_turns(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round
         released[gpu] = left[gpu] if slot.sums else computed[gpu]
         moved += slot.sums + len(lanes) * (slot.enters + slot.leaves) + (slot.weights if turn < gpus else 0.0)
     work = sum(len(own_lanes(slot.share, 0, micro_batches)) * slot.seconds for slot in slots)
-    return Streamed(max(updated, *left, *computed), work, gpus, moved)
+    return Streamed(max(updated, *left, *computed), work, moved)

@@ -28,8 +28,8 @@ from models.checkpoint.layout import layer_file
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.weight_streaming.handover import bytes_of
+from options.weight_streaming.schedule import StreamedDivision
 from options.weight_streaming.shared_memory import share_tensors
-from options.weight_streaming.slots import StreamedDivision
 from options.weight_streaming.streamed_model import StreamedModel
 from options.weight_streaming.turns import Batch, Turns
 from training.config.deepspeed_config import loss_scaler

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from models.attention.packed import Documents
 from options.weight_streaming.handover import Handover
-from options.weight_streaming.schedule import own_lanes
+from options.weight_streaming.schedule import Slots, own_lanes
 from options.weight_streaming.shared_memory import share_tensors
-from options.weight_streaming.slots import Slots
 from options.weight_streaming.streamed_model import LoadedLayers, StreamedModel
 from training.engine.trainer import Sent
 from training.topology import layer_ranges

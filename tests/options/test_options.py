@@ -239,8 +239,7 @@ def test_the_config_has_the_keys_of_the_list() -> None:
 
 
 # Options that no other one is made of: each may be deleted alone.
-ALONE = ("cluster", "distillation", "exports", "proof", "scores", "streamed_data", "timeline", "trackers")
-ALONE += ("weight_streaming",)
+ALONE = "cluster distillation exports proof scores streamed_data timeline trackers weight_streaming".split()
 PACKAGES = ("common", "data", "models", "options", "training")
 
 
@@ -272,7 +271,7 @@ from options import RunConfig
 from options.planner import command, planning
 from options.proof import recorder
 from options.timeline import session
-from training import api, options, job
+from training import api, job, runs
 assert len(RunConfig.options) == int(sys.argv[1])
 """
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from models.api import read_spec
 from options.planner.planning import divide
-from options.weight_streaming.slots import Slots
+from options.weight_streaming.schedule import Slots, StreamedDivision
 from tests.workers.cases import loader_of
 from training.checkpoint.resharding import slices_of
 from training.config.keys import TrainConfig
@@ -30,6 +30,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
     division = divide(config, spec)
     if case["slots"]:
         forward, backward, *others = case["slots"]
+        assert isinstance(division, StreamedDivision)
         division = replace(division, slots=Slots(tuple(forward), tuple(backward), *others))
     trainer = pipeline_trainer(config).build(config, spec, model_folder, division)
     losses, norms = [], []
