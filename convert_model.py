@@ -65,11 +65,6 @@ def run(arguments: argparse.Namespace) -> None:
             if arguments.merge and (folder / ADAPTER).is_file():
                 check_weights(base_folder(folder))
             pp_to_hg(folder, arguments.save_path, arguments.overwrite, options)
-        case "gather":
-            from training.checkpoint.gather import gather_checkpoint, hosts_of
-
-            hosts = hosts_of(arguments.hosts, arguments.hostfile)
-            gather_checkpoint(arguments.input_path, hosts, arguments.save_path, arguments.overwrite)
         case "check":
             folder = resolve(arguments.input_path, adapter=True)
             problems, notes = check_adapter(folder) if (folder / ADAPTER).is_file() else (check(folder), [])
@@ -106,11 +101,6 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", choices=DTYPES, help="cast the weights; as in the original where absent")
     purpose = "divide the weights into files of at most SIZE, such as 2GB; as in the original, else 5GB, where absent"
     export.add_argument("--max-shard-size", type=file_size, metavar="SIZE", help=purpose)
-
-    purpose = "a checkpoint of storage: local, from its hosts over ssh -> one folder"
-    which = commands.add_parser("gather", help=purpose, parents=to_folder).add_mutually_exclusive_group(required=True)
-    which.add_argument("--hosts", help="those of the run, such as node1,node2")
-    which.add_argument("--hostfile", metavar="FILE", help="those of the run, one a line")
 
     for option in RunConfig.options:
         option.add_conversions(Conversions(commands, *to_folder))

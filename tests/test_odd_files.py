@@ -28,18 +28,18 @@ from models.checkpoint.layout import MANIFEST, RECORD, Manifest, not_found, reso
 from models.checkpoint.tensor_files import SafetensorsFile, load_archive
 from models.config_json import stop_ids
 from options import RunConfig, load_config
+from options.cluster.gather import hosts_of
+from options.cluster.hosts import exported_variables, read_hostfile
 from options.planner import timing
 from options.trackers.services import WandBTracker
 from tests.data.caches import records, write
 from training.checkpoint.folder import Best, CheckpointRecord
-from training.checkpoint.gather import hosts_of
 from training.checkpoint.run_folder import name_latest
 from training.checkpoint.side_files import read_side_files
 from training.config.keys import TrainConfig
 from training.distributed import links
 from training.errors import USER_ERRORS
 from training.launch import agent
-from training.launch.hosts import exported_variables, read_hostfile
 from training.metrics.reporter import METRICS_FILE, Reporter
 from training.metrics.tracking import open_trackers
 

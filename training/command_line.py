@@ -6,7 +6,6 @@ torch takes seconds to import, so it is imported after the config is checked: co
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,16 +20,13 @@ from training.distributed import processes
 from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_or_launch
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
-from training.launch.agent import RUN
-from training.launch.hosts import read_hostfile
-from training.launch.start import Hosts, launch, name_accelerator
+from training.launch.start import name_accelerator
 from training.option import Flags, Start, find_action
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
 
-# The core's flags without effect unless another one is given.
-NEEDS = {"include": ("hostfile",), "exclude": ("hostfile",), "html": ("inspect",)}
+NEEDS = {"html": ("inspect",)}  # of the core's flags those without effect unless another one is given
 
 
 def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool = True) -> argparse.ArgumentParser:
@@ -39,9 +35,6 @@ def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool 
     parser.set_defaults(processes=None)  # see `Option.prepare`
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", help="YAML file of the run")
-    parser.add_argument("--hostfile", metavar="FILE", help="train on several machines: lines such as node1 slots=8")
-    parser.add_argument("--include", default="", metavar="node1@node2:0,1", help="use only these of the hostfile")
-    parser.add_argument("--exclude", default="", metavar="node1@node2:0,1", help="use all but these of the hostfile")
     parser.add_argument(
         "--inspect", type=_count, metavar="N", help="print N samples and one of each other type, and exit"
     )
@@ -128,12 +121,13 @@ def run_entry_point(
         act = find_action(kind.options, arguments)
         if act or arguments.inspect or not arguments.config:
             early_signals.give_back()  # there is nothing to save
-        hosts = _read_hosts(arguments, process)
+        found = (option.find_hosts(arguments, process) for option in kind.options)
+        hosts = next(filter(None, found), None)
         start = Start(kind, in_stages, process, hosts)
         for option in kind.options:
             option.prepare(arguments, start)
 
-        config = load(ProcessInfo(0, sum(map(len, hosts.values())), 0, 1) if hosts else process)
+        config = load(ProcessInfo(0, sum(map(len, hosts.devices.values())), 0, 1) if hosts else process)
         keep_tracebacks_in(config.save_path)
         if act:
             act(config, arguments, start)
@@ -144,17 +138,9 @@ def run_entry_point(
             name_accelerator()
             inspect(config, arguments.inspect, arguments.html)
         elif hosts:
-            launch(config, hosts, with_override)
+            hosts.launch(config, with_override)
         else:
             run_or_launch(config, process, run)
-
-
-def _read_hosts(arguments: argparse.Namespace, process: ProcessInfo | None) -> Hosts | None:
-    """Read the hostfile, if any."""
-    if not arguments.hostfile or RUN in os.environ:
-        return None
-    refuse_launcher("--hostfile", process)
-    return read_hostfile(arguments.hostfile, arguments.include, arguments.exclude)
 
 
 def refuse_launcher(option: str, process: ProcessInfo | None) -> None:

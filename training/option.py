@@ -10,7 +10,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from training.config.changes import MayChange
 from training.config.keys import TrainConfig
@@ -59,6 +59,21 @@ class Flags(NamedTuple):
         return text if self.in_stages else SUPPRESS
 
 
+class Hosts(Protocol):
+    """Machines on which a run is started."""
+
+    @property
+    def devices(self) -> dict[str, list[int]]:
+        """The numbers of the devices to use, by host."""
+
+    @property
+    def words(self) -> list[str]:
+        """What names the hosts on the command line."""
+
+    def launch(self, config: TrainConfig, reload: Callable[[str], TrainConfig]) -> NoReturn:
+        """Start the run there in place of this process; `reload` returns the config with one more override."""
+
+
 class Start(NamedTuple):
     """How an entry point was started.
 
@@ -66,13 +81,13 @@ class Start(NamedTuple):
         kind: of the config.
         in_stages: whether it has a pipeline; false for train_ds_zero.py.
         process: what a launcher made of this process; None where none started it.
-        hosts: those of `--hostfile`, each with its devices.
+        hosts: where the run is to be, if not on this machine alone.
     """
 
     kind: type[TrainConfig]
     in_stages: bool
     process: ProcessInfo | None
-    hosts: dict[str, list[int]] | None
+    hosts: Hosts | None
 
 
 Keys = TypeVar("Keys", bound=TrainConfig)
@@ -109,6 +124,7 @@ class Option(Generic[Keys]):
         needs: by the name of a flag, the flags without any of which it has no effect.
         check_flags: completes and checks the parsed flags, beyond `needs`, by `parser.error`; given also what says
             whether a word is `key.sub=value` of the config.
+        find_hosts: finds by its flags the hosts that this process is to start the run on, if not this machine alone.
         prepare: does what its flags ask for before the config is read: the planner writes the file and names it in
             `config`. It may set `processes`, to load a config without model_topo for so many.
         acts: by the name of a flag, what is done in place of training, before processes start.
@@ -130,6 +146,7 @@ class Option(Generic[Keys]):
     add_flags: Callable[[Flags], None] = lambda flags: None
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     check_flags: Callable[[ArgumentParser, Namespace, IsOverride], None] = lambda parser, arguments, is_override: None
+    find_hosts: Callable[[Namespace, ProcessInfo | None], Hosts | None] = lambda arguments, process: None
     prepare: Callable[[Namespace, Start], None] = lambda arguments, start: None
     acts: Mapping[str, Action[Keys]] = field(default_factory=dict)
     on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)

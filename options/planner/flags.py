@@ -73,12 +73,10 @@ def prepare(arguments: Namespace, start: Start) -> None:
     name_accelerator()
     from options.planner.auto.command import configure  # takes seconds
 
-    arguments.config = str(configure(start.kind, arguments, start.hosts))
+    arguments.config = str(configure(start.kind, arguments, start.hosts.devices if start.hosts else None))
     sys.argv[1:] = ["--config", arguments.config, *arguments.overrides]  # the run's processes get these too
     if arguments.dry_run:
-        names = ("hostfile", "include", "exclude")
-        where = [f"--{name}={value}" for name in names if (value := getattr(arguments, name))]
-        words = ["python", *sys.argv, *where]
+        words = ["python", *sys.argv, *(start.hosts.words if start.hosts else ())]
         print(f"dry run: nothing is trained; {shlex.join(words)} trains")
         sys.exit()
 

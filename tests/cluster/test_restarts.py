@@ -65,7 +65,7 @@ def processes(host: Host, *words: str) -> list[psutil.Process]:
 
 
 def supervisor(hosts: list[Host]) -> psutil.Process:
-    return processes(hosts[0], "training.launch.supervisor")[0]
+    return processes(hosts[0], "options.cluster.supervisor")[0]
 
 
 def rank_killed(hosts: list[Host], generator: random.Random) -> None:

@@ -277,7 +277,7 @@ assert len(RunConfig.options) == int(sys.argv[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["weight_streaming"])
+@pytest.mark.parametrize("name", ["cluster", "weight_streaming"])
 def test_all_else_is_whole_without_the_folder(name: str, tmp_path: Path) -> None:
     for top in PACKAGES:
         shutil.copytree(ROOT / top, tmp_path / top, ignore=shutil.ignore_patterns("__pycache__", "samples"))

@@ -30,6 +30,9 @@ import psutil
 
 from common.whole_files import read_regular, regular
 
+ROOT = Path(__file__).parents[__name__.count(".")]  # of the packages
+PREFIX = f"import sys; sys.path.insert(0, {str(ROOT)!r});"
+AGENT = (sys.executable, "-c", f"{PREFIX} from {__name__} import main; main()")
 RUN = "PIPETUNE_RUN"  # in the environment: the name of a run that a supervisor has started
 FAREWELL = 10.0  # seconds to receive and print the failure detector's verdict
 FAILED = b"failed"  # line on standard input: a rank failed on another host
@@ -37,6 +40,9 @@ POLL = 0.1  # seconds between two looks
 GONE = 30.0  # seconds for killed processes to be gone
 TAIL = 2**16  # bytes at the end of metrics.jsonl
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl.h: orphans below this process become its children
+
+
+Answer = dict[str, Any]  # of `inspect_host`
 
 
 def main() -> None:
@@ -97,7 +103,7 @@ def serve(
     return failed if failed >= 0 else 128 - failed
 
 
-def inspect_host(save_path: str, run: str) -> dict[str, Any]:
+def inspect_host(save_path: str, run: str) -> Answer:
     """Kill what is left of a run on this host; find its address and how far the run is.
 
     Returns:

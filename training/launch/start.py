@@ -1,4 +1,4 @@
-"""Replace an entry point that no launcher started by a supervisor, for this machine or the hosts of a hostfile."""
+"""Replace an entry point that no launcher started by a supervisor."""
 
 from __future__ import annotations
 
@@ -6,59 +6,44 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from typing import NoReturn
 
 from common import early_signals
 from common.quantities import counted
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.launch.hosts import PREFIX, exported_variables
+from training.launch.agent import PREFIX
 from training.launch.slurm import requeue
-from training.launch.supervisor import JOB, Shape
+from training.launch.supervisor import JOB
 
 FEW, PER_CORE = 16, 4  # processes that a machine without GPUs may have: 16, or 4 for each core
 SUPERVISOR = f"{PREFIX} from {__package__}.supervisor import main; main()"
 
-Hosts = dict[str, list[int]]  # the devices of each
 
-
-def launch(
-    config: TrainConfig, hosts: Hosts | None = None, reload: Callable[[str], TrainConfig] | None = None
-) -> NoReturn:
+def launch(config: TrainConfig) -> NoReturn:
     """Replace this process by a supervisor that runs the same command in as many processes as the topology has.
 
-    Args:
-        hosts: None for this machine.
-        reload: returns the config with one more override, with which a run goes on over fewer hosts.
+    Raises:
+        ConfigError: this machine has too few GPUs or cores for them.
     """
-    grid, processes = config.model_topo.process_topology, config.model_topo.processes
     early_signals.note(config.preemption_signals)
-    announce(processes, f"on {', '.join(hosts)}" if hosts else "")
-    if hosts is None:
-        check_machine(config)
-        name_accelerator()
-    elif (slots := sum(map(len, hosts.values()))) != processes:
-        raise ConfigError(
-            f"--hostfile: {slots} slots on {', '.join(hosts)}, but model_topo.process_topology.dims: {grid.dims} ask "
-            f"for {processes} processes; expected as many, by slots=, --include or --exclude"
-        )
+    announce(config.model_topo.processes)
+    check_machine(config)
+    name_accelerator()
+    become_supervisor(config, SUPERVISOR)
 
-    # Where hosts may fail, also the shapes of the run with fewer replicas.
-    shapes: list[Shape] = [(processes, [], f"dims {grid.dims}")]
-    if reload and config.max_restarts:
-        for replicas in range(config.model_topo.replicas - 1, 0, -1):
-            dims = config.model_topo.spread(config.model_topo.stages, replicas).process_topology.dims
-            override = f"model_topo.process_topology.dims={dims}"
-            with suppress(ConfigError):  # such as a batch that these replicas cannot share
-                shapes.append((reload(override).model_topo.processes, [override], f"dims {dims}"))
 
+def become_supervisor(config: TrainConfig, program: str, **more: object) -> NoReturn:
+    """Replace this process by a supervisor of the same command.
+
+    Args:
+        program: Python's, of the supervisor.
+        more: what its job has besides that of one machine.
+    """
     signals = [signal.Signals[name] for name in config.preemption_signals]
-    job = {
-        "environment": exported_variables() if hosts else {},
-        "hosts": hosts or {"": list(range(processes))},
-        "shapes": shapes,
+    topo = config.model_topo
+    job = more | {
+        "shape": (topo.processes, [], f"dims {topo.process_topology.dims}"),
         "save_path": config.save_path,
         "max_restarts": config.max_restarts,
         "patience": config.timeout_minutes * 60,
@@ -72,7 +57,7 @@ def launch(
         early_signals.leave(early_signals.received[0])
     sys.stdout.flush()
     os.environ[JOB] = json.dumps(job)  # not in the arguments, as .deepspeed_env may hold secrets
-    os.execv(sys.executable, [sys.executable, "-c", SUPERVISOR, *sys.argv])
+    os.execv(sys.executable, [sys.executable, "-c", program, *sys.argv])
 
 
 def announce(processes: int, where: str = "") -> None:

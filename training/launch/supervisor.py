@@ -1,15 +1,13 @@
-"""Supervise a run: start it on its hosts, and restart it after a fault (`max_restarts`).
+"""Supervise a run on this machine: start it, and restart it after a fault (`max_restarts`).
 
 An entry point that no launcher started becomes this process (`training.launch.start`), which holds neither torch nor a
-config. On each host it has an agent (`training.launch.agent`), which it commands through a pipe, over ssh on another
-machine. When one of them fails, or somebody asks for an end, all are asked to end. The pipes end with this process, so
-no agent outlives it.
+config. It has an agent (`training.launch.agent`), which it commands through a pipe; an option may have agents on other
+hosts. When one of them fails, or somebody asks for an end, all are asked to end. The pipes end with this process, so no
+agent outlives it.
 
 Any end is a fault but a stop that somebody asked for, by a signal to any process of the run, and a user's mistake (exit
-code 2) at the first start; a run that began once and then cannot begin has lost a host or a port. After a fault all
-hosts are inspected, and what is left of the run there is killed. The run resumes from its newest whole checkpoint: on
-all hosts if they answer within RETURN seconds, else on those that do, in the largest topology that fits. While none
-fits, it waits.
+code 2) at the first start; a run that began once and then cannot begin has lost a host or a port. After a fault what is
+left of the run is killed, and it resumes from its newest whole checkpoint.
 """
 
 from __future__ import annotations
@@ -21,43 +19,37 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from common import early_signals
 from training.errors import EXIT_CODE, INTERRUPTED, ConfigError, print_to_stderr
-from training.launch.agent import FAILED, FAREWELL, POLL
-from training.launch.hosts import Answer, inspect_hosts, start_agent
+from training.launch.agent import AGENT, FAILED, FAREWELL, POLL, RUN, Answer, inspect_host
 from training.launch.slurm import requeue
 
-JOB = "PIPETUNE_JOB"  # in the environment: a `Job` without its command, as JSON
+JOB = "PIPETUNE_JOB"  # in the environment: a `SupervisedRun` without its command, as JSON
 # Exit codes of ranks that somebody has asked to save and leave.
 STOPPED = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
-LOST = 255  # exit code of an ssh that has lost its connection
 MARGIN = 5.0  # seconds more than an agent takes at most
-RETURN, AGAIN = 30.0, 2.0  # seconds until a run goes on without a host, and between two inspections
 FRUITLESS = 2  # restarts in a row without a step, after which the fault counts as permanent
 
 Shape = tuple[int, list[str], str]  # of a topology: number of processes, overrides of the config, name
 
 
 @dataclass
-class HostedRun:
-    """What to run and where.
+class SupervisedRun:
+    """What to run.
 
     Attributes:
-        environment: of the ranks on every host.
-        hosts: the devices of each that may be used; the one with an empty name is this machine.
-        shapes: the topologies that may be used, the configured one first.
-        patience: seconds to wait for hosts without which no topology fits, and for ranks that save before they leave.
+        patience: seconds for ranks that save before they leave.
         signals: those of `preemption_signals`.
         port: of the rendezvous; None for any.
     """
 
     command: list[str]
-    environment: dict[str, str]
-    hosts: dict[str, list[int]]
-    shapes: list[Shape]
+    shape: Shape
     save_path: str
     max_restarts: int
     patience: float
@@ -65,15 +57,18 @@ class HostedRun:
     port: int | None
 
 
+Job = TypeVar("Job", bound=SupervisedRun)
+
+
 def main() -> None:
     """Supervise the job that `training.launch.start` has put into the environment."""
-    sys.exit(Supervisor(HostedRun(command=sys.argv[1:], **json.loads(os.environ.pop(JOB)))).supervise())
+    sys.exit(Supervisor(SupervisedRun(command=sys.argv[1:], **json.loads(os.environ.pop(JOB)))).supervise())
 
 
-class Supervisor:
-    """Runs a job to its end."""
+class Supervisor(Generic[Job]):
+    """Runs a job to its end. In all that goes by host, the one with an empty name is this machine."""
 
-    def __init__(self, job: HostedRun) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._run = os.urandom(8).hex()
         self._failed_at = self._ended_at = 0.0  # when the last attempt failed, and when none of its processes was left
@@ -87,7 +82,7 @@ class Supervisor:
         """Return the exit code of the run, or of its last start."""
         job, restarts, fruitless = self._job, 0, 0
         try:
-            hosts, shape = self._choose_hosts(0)
+            hosts, shape = self.find_hosts(0)
         except ConfigError as error:
             print_to_stderr(f"error: {error}")
             return EXIT_CODE
@@ -99,17 +94,17 @@ class Supervisor:
             if code in (0, *STOPPED, *(128 + number for number in job.signals)) or (code == EXIT_CODE and not restarts):
                 return code
             before = newest(hosts)
-            after = newest({host: each for host, each in self._inspect().items() if not isinstance(each, str)})
+            after = newest(self.inspect())
             moved = after["changed"] != before["changed"] and after["step"] > before["saved"]
             fruitless = 0 if moved or not restarts else fruitless + 1
-            fault, end = describe_fault(host, code), ""
+            fault, end = self.describe_fault(host, code), ""
             if restarts == job.max_restarts:
                 end = f"; no restart is left (max_restarts: {restarts})" if restarts else ""
             elif fruitless == FRUITLESS:
                 end = f"; {fruitless} restarts in a row came to no step, so the fault does not pass"
             else:
                 try:
-                    hosts, shape = self._choose_hosts(job.patience)
+                    hosts, shape = self.find_hosts(job.patience)
                 except ConfigError as error:
                     end = f"; no topology fits the hosts that answer: {error}"
             if self._requests:
@@ -133,37 +128,25 @@ class Supervisor:
                 requeue()
             early_signals.leave(self._requests[0])
 
-    def _inspect(self) -> dict[str, Answer | str]:
-        return inspect_hosts(list(self._job.hosts), self._run, self._job.save_path)
+    def inspect(self) -> dict[str, Answer]:
+        """Kill what is left of the run, and find how far it is."""
+        return {"": inspect_host(self._job.save_path, self._run)}
 
-    def _choose_hosts(self, patience: float) -> tuple[dict[str, Answer], Shape]:
-        """Choose the hosts to run on, and the topology; raise a ConfigError with those that do not answer.
+    def find_hosts(self, patience: float) -> tuple[dict[str, Answer], Shape]:
+        """Return where to run, inspected, and in which topology.
 
         Args:
-            patience: seconds to wait for hosts that do not answer; 0: all have to.
+            patience: seconds to wait for what does not answer; 0: all has to.
+
+        Raises:
+            ConfigError: too little answers.
         """
-        job, begin, waits = self._job, time.monotonic(), False
-        while True:
-            found = self._inspect()
-            here = {host: answer for host, answer in found.items() if not isinstance(answer, str)}
-            slots = sum(len(job.hosts[host]) for host in here)
-            waited = time.monotonic() - begin
-            if len(here) == len(found) or waited > min(RETURN, patience) > 0:
-                for shape in job.shapes:
-                    if shape[0] <= slots:
-                        return here, shape
-            lacking = "; ".join(answer for answer in found.values() if isinstance(answer, str))
-            if waited > patience or self._requests:
-                raise ConfigError(lacking)
-            if not waits:
-                print_to_stderr(f"{clock()} waiting up to {patience / 60:g} min (timeout_minutes) for hosts: {lacking}")
-                waits = True
-            time.sleep(AGAIN)
+        return self.inspect(), self._job.shape
 
     def _attempt(self, hosts: dict[str, Answer], shape: Shape) -> tuple[str, int]:
         """Run the job once, until all its processes have ended; return the first host that failed and its exit code."""
         job = self._job
-        agents = self._start_agents(hosts, shape)
+        agents = self.start_agents(hosts, shape)
         failed, sent, deadline = ("", 0), 0, math.inf
         while None in [agent.poll() for agent in agents.values()]:
             if not failed[1]:
@@ -185,32 +168,39 @@ class Supervisor:
         self._ended_at = time.monotonic()
         return failed if failed[1] else first_failure(agents)
 
-    def _start_agents(self, hosts: dict[str, Answer], shape: Shape) -> dict[str, subprocess.Popen[bytes]]:
-        job, (processes, overrides, _) = self._job, shape
-        first, start = next(iter(hosts)), 0
-        rendezvous = {
-            "MASTER_ADDR": hosts[first]["address"] if first else "127.0.0.1",
-            "MASTER_PORT": str(job.port or hosts[first]["port"]),
-            "WORLD_SIZE": str(processes),
+    def start_agents(self, hosts: dict[str, Answer], shape: Shape) -> dict[str, subprocess.Popen[bytes]]:
+        """Start an agent on each host, and order it to start its ranks."""
+        place = rendezvous("127.0.0.1", self._job.port or hosts[""]["port"], shape)
+        return {"": self.start_agent(AGENT, shape, range(shape[0]), place)}
+
+    def start_agent(
+        self, words: Sequence[str], shape: Shape, numbers: Sequence[int], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start an agent by a command, and order it to start these ranks; Ctrl-C does not reach it."""
+        own = os.environ | {RUN: self._run}
+        agent = subprocess.Popen(words, stdin=subprocess.PIPE, env=own, start_new_session=True)
+        order = {
+            "command": self._job.command + shape[1],
+            "environment": environment,
+            "numbers": list(numbers),
+            "patience": self._job.patience,
+            "signals": self._job.signals,
         }
-        agents: dict[str, subprocess.Popen[bytes]] = {}
-        for host in hosts:
-            devices = job.hosts[host][: processes - start]
-            if not devices:
-                break
-            environment = job.environment | rendezvous
-            if host:
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-            order = {
-                "command": job.command + overrides,
-                "environment": environment,
-                "numbers": list(range(start, start := start + len(devices))),
-                "patience": job.patience,
-                "signals": job.signals,
-            }
-            agents[host] = start_agent(host, self._run)
-            send(agents[host], json.dumps(order))
-        return agents
+        send(agent, json.dumps(order))
+        return agent
+
+    def describe_fault(self, host: str, code: int) -> str:
+        """Say in a line how a host's ranks have ended."""
+        who = f"host {host}" if host else "this machine"
+        if code > 128:
+            with suppress(ValueError):
+                return f"{who}: a process was killed by {signal.Signals(code - 128).name}"
+        return f"{who}: ended with exit code {code}"
+
+
+def rendezvous(address: str, port: int, shape: Shape) -> dict[str, str]:
+    """Return the variables by which ranks meet."""
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(shape[0])}
 
 
 def first_failure(agents: dict[str, subprocess.Popen[bytes]]) -> tuple[str, int]:
@@ -230,16 +220,6 @@ def send(agent: subprocess.Popen[bytes], line: str) -> None:
 def newest(answers: dict[str, Answer]) -> Answer:
     """Return the answer of the host on which the run wrote last."""
     return max(answers.values(), key=lambda answer: answer["changed"], default={"changed": 0, "step": 0, "saved": 0})
-
-
-def describe_fault(host: str, code: int) -> str:
-    who = f"host {host}" if host else "this machine"
-    if host and code == LOST:
-        return f"{who}: the connection to it, or its agent there, is gone"
-    if code > 128:
-        with suppress(ValueError):
-            return f"{who}: a process was killed by {signal.Signals(code - 128).name}"
-    return f"{who}: ended with exit code {code}"
 
 
 def clock() -> str:

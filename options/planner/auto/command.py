@@ -38,7 +38,6 @@ from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.data_setup import RecordReader
 from training.errors import ConfigError
-from training.launch.start import Hosts
 from training.preflight import check_writable
 
 FILE = "auto.yml"
@@ -52,7 +51,7 @@ DIMS = "model_topo.process_topology.dims"
 AXIS_NAMES = {"pipe": "stages", "data": "replicas", "model": "processes to a layer"}
 
 
-def configure(kind: type[TrainConfig], arguments: argparse.Namespace, hosts: Hosts | None) -> Path:
+def configure(kind: type[TrainConfig], arguments: argparse.Namespace, hosts: dict[str, list[int]] | None) -> Path:
     """Return the config file of a run: that of an earlier start, or a new one.
 
     Args:

@@ -29,7 +29,6 @@ from options.planner.search import SHORTEST, Feed, advise_stages, feed_of, give_
 from options.planner.timing import calibrate
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.launch.start import Hosts
 from training.metrics.devices import Device, parse_devices, this_device
 
 MOST = 8  # processes without GPUs
@@ -50,7 +49,7 @@ class Machine:
     name: str  # for the log
 
     @classmethod
-    def find(cls, hosts: Hosts | None, devices: str | None) -> Machine:
+    def find(cls, hosts: dict[str, list[int]] | None, devices: str | None) -> Machine:
         """Find this machine, the hosts of a hostfile (taken to be like it), or devices as `--plan` knows them."""
         if devices:
             count, kind = parse_devices(devices)

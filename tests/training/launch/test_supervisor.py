@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from contextlib import suppress
@@ -12,11 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT
 from tests.launching import Launch, eventually, start
-from training.errors import ConfigError
-from training.launch.agent import inspect_host
-from training.launch.hosts import AGENT, read_hostfile, remote_command
 from training.launch.start import SUPERVISOR
 from training.launch.supervisor import JOB
 
@@ -63,28 +58,18 @@ sys.exit(int(word.strip("-")))
 """
 
 
-# It reaches a host by running there what the last word says, here, until the host is gone.
-SSH = """#!/bin/sh
-test -e {folder}/gone && echo "ssh: connect to host other port 22: No route to host" >&2 && exit 255
-while test $# -gt 1; do shift; done
-exec sh -c "$1"
-"""
-
-
-def words_of(folder: Path, ends: str, hosts: dict[str, list[int]] | None = None, patience: float = 60.0) -> list[str]:
-    """The command of a supervisor."""
+def words_of(folder: Path, ends: str, patience: float = 60.0, program: str = SUPERVISOR, **more: object) -> list[str]:
+    """The command of a supervisor; `more` is what its job has besides."""
     (folder / "script.py").write_text(SCRIPT)
-    job = {
-        "environment": {"FOLDER": str(folder)},
-        "hosts": hosts or {"": [0, 1]},
-        "shapes": [(2, [], "dims [2, 1]")],
+    job = more | {
+        "shape": (2, [], "dims [2, 1]"),
         "save_path": str(folder),
         "max_restarts": 3,
         "patience": patience,
         "signals": [signal.SIGUSR1],
         "port": None,
     }
-    words = ["env", f"{JOB}={json.dumps(job)}", sys.executable, "-c", SUPERVISOR]
+    words = ["env", f"FOLDER={folder}", f"{JOB}={json.dumps(job)}", sys.executable, "-c", program]
     return [*words, str(folder / "script.py"), str(folder), ends]
 
 
@@ -105,7 +90,9 @@ def of_run(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("FOLDER") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+            environment = process.environ()
+            of_folder = environment.get("FOLDER") == str(folder) and "RANK" in environment
+            if of_folder and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
@@ -196,49 +183,6 @@ def test_a_later_signal_ends_a_save_at_once(tmp_path: Path) -> None:
     assert not of_run(tmp_path) and not (tmp_path / "saved-0").exists()
 
 
-def test_a_host_without_slots_takes_no_part(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("\ufeffnode1 slots=0\nnode2 slots=2\n", encoding="utf-8")
-    assert read_hostfile(str(tmp_path / "hosts"), "", "") == {"node2": [0, 1]}
-    for include, exclude in (("node1", ""), ("", "node2"), ("", "node1@node2")):
-        with pytest.raises(ConfigError, match="hosts: no slot is left; expected hosts that --include and --exclude"):
-            read_hostfile(str(tmp_path / "hosts"), include, exclude)
-
-
-def test_the_shipped_hostfile_is_an_example_of_the_format(tmp_path: Path) -> None:
-    """As it is shipped it names no host, and what it recommends says so in one line."""
-    shipped = ROOT / "hostfile"
-    with pytest.raises(ConfigError, match="expected lines such as: node1 slots=8"):
-        read_hostfile(str(shipped), "", "")
-    text = shipped.read_text(encoding="utf-8")
-    (tmp_path / "hosts").write_text(text.replace("# node", "node"), encoding="utf-8")
-    assert read_hostfile(str(tmp_path / "hosts"), "", "") == {"node1": [*range(8)], "node2": [*range(8)]}
-    assert text.index("python train_ds.py --hostfile") < text.index("deepspeed --hostfile")
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "line"),
-    [
-        ("work1:", "", "--include 'work1:': expected hosts, with the numbers of slots or all, as node1@node2:0,1"),
-        ("work1:0-1", "", "--include 'work1:0-1': expected hosts, with "),
-        ("", "work1:a", "--exclude 'work1:a': expected hosts, with "),
-        ("work1:0,", "", "--include 'work1:0,': expected hosts, with "),
-        ("@work1", "", "--include '@work1': expected hosts, with "),
-        (
-            "work9",
-            "",
-            "--hostfile {hosts}: Hostname 'work9' not found in hostfile; expected hosts and slots that stand ",
-        ),
-        ("work1:7", "", "--hostfile {hosts}: No slot '7' specified on host 'work1'; expected hosts and slots that st"),
-    ],
-)
-def test_a_filter_that_names_no_slots_is_refused(include: str, exclude: str, line: str, tmp_path: Path) -> None:
-    (hosts := tmp_path / "hosts").write_text("work1 slots=2\nwork2 slots=2\n", encoding="utf-8")
-    assert read_hostfile(str(hosts), "work1:0@work2", "") == {"work1": [0], "work2": [0, 1]}
-    with pytest.raises(ConfigError) as caught:
-        read_hostfile(str(hosts), include, exclude)
-    assert str(caught.value).startswith(line.format(hosts=hosts))
-
-
 def test_a_rank_that_never_leaves_is_killed(tmp_path: Path) -> None:
     launch = begun(tmp_path, patience=1.0, SAVES_FOR="1000")
     psutil.Process(launch.pid).terminate()
@@ -254,22 +198,6 @@ def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
     assert result.returncode == 0 and starts(tmp_path) == 2
     assert "this machine: a process was killed by SIGKILL; nothing of the run was left after" in result.stderr
     assert before and not any(each.is_running() for each in before)
-
-
-def test_two_names_of_a_machine_are_inspected_side_by_side(tmp_path: Path) -> None:
-    """An inspection kills what is left of the run, but no other inspection."""
-    other = start("sh", "-c", remote_command(*AGENT, str(tmp_path), "a run"))
-    agents: list[psutil.Process] = []
-
-    def runs() -> bool:
-        agents[:] = [each for each in other.family() if "agent import main" in " ".join(each.cmdline())]
-        return bool(agents)
-
-    other.until(runs)
-    agents[-1].suspend()  # so that it is still there
-    inspect_host(str(tmp_path), "a run")
-    agents[-1].resume()
-    assert other.end().returncode == 0
 
 
 def test_tests_under_nohup_end_what_they_start() -> None:
@@ -288,23 +216,3 @@ def test_a_signal_that_was_ignored_stays_so(tmp_path: Path) -> None:
     psutil.Process(launch.pid).send_signal(signal.SIGHUP)
     psutil.Process(launch.pid).send_signal(signal.SIGTERM)
     assert launch.end().returncode == 128 + signal.SIGTERM
-
-
-def test_a_signal_ends_the_wait_for_hosts(tmp_path: Path) -> None:
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text(SSH.format(folder=tmp_path))
-    ssh.chmod(0o755)
-    words = words_of(tmp_path, "waits,ends", {"": [0], "other": [0]})
-    launch = start(*words, PATH=f"{ssh.parent}:{os.environ['PATH']}")
-    launch.until((tmp_path / "begun-1-0").exists)
-    (tmp_path / "gone").touch()
-    next(each for each in of_run(tmp_path) if each.environ()["RANK"] == "1").kill()
-    launch.until(lambda: "waiting up to 1 min" in launch.stderr)
-    psutil.Process(launch.pid).terminate()
-    result = launch.end()
-    assert result.returncode == 128 + signal.SIGTERM
-    *_, waiting, last = result.stderr.splitlines()
-    assert "for hosts: host other: ssh: connect to host other port 22: No route to host" in waiting
-    assert last == "error: host other: a process was killed by SIGKILL; an end was asked for before it could go on"
-    assert (tmp_path / "starts-1").read_text() == "0 2 1\n" and not of_run(tmp_path)

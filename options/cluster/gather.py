@@ -21,8 +21,8 @@ from models.checkpoint.layout import RECORD
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.tensor_io import byte_bar
 from models.errors import CheckpointError
+from options.cluster.hosts import KEEPALIVE, SSH
 from training.checkpoint.folder import CheckpointRecord, FileRecord, file_record
-from training.launch.hosts import KEEPALIVE, SSH
 
 HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+", re.ASCII)  # a host for ssh, without a character that a shell interprets
 

@@ -7,23 +7,15 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from common.terminal import safe_line
 from data.paths import read_small
 from training.errors import ConfigError
-from training.launch import agent
-from training.launch.agent import RUN
+from training.launch.agent import AGENT, RUN, Answer, inspect_host
 
-Answer = dict[str, Any]  # of `training.launch.agent.look`
-
-ROOT = Path(__file__).parents[__name__.count(".")]  # of the packages
-PREFIX = f"import sys; sys.path.insert(0, {str(ROOT)!r});"
-AGENT = (sys.executable, "-c", f"{PREFIX} from {agent.__name__} import main; main()")
 FILTER = re.compile(r"[^@:]+(:\d+(,\d+)*)?(@[^@:]+(:\d+(,\d+)*)?)*")  # of --include and --exclude
 CONNECT = 10  # seconds for ssh to connect
 ANSWER = 30  # seconds for a host to answer
@@ -81,14 +73,13 @@ def exported_variables() -> dict[str, str]:
     return found
 
 
-def start_agent(host: str, run: str) -> subprocess.Popen[bytes]:
-    """Start an agent, which reads its order from standard input; Ctrl-C does not reach it."""
-    words = [*SSH, *KEEPALIVE, "--", host, remote_command("env", f"{RUN}={run}", *AGENT)] if host else [*AGENT]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, env=os.environ | {RUN: run}, start_new_session=True)
+def agent_words(host: str, run: str) -> list[str]:
+    """Return the command that starts an agent on a host; without a name here."""
+    return [*SSH, *KEEPALIVE, "--", host, remote_command("env", f"{RUN}={run}", *AGENT)] if host else [*AGENT]
 
 
 def inspect_hosts(hosts: list[str], run: str, save_path: str) -> dict[str, Answer | str]:
-    """Run `agent.inspect_host` on all hosts at once; return its answer, or why a host does not answer."""
+    """Run `inspect_host` on all hosts at once; return its answer, or why a host does not answer."""
     with ThreadPoolExecutor(len(hosts)) as threads:
         return dict(zip(hosts, threads.map(lambda host: _inspect(host, run, save_path), hosts), strict=True))
 
@@ -100,7 +91,7 @@ def remote_command(*words: str) -> str:
 
 def _inspect(host: str, run: str, save_path: str) -> Answer | str:
     if not host:
-        return agent.inspect_host(save_path, run)
+        return inspect_host(save_path, run)
     # Without the run's name in the environment: if two names are one machine, each would kill the other.
     try:
         done = subprocess.run(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from models.errors import CheckpointError
+from options.cluster.gather import hosts_of, sources_of
 from tests.training.checkpoint.test_folder import DATA, TOPOLOGY
 from training.checkpoint.folder import RECORD, CheckpointRecord, FileRecord, fault, file_record
-from training.checkpoint.gather import hosts_of, sources_of
 
 ONE, TWO = FileRecord(size=1, crc32=1), FileRecord(size=2, crc32=2)
 SPREAD = CheckpointRecord(
