@@ -34,7 +34,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from common.quantities import duration, gigabytes
 from common.whole_files import replace_text
 from data.loader import GlobalBatch
-from options.planner.inputs import MEASURED_FILE, Basis, Measured, Workload, layer_kinds
+from options.planner.inputs import Basis, Workload, layer_kinds
+from options.planner.measurements import MEASURED_FILE, Measured
 from options.planner.plan import Plan
 from training.callbacks import Callback
 from training.distributed.processes import gather

@@ -14,12 +14,13 @@ import torch
 
 from data.loader import Loader
 from models.spec import ModelSpec
-from options.planner.inputs import MEASURED_FILE, Basis, Workload
+from options.planner.inputs import Basis, Workload
+from options.planner.kernels import choose_kernels
+from options.planner.measurements import MEASURED_FILE
 from options.planner.micro_batch import ROWS, advice, choose_rows
 from options.planner.plan import Plan
 from options.planner.resources import check_resources, explain_out_of_memory
 from options.planner.search import Feed, feed_of
-from options.planner.timing import choose_kernels
 from options.weight_streaming.plan import cut, cut_into_slots, describe_turns
 from training.callbacks import Callback
 from training.checkpoint.folder import CheckpointRecord

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -251,3 +253,60 @@ def test_the_tests_of_the_core_need_no_option(folder: str) -> None:
     needed = re.compile(rf"^\s*(?:from|import) options\.(?:{'|'.join(each.name for each in FOLDERS)})\b", re.MULTILINE)
     files = (ROOT / "tests" / folder).rglob("*.py")
     assert [str(file) for file in files if needed.search(file.read_text(encoding="utf-8"))] == []
+
+
+def tree_without(option: str, folder: Path) -> Path:
+    """Copy the code, without an option and what stands on it: neither in the list nor on the disk."""
+    gone = [option]
+    for other in FOLDERS:
+        if f"options.{option}" in (other / "__init__.py").read_text(encoding="utf-8") and other.name != option:
+            gone.append(other.name)
+
+    for name in ("common", "data", "models", "training", "options", "train_ds.py"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    for name in gone:
+        shutil.rmtree(folder / "options" / name)
+    listed = folder / "options" / "__init__.py"
+    lines = listed.read_text(encoding="utf-8").splitlines(keepends=True)
+    named = re.compile(rf"^ +(?:{'|'.join(gone)})[.,]")
+    listed.write_text("".join(line for line in lines if not named.match(line)), encoding="utf-8")
+    return folder
+
+
+GONE = {"planner": ("rebalance: true", ("--plan",)), "proof": ("", ("--prove",))}
+
+
+@pytest.mark.parametrize("option", GONE)
+def test_what_an_option_that_is_gone_brought_is_refused(option: str, tmp_path: Path) -> None:
+    folder, (key, flag) = tree_without(option, tmp_path), GONE[option]
+    config = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
+
+    def last_line(*words: str) -> str:
+        launched = [sys.executable, "train_ds.py", "--config", str(config), *words]
+        ended = subprocess.run(launched, cwd=folder, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (2, "") and "Traceback" not in ended.stderr
+        return ended.stderr.splitlines()[-1]
+
+    assert last_line(*flag) == f"train_ds.py: error: unrecognized arguments: {flag[0]}"
+    if key:
+        config.write_text(f"{config.read_text(encoding='utf-8')}{key}\n", encoding="utf-8")
+        assert f"run.yml: unknown key {key.partition(':')[0]}" in last_line()
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+for name in ("common", "data", "models", "training", "options"):
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, f"{name}.") if name != "options" else ():
+        importlib.import_module(module.name)
+assert not [name for name in sys.modules if name.startswith(f"options.{sys.argv[1]}")]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", GONE)
+def test_the_core_is_imported_without_an_option(option: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", IMPORT_ALL, option]
+    ended = subprocess.run(words, cwd=tree_without(option, tmp_path), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

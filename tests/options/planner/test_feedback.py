@@ -29,7 +29,8 @@ from options.planner.feedback import (
     measure,
     stage_seconds,
 )
-from options.planner.inputs import MEASURED_FILE, Basis, Measured, Workload
+from options.planner.inputs import Basis, Workload
+from options.planner.measurements import MEASURED_FILE, Measured
 from options.planner.plan import Plan, best_parts
 from options.planner.planning import choose
 from tests.conftest import TINY
