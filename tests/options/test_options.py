@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +16,8 @@ import pytest
 
 from options import RunConfig
 from options.reference import SCHEMA, schema
-from tests.conftest import ROOT
-from tests.launching import write_config
+from tests.conftest import FAQ, ROOT
+from tests.launching import metrics, topology, write_config
 from training.callbacks import Callback
 from training.command_line import make_parser, parse_arguments, run_entry_point
 from training.config.changes import FREE, compare, settings_of
@@ -274,12 +274,19 @@ def tree_without(option: str, folder: Path) -> Path:
     return folder
 
 
-GONE = {"planner": ("rebalance: true", ("--plan",)), "proof": ("", ("--prove",))}
+ROWS = "train_micro_batch_size_per_gpu"
+GONE = {  # a flag, and overrides with what is said of each
+    "planner": (
+        "--plan",
+        {"rebalance=true": "unknown key rebalance", f"{ROWS}=auto": f"{ROWS}: auto is for the planner"},
+    ),
+    "proof": ("--prove", {}),
+}
 
 
 @pytest.mark.parametrize("option", GONE)
 def test_what_an_option_that_is_gone_brought_is_refused(option: str, tmp_path: Path) -> None:
-    folder, (key, flag) = tree_without(option, tmp_path), GONE[option]
+    folder, (flag, lines) = tree_without(option, tmp_path), GONE[option]
     config = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
 
     def last_line(*words: str) -> str:
@@ -288,10 +295,9 @@ def test_what_an_option_that_is_gone_brought_is_refused(option: str, tmp_path: P
         assert (ended.returncode, ended.stdout) == (2, "") and "Traceback" not in ended.stderr
         return ended.stderr.splitlines()[-1]
 
-    assert last_line(*flag) == f"train_ds.py: error: unrecognized arguments: {flag[0]}"
-    if key:
-        config.write_text(f"{config.read_text(encoding='utf-8')}{key}\n", encoding="utf-8")
-        assert f"run.yml: unknown key {key.partition(':')[0]}" in last_line()
+    assert last_line(flag) == f"train_ds.py: error: unrecognized arguments: {flag}"
+    for key, line in lines.items():
+        assert line in last_line(key)
 
 
 IMPORT_ALL = """
@@ -310,3 +316,20 @@ def test_the_core_is_imported_without_an_option(option: str, tmp_path: Path) -> 
     words = [sys.executable, "-c", IMPORT_ALL, option]
     ended = subprocess.run(words, cwd=tree_without(option, tmp_path), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.launched
+def test_a_run_without_the_planner_says_what_it_does_in_place_of_it(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    topo = topology((2, 1))
+    keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "max_steps": 2, "model_topo": topo}
+    config = write_config(tmp_path / "run.yml", use_grad_ckpt="auto", **keys)
+    words = [sys.executable, "train_ds.py", "--config", str(config)]
+    folder = tree_without("planner", tmp_path)
+    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for line in ("parts: auto, as many", "gradient checkpointing: auto, all blocks, as nothing", "attention: torch's"):
+        assert ended.stdout.count(line) == 1
+    assert [line["step"] for line in metrics(config.with_suffix(""))] == [1, 2]
