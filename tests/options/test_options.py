@@ -23,6 +23,7 @@ from training.command_line import make_parser, parse_arguments, run_entry_point
 from training.config.changes import FREE, compare, settings_of
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
+from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.job import Task
@@ -81,7 +82,7 @@ def greet(config: DummyKeys, arguments: argparse.Namespace, start: Start) -> Non
     print(GREETED, config.dummy_size)
 
 
-class Watched(Trainer):
+class Watched(PipelineTrainer):
     pass
 
 
@@ -184,9 +185,9 @@ def test_a_flag_may_act_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_flag_may_wrap_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words, expected in (["--watch"], Watched), ([], Trainer):
+    for words, expected in (["--watch"], Watched), ([], PipelineTrainer):
         asked = parsed(monkeypatch, "--config", "run.yml", *words)
-        assert wrap_trainer(WithDummy.options, asked, Trainer) is expected
+        assert wrap_trainer(WithDummy.options, asked, PipelineTrainer) is expected
 
 
 @pytest.mark.parametrize(

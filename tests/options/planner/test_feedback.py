@@ -191,7 +191,7 @@ def feedback_of(config: TrainConfig, spec: ModelSpec, division: Division, done: 
     task: Any = SimpleNamespace(spec=spec, known_loader=None)
     progress = SimpleNamespace(config=config, done=done, total_steps=steps)
     job: Any = SimpleNamespace(progress=progress, division=division, log=Log(highlight=False, width=200))
-    measuring = Feedback(task)
+    measuring = Feedback(task, rebalance=True)
     measuring.on_build(job)
     return measuring
 
