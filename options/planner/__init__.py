@@ -27,8 +27,9 @@ def _callbacks(config: PlannerKeys, task: Task) -> Sequence[Callback]:
     from options.planner.feedback import Feedback
     from training.language_model import LanguageModel
 
-    planned = isinstance(task, LanguageModel) and task.in_stages and not config.weights_on_host
-    return [Feedback(task)] if planned else []
+    if not isinstance(task, LanguageModel) or not task.in_stages or config.weights_on_host:
+        return []
+    return [Feedback(task, config.rebalance)]
 
 
 OPTION = Option(

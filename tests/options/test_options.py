@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -18,13 +18,14 @@ import pytest
 
 from options import RunConfig
 from options.reference import SCHEMA, schema
-from tests.conftest import ROOT
-from tests.launching import write_config
+from tests.conftest import FAQ, ROOT
+from tests.launching import metrics, topology, write_config
 from training.callbacks import Callback
 from training.command_line import make_parser, parse_arguments, run_entry_point
 from training.config.changes import FREE, compare, settings_of
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
+from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.job import Task
@@ -83,7 +84,7 @@ def greet(config: DummyKeys, arguments: argparse.Namespace, start: Start) -> Non
     print(GREETED, config.dummy_size)
 
 
-class Watched(Trainer):
+class Watched(PipelineTrainer):
     pass
 
 
@@ -186,9 +187,9 @@ def test_a_flag_may_act_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_flag_may_wrap_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words, expected in (["--watch"], Watched), ([], Trainer):
+    for words, expected in (["--watch"], Watched), ([], PipelineTrainer):
         asked = parsed(monkeypatch, "--config", "run.yml", *words)
-        assert wrap_trainer(WithDummy.options, asked, Trainer) is expected
+        assert wrap_trainer(WithDummy.options, asked, PipelineTrainer) is expected
 
 
 @pytest.mark.parametrize(
@@ -265,31 +266,6 @@ def test_an_option_is_imported_by_the_list_alone(name: str) -> None:
     assert users in ([], [ROOT / "options" / "__init__.py"])
 
 
-WITHOUT = """
-import sys
-from options import RunConfig
-from options.planner import command, planning
-from options.proof import recorder
-from options.timeline import session
-from training import api, job, runs
-assert len(RunConfig.options) == int(sys.argv[1])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cluster", "weight_streaming"])
-def test_all_else_is_whole_without_the_folder(name: str, tmp_path: Path) -> None:
-    for top in PACKAGES:
-        shutil.copytree(ROOT / top, tmp_path / top, ignore=shutil.ignore_patterns("__pycache__", "samples"))
-    shutil.rmtree(tmp_path / "options" / name)
-    entry = tmp_path / "options" / "__init__.py"
-    lines = entry.read_text(encoding="utf-8").splitlines(keepends=True)
-    entry.write_text("".join(line for line in lines if f"{name}." not in line and f"{name}," not in line))
-    words = [sys.executable, "-c", WITHOUT, str(len(RunConfig.options) - 1)]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 FOLDERS = sorted(path.parent for path in (ROOT / "options").glob("*/__init__.py"))
 
 
@@ -307,3 +283,89 @@ def test_the_tests_of_the_core_need_no_option(folder: str) -> None:
     needed = re.compile(rf"^\s*(?:from|import) options\.(?:{'|'.join(each.name for each in FOLDERS)})\b", re.MULTILINE)
     files = (ROOT / "tests" / folder).rglob("*.py")
     assert [str(file) for file in files if needed.search(file.read_text(encoding="utf-8"))] == []
+
+
+def tree_without(option: str, folder: Path) -> Path:
+    """Copy the code, without an option and what stands on it: neither in the list nor on the disk."""
+    gone = [option]
+    for other in FOLDERS:
+        if f"options.{option}" in (other / "__init__.py").read_text(encoding="utf-8") and other.name != option:
+            gone.append(other.name)
+
+    for name in ("common", "data", "models", "training", "options", "train_ds.py"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    for name in gone:
+        shutil.rmtree(folder / "options" / name)
+    listed = folder / "options" / "__init__.py"
+    lines = listed.read_text(encoding="utf-8").splitlines(keepends=True)
+    named = re.compile(rf"^ +(?:{'|'.join(gone)})[.,]")
+    listed.write_text("".join(line for line in lines if not named.match(line)), encoding="utf-8")
+    return folder
+
+
+ROWS = "train_micro_batch_size_per_gpu"
+GONE = {  # a flag, and overrides with what is said of each
+    "planner": (
+        "--plan",
+        {"rebalance=true": "unknown key rebalance", f"{ROWS}=auto": f"{ROWS}: auto is for the planner"},
+    ),
+    "proof": ("--prove", {}),
+    "cluster": ("--hostfile", {}),
+    "weight_streaming": ("", {"schedule=weight_streaming": "schedule: Input should be '1f1b' or 'dualpipev', found"}),
+}
+
+
+@pytest.mark.parametrize("option", GONE)
+def test_what_an_option_that_is_gone_brought_is_refused(option: str, tmp_path: Path) -> None:
+    folder, (flag, lines) = tree_without(option, tmp_path), GONE[option]
+    config = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
+
+    def last_line(*words: str) -> str:
+        launched = [sys.executable, "train_ds.py", "--config", str(config), *words]
+        ended = subprocess.run(launched, cwd=folder, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (2, "") and "Traceback" not in ended.stderr
+        return ended.stderr.splitlines()[-1]
+
+    if flag:
+        assert last_line(flag) == f"train_ds.py: error: unrecognized arguments: {flag}"
+    for key, line in lines.items():
+        assert line in last_line(key)
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+option, *packages = sys.argv[1:]
+import options
+for name in packages:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+        importlib.import_module(module.name)
+assert not [name for name in sys.modules if name.startswith(f"options.{option}")]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", GONE)
+def test_all_else_is_imported_without_an_option(option: str, tmp_path: Path) -> None:
+    packages = PACKAGES if option in ALONE else [name for name in PACKAGES if name != "options"]
+    words = [sys.executable, "-c", IMPORT_ALL, option, *packages]
+    ended = subprocess.run(words, cwd=tree_without(option, tmp_path), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.launched
+def test_a_run_without_the_planner_says_what_it_does_in_place_of_it(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    topo = topology((2, 1))
+    keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "max_steps": 2, "model_topo": topo}
+    config = write_config(tmp_path / "run.yml", use_grad_ckpt="auto", **keys)
+    words = [sys.executable, "train_ds.py", "--config", str(config)]
+    folder = tree_without("planner", tmp_path)
+    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for line in ("parts: auto, as many", "gradient checkpointing: auto, all blocks, as nothing", "attention: torch's"):
+        assert ended.stdout.count(line) == 1
+    assert [line["step"] for line in metrics(config.with_suffix(""))] == [1, 2]
