@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from options.planner import OPTION
+from options.planner.keys import PlannerKeys
 from tests.launching import topology
 from tests.options.planner.helpers import config_of
 from training.engine.pipeline import PipelineTrainer
@@ -34,7 +35,7 @@ def test_what_settles_a_run_comes_first_and_what_measures_it_last(
 
 
 def test_without_stages_nothing_is_measured_and_a_scripts_layers_have_no_plan(tmp_path: Path) -> None:
-    config = config_of(tmp_path, 1)
+    config = cast(PlannerKeys, config_of(tmp_path, 1))
     task = language_model(config, ZeroTrainer)
     assert OPTION.callbacks(config, task) == [] and len(OPTION.first_callbacks(config, task)) == 2
     layers = cast(Task, object())
