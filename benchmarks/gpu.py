@@ -7,7 +7,7 @@ installs what the machine lacks, from a folder.
 The checks come first (`benchmarks.gpu_checks`, and the tests of the kernels). Measured are eight layers of llama-7b, or
 fewer where the planner says that these do not fit (`benchmarks.gpu_models`), in bf16, one stage, AdamW, eight rows of
 4,096 tokens a step. `--full` is the list for a second time: as many layers as fit, offloading, long rows. MFU counts
-what the model needs (`options.planner.layer_costs`), not what is recomputed; attention's causal half that kernels skip
+what the model needs (`options.planner.utilization`), not what is recomputed; attention's causal half that kernels skip
 counts as well.
 """
 

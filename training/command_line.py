@@ -35,12 +35,12 @@ def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool 
     parser.set_defaults(processes=None)  # see `Option.prepare`
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", help="YAML file of the run")
+    for option in kind.options:  # first, as the usage shows a group only where its flags follow each other
+        option.add_flags(Flags(parser, source, in_stages))
     parser.add_argument(
         "--inspect", type=_count, metavar="N", help="print N samples and one of each other type, and exit"
     )
     parser.add_argument("--html", metavar="FILE", help="with --inspect: write them as a page instead")
-    for option in kind.options:
-        option.add_flags(Flags(parser, source, in_stages))
     # DeepSpeed's launcher passes the first spelling, torch.distributed.launch the second.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override keys of the config")

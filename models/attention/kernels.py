@@ -5,7 +5,7 @@ scaled_dot_product_attention, document by document (`models.attention.packed`), 
 arithmetic. Others never hold the scores and compute all documents in one launch. They need a GPU from Ampere on, as
 Triton and flex attention do, and 16-bit weights. `use_flash_attn: true` takes the first that can run of flash-attn,
 where its package is installed, the same algorithm inside torch, and flex attention (`models.attention.flex`). `auto`
-takes the fastest of these, of the usual kernel, of cuDNN's and of flash-attn 3 (`options.planner.timing`). A family
+takes the fastest of these, of the usual kernel, of cuDNN's and of flash-attn 3 (`options.planner.kernels`). A family
 declares which of them compute its attention exactly. Where none can run, the usual kernel does.
 """
 

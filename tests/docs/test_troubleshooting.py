@@ -27,7 +27,7 @@ SOURCES = {
     "such as one for CUDA 12.6 (cu126)": "training/config/gpu.py",
     "expected a wheel of": "training/config/gpu.py",
     "cannot be combined with a pipeline": "training/config/keys.py",
-    "proves pipelines; expected train_ds.py": "training/command_line.py",
+    "proves pipelines; expected train_ds.py": "options/proof/__init__.py",
     "no token is trained within max_seq_len": "data/tokenized/parallel.py",
     "no usable tokenizer: expected one of the files": "data/tokenized/tokenizer.py",
     "not found; expected a model folder": "models/checkpoint/layout.py",

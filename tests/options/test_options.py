@@ -213,6 +213,11 @@ def test_flags_that_do_not_go_together(
     assert capsys.readouterr().err.endswith(f"{line}\n")
 
 
+def test_the_usage_says_that_one_source_of_the_config_is_needed() -> None:
+    shown = [make_parser(RunConfig, in_stages=in_stages).format_usage() for in_stages in (True, False)]
+    assert "(--config CONFIG | --auto)" in shown[0] and "[-h] --config CONFIG [" in shown[1]
+
+
 def test_a_flag_that_needs_a_pipeline_is_hidden_without() -> None:
     for in_stages in (True, False):
         text = make_parser(WithDummy, in_stages=in_stages).format_help()

@@ -20,7 +20,7 @@ from models.layers import Block, Head
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 from options.planner.layer_costs import LayerCase, Operation, OperationRecorder, saved_by, work_of
-from options.planner.model_flops import ModelFlops
+from options.planner.utilization import ModelFlops
 from tests.models.helpers import saved_tensors, spec_of
 
 ROWS, LENGTH = 2, 40

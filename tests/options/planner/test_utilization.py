@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from models.api import read_spec
-from options.planner.model_flops import ModelFlops
-from options.planner.utilization import Utilization
+from options.planner.utilization import ModelFlops, Utilization
 from tests.conftest import ROOT
 from tests.launching import start
 from training.distributed.processes import free_port
