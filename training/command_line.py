@@ -27,6 +27,7 @@ from training.launch.agent import RUN
 from training.launch.hosts import read_hostfile
 from training.launch.start import Hosts, launch, name_accelerator
 from training.metrics.devices import KNOWN, parse_devices
+from training.option import options_of
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -68,7 +69,7 @@ def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool 
     parser.add_argument("--calibrate", action="store_true", help="with --plan: measure the layers here first")
     parser.add_argument("--prove", action="store_true", help=staged("compare a small run with one process, and exit"))
     parser.add_argument("--record", metavar="FOLDER", help=argparse.SUPPRESS)  # where ranks of a proof record steps
-    for option in kind.options:
+    for option in options_of(kind):
         option.add_flags(parser)
     # DeepSpeed's launcher passes the first spelling, torch.distributed.launch the second.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -90,7 +91,7 @@ def parse_arguments(kind: type[TrainConfig], description: str, in_stages: bool =
         arguments.data = [word for word in arguments.data if not is_override(word)]
 
     names = list(ACTIONS)
-    for option in kind.options:
+    for option in options_of(kind):
         names += option.on_ranks
     *first, last = [f"--{name.replace('_', '-')}" for name in names]
     actions = f"{', '.join(first)} and {last}"
@@ -164,7 +165,7 @@ def run_entry_point(
         if process is None and not hosts and not (arguments.plan and shape_of(config.model_path)):
             alone = arguments.plan or arguments.prove or arguments.inspect or config.from_scratch
             find_model(config.model_path, weights=not alone)
-        if any(option.act(config, arguments) for option in config.options):
+        if any(option.act(config, arguments) for option in options_of(config)):
             return
         if arguments.plan:
             if process is None or process.rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from common import phases
 from common.log import Log
 from data.loader import Loader
 from models.spec import ModelSpec
-from training.callbacks import Callback, Callbacks
+from training.callbacks import Callback, Callbacks, Choice
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resume import resume
 from training.checkpoint.run_folder import best_so_far, make_room
@@ -78,6 +79,9 @@ class Task(ABC):
             ConfigError: it is another's.
         """
 
+    def make_batches(self, config: TrainConfig) -> None:  # noqa: B027 (a script's layers have no key that is `auto`)
+        """Divide the samples into batches anew, by keys that a callback has chosen."""
+
     @abstractmethod
     def divide(self, config: TrainConfig) -> Division:
         """Divide the layers among the stages as the config says, or evenly where it leaves that open."""
@@ -129,7 +133,7 @@ class Job:
         self.task = task
         self.config = config
         self.process = process
-        self.monitor = monitor
+        self.monitor, self.mark = monitor, monitor.mark
         self.callbacks = Callbacks(callbacks)
         self.log = Log(quiet=process.rank > 0, highlight=False)
         self.save_path = Path(config.save_path)
@@ -143,6 +147,11 @@ class Job:
     def layers(self) -> list[int]:
         """The layers that this rank's stage holds."""
         return self.division.topology.layers(self.stage, self.task.n_layers)
+
+    @property
+    def model_folder(self) -> Path | None:
+        """Where the weights to begin with come from."""
+        return self.task.model_folder
 
     @property
     def eval_records(self) -> str:
@@ -171,7 +180,17 @@ class Job:
     def divide(self) -> None:
         """Divide the layers; callbacks resolve what is `auto`."""
         self.division = self.task.divide(self.config)
-        self.callbacks.on_divide(self)
+        for choice in self.callbacks.on_divide(self):
+            self._take(choice)
+            if choice.keys:  # a checkpoint keeps them, as they decide what is computed
+                self.progress = replace(self.progress, config=self.config)
+                self.task.make_batches(self.config)
+
+    def _take(self, choice: Choice) -> None:
+        """Let what a callback chose take effect."""
+        self.config = self.config.model_copy(update=dict(choice.keys))
+        self.division = choice.division or self.division
+        self.report += choice.report
 
     def run(self) -> bool:
         """Train, from the beginning or from the newest checkpoint; return whether the processes are to start over."""
@@ -197,7 +216,8 @@ class Job:
             progress.leave(progress.done, stop)
 
         set_numerics(config)
-        self.callbacks.on_build(self)
+        for choice in self.callbacks.on_build(self):
+            self._take(choice)
         lines = [*task.describe_model(self), *self.division.report, *self.report]
         for line in [*lines, *describe_ignored_keys(config, task.in_stages), *describe_numerics(config)]:
             log.print(line)
@@ -244,7 +264,7 @@ class Job:
             learning_rate=LearningRate(trainer.engine.basic_optimizer, config.scheduler, progress.total_steps),
             callbacks=self.callbacks,
             stop=stop,
-            mark=self.monitor.mark,
+            mark=self.mark,
             origin=task.origin,
             evaluation=task.evaluation,
         )

@@ -10,10 +10,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from training.config.changes import MayChange
 from training.config.keys import TrainConfig
+from training.config.option_keys import Keys, OptionKeys
 
 if TYPE_CHECKING:
     from training.callbacks import Callback
@@ -40,9 +40,6 @@ class Conversions(NamedTuple):
     overwrite: ArgumentParser
 
 
-Keys = TypeVar("Keys", bound=TrainConfig)
-
-
 class RankAction(Protocol):
     """What a rank does in place of training."""
 
@@ -51,14 +48,10 @@ class RankAction(Protocol):
 
 
 @dataclass(frozen=True)
-class Option(Generic[Keys]):
-    """One option; what it does not need it leaves out.
+class Option(OptionKeys[Keys]):
+    """One option: its keys, and what it does; what it does not need it leaves out.
 
     Attributes:
-        keys: the core's keys and its own, with a docstring each; `TrainConfig` where it has none. A method
-            `contradictions` of the class may yield lines beside those of `super()`.
-        before: the key of the core before which its own stand, on the pages of the docs and in config.yml.
-        rules: how its keys may change between two starts; a key without a rule must stay the same.
         callbacks: makes its callbacks of a run, none where the config does not ask for it. They are called after the
             core's, in the order of the list.
         language_model: the task of a language model in place of `LanguageModel`, where the config asks for it.
@@ -70,9 +63,6 @@ class Option(Generic[Keys]):
         on_ranks: by the name of a flag, what every rank does in place of training where the flag is given.
     """
 
-    keys: type[Keys]
-    before: str = ""
-    rules: Mapping[str, MayChange] = field(default_factory=dict)
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
@@ -81,6 +71,11 @@ class Option(Generic[Keys]):
     add_flags: Callable[[ArgumentParser], None] = lambda parser: None
     act: Callable[[Keys, Namespace], bool] = lambda config, arguments: False
     on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)
+
+
+def options_of(config: TrainConfig | type[TrainConfig]) -> tuple[Option[Any], ...]:
+    """List the options of a config, which itself knows no more of them than their keys."""
+    return cast("tuple[Option[Any], ...]", config.options)
 
 
 def add_to_export(options: Sequence[Option[Any]], checkpoint: Path, folder: Path) -> None:

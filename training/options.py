@@ -23,6 +23,7 @@ from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.job import Job, Task
 from training.language_model import LanguageModel, language_model_of
+from training.option import options_of
 from training.reporting import DataSummary, Reporting
 from training.schedule.instructions import WEIGHT_STREAMING
 
@@ -66,6 +67,6 @@ def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
 def run_options(config: TrainConfig, task: Task) -> list[Callback]:
     """List the callbacks of any run."""
     optional: list[Callback] = []
-    for option in config.options:
+    for option in options_of(config):
         optional += option.callbacks(config, task)
     return [Reporting(), BadSteps(), *optional, BoundedMemory()]

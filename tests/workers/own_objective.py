@@ -124,15 +124,11 @@ class SlantedKeys(TrainConfig):
     def objective(self) -> Objective:
         return super().objective if self.slope is None else Slanted(self, self.slope)
 
-    @property
-    def objective_keys(self) -> list[str]:
-        return [*super().objective_keys, *(["slope"] if self.slope else [])]
-
 
 class WithSlanted(SlantedKeys, RunConfig):
     """A whole run, and a slanted loss."""
 
-    options = (*RunConfig.options, Option(SlantedKeys, before="freeze"))
+    options = (*RunConfig.options, Option(SlantedKeys, before="freeze", objective_key="slope"))
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
