@@ -120,50 +120,10 @@ class Callback:
         """Use the run's last checkpoint; also called by a later start that finds nothing left to train."""
 
 
-class Callbacks(Callback):
-    """Calls several callbacks in their order."""
-
-    def __init__(self, each: Sequence[Callback]) -> None:
-        self._each = tuple(each)
-
-    def on_divide(self, job: JobView) -> Iterator[Choice]:
-        for callback in self._each:
-            yield from callback.on_divide(job) or ()
-
-    def on_build(self, job: JobView) -> Iterator[Choice]:
-        for callback in self._each:
-            yield from callback.on_build(job) or ()
-
-    @contextmanager
-    def around(self, job: JobView) -> Iterator[None]:
-        with ExitStack() as stack:
-            for callback in self._each:
-                stack.enter_context(callback.around(job))
-            yield
-
-    def on_start(self, run: Run) -> None:
-        for callback in self._each:
-            callback.on_start(run)
-
-    @contextmanager
-    def around_step(self, run: Run, step: int, batch: GlobalBatch) -> Iterator[None]:
-        with ExitStack() as stack:
-            for callback in self._each:
-                stack.enter_context(callback.around_step(run, step, batch))
-            yield
-
-    def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
-        for callback in self._each:
-            callback.on_step_end(run, metrics, batch)
-
-    def on_evaluation(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        for callback in self._each:
-            callback.on_evaluation(run, step, metrics)
-
-    def on_end(self, run: Run, step: int) -> None:
-        for callback in self._each:
-            callback.on_end(run, step)
-
-    def on_finish(self, job: JobView, checkpoint: Path) -> None:
-        for callback in self._each:
-            callback.on_finish(job, checkpoint)
+@contextmanager
+def within(blocks: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter the blocks that callbacks wrap something in; the first one is the outermost."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield

@@ -18,7 +18,7 @@ from common import phases
 from common.log import Log
 from data.loader import Loader
 from models.spec import ModelSpec
-from training.callbacks import Callback, Callbacks, Choice
+from training.callbacks import Callback, Choice, within
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resume import resume
 from training.checkpoint.run_folder import best_so_far, make_room
@@ -134,7 +134,7 @@ class Job:
         self.config = config
         self.process = process
         self.monitor, self.mark = monitor, monitor.mark
-        self.callbacks = Callbacks(callbacks)
+        self.callbacks = tuple(callbacks)
         self.log = Log(quiet=process.rank > 0, highlight=False)
         self.save_path = Path(config.save_path)
         self.stage = config.model_topo.stage_of(process.rank)
@@ -180,11 +180,12 @@ class Job:
     def divide(self) -> None:
         """Divide the layers; callbacks resolve what is `auto`."""
         self.division = self.task.divide(self.config)
-        for choice in self.callbacks.on_divide(self):
-            self._take(choice)
-            if choice.keys:  # a checkpoint keeps them, as they decide what is computed
-                self.progress = replace(self.progress, config=self.config)
-                self.task.make_batches(self.config)
+        for callback in self.callbacks:
+            for choice in callback.on_divide(self) or ():
+                self._take(choice)
+                if choice.keys:  # a checkpoint keeps them, as they decide what is computed
+                    self.progress = replace(self.progress, config=self.config)
+                    self.task.make_batches(self.config)
 
     def _take(self, choice: Choice) -> None:
         """Let what a callback chose take effect."""
@@ -216,18 +217,20 @@ class Job:
             progress.leave(progress.done, stop)
 
         set_numerics(config)
-        for choice in self.callbacks.on_build(self):
-            self._take(choice)
+        for callback in self.callbacks:
+            for choice in callback.on_build(self) or ():
+                self._take(choice)
         lines = [*task.describe_model(self), *self.division.report, *self.report]
         for line in [*lines, *describe_ignored_keys(config, task.in_stages), *describe_numerics(config)]:
             log.print(line)
         task.describe_data(self)
 
         self.config = self.config.with_parts(self.division.topology.parts)
-        with self.callbacks.around(self):
+        with within(callback.around(self) for callback in self.callbacks):
             phases.enter("building the model and loading its weights")
             run = self._build(stop)
-            self.callbacks.on_start(run)
+            for callback in self.callbacks:
+                callback.on_start(run)
             done = run_steps(run)
 
         if run.restart and done < progress.total_steps and not stop.agreed(False)[0]:
@@ -273,4 +276,5 @@ class Job:
         """Check that the last checkpoint of the whole run is there, and let callbacks use it."""
         checkpoint = self.progress.last_checkpoint()
         self.log.print(f"saved: {checkpoint}")
-        self.callbacks.on_finish(self, checkpoint)
+        for callback in self.callbacks:
+            callback.on_finish(self, checkpoint)
