@@ -28,7 +28,7 @@ from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
 from training.distributed.processes import ProcessInfo  # noqa: E402
 from training.launch.start import Hosts, name_accelerator  # noqa: E402
-from training.option import rank_action  # noqa: E402
+from training.option import options_of, rank_action  # noqa: E402
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -70,7 +70,7 @@ def prove(config: TrainConfig) -> None:
 
 def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
     """Do the whole job of one rank; one of a proof records its steps in the folder `--record`."""
-    if action := rank_action(config.options, arguments):
+    if action := rank_action(options_of(config), arguments):
         return action(config, process, monitor, in_stages=True)
     from training.options import pipeline_trainer, train_language_model
 

@@ -27,7 +27,7 @@ from training.distributed.processes import ProcessInfo  # noqa: E402
 from training.errors import ConfigError  # noqa: E402
 from training.launch.start import name_accelerator  # noqa: E402
 from training.metrics.devices import parse_devices  # noqa: E402
-from training.option import rank_action  # noqa: E402
+from training.option import options_of, rank_action  # noqa: E402
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -55,7 +55,7 @@ def plan(config: TrainConfig, arguments: Namespace) -> None:
 
 def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
     """Do the whole job of one rank."""
-    if action := rank_action(config.options, arguments):
+    if action := rank_action(options_of(config), arguments):
         return action(config, process, monitor, in_stages=False)
     from training.engine.zero import ZeroTrainer
     from training.options import train_language_model
