@@ -17,18 +17,15 @@ from common import early_signals
 
 early_signals.note()  # before all that takes seconds to import
 
-import sys  # noqa: E402
 from argparse import Namespace  # noqa: E402
 from functools import partial  # noqa: E402
-from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 from options import RunConfig, load_config  # noqa: E402
 from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
 from training.distributed.processes import ProcessInfo  # noqa: E402
-from training.launch.start import Hosts, name_accelerator  # noqa: E402
-from training.option import options_of, rank_action  # noqa: E402
+from training.option import options_of, rank_action, wrap_trainer  # noqa: E402
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -42,43 +39,16 @@ def main() -> None:
         config.check_entry_point(in_stages=True)
         return config
 
-    run_entry_point(arguments, load, partial(run, arguments), plan, prove, auto)
-
-
-def plan(config: TrainConfig, arguments: Namespace) -> None:
-    """Predict the time and memory of the run."""
-    name_accelerator()
-    from options.planner.command import plan_run
-
-    plan_run(config, arguments)
-
-
-def auto(arguments: Namespace, hosts: Hosts | None) -> Path:
-    """Choose a config for machine, model and data; return its file."""
-    name_accelerator()
-    from options.planner.auto.command import configure
-
-    return configure(RunConfig, arguments, hosts)
-
-
-def prove(config: TrainConfig) -> None:
-    """Show by a small run that this one computes what it should."""
-    from options.proof.command import prove_run
-
-    prove_run(config, sys.argv[0])
+    run_entry_point(RunConfig, arguments, load, partial(run, arguments))
 
 
 def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
-    """Do the whole job of one rank; one of a proof records its steps in the folder `--record`."""
+    """Do the whole job of one rank."""
     if action := rank_action(options_of(config), arguments):
         return action(config, process, monitor, in_stages=True)
-    from training.options import pipeline_trainer, train_language_model
+    from training.runs import pipeline_trainer, train_language_model
 
-    kind = pipeline_trainer(config)
-    if arguments.record:
-        from options.proof.recorder import make_recorder
-
-        kind = make_recorder(arguments.record, kind)
+    kind = wrap_trainer(options_of(config), arguments, pipeline_trainer(config))
     return train_language_model(config, process, monitor, kind)
 
 

@@ -24,9 +24,6 @@ from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
 from training.config.yaml_file import load_config_of  # noqa: E402
 from training.distributed.processes import ProcessInfo  # noqa: E402
-from training.errors import ConfigError  # noqa: E402
-from training.launch.start import name_accelerator  # noqa: E402
-from training.metrics.devices import parse_devices  # noqa: E402
 from training.option import options_of, rank_action  # noqa: E402
 
 if TYPE_CHECKING:
@@ -36,21 +33,12 @@ if TYPE_CHECKING:
 def main() -> None:
     arguments = parse_arguments(RunConfig, "Fine-tune a model with ZeRO.", in_stages=False)
     run_entry_point(
+        RunConfig,
         arguments,
-        lambda process: load_spread_config(arguments.config, arguments.overrides, process, arguments.devices),
+        lambda process: load_spread_config(arguments.config, arguments.overrides, process, arguments.processes),
         partial(run, arguments),
-        plan,
+        in_stages=False,
     )
-
-
-def plan(config: TrainConfig, arguments: Namespace) -> None:
-    """Predict the time and memory of the run."""
-    if arguments.search:
-        raise ConfigError("--search: proposes pipelines; expected train_ds.py")
-    name_accelerator()
-    from options.planner.command import plan_run
-
-    plan_run(config, arguments, in_stages=False)
 
 
 def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
@@ -58,24 +46,22 @@ def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor
     if action := rank_action(options_of(config), arguments):
         return action(config, process, monitor, in_stages=False)
     from training.engine.zero import ZeroTrainer
-    from training.options import train_language_model
+    from training.runs import train_language_model
 
     return train_language_model(config, process, monitor, ZeroTrainer)
 
 
 def load_spread_config(
-    path: str, overrides: list[str], process: ProcessInfo | None, devices: str | None = None
+    path: str, overrides: list[str], process: ProcessInfo | None, processes: int | None = None
 ) -> TrainConfig:
-    """Load the config; without model_topo each process that was started, device to plan for, or GPU is a replica.
+    """Load the config; without model_topo each process that was started, is asked for, or GPU is a replica.
 
     What a step divides into is judged when their number is known. To count GPUs takes torch, which takes seconds; what
     is wrong with any number is found before.
     """
     if process is None:
         load_config(path, [*overrides, "gradient_accumulation_steps=null"])
-    if devices:
-        processes, _ = parse_devices(devices)
-    else:
+    if processes is None:
         processes = process.world_size if process else gpus()
     spread = {"process_topology": {"dims": [1, processes]}}
     config = load_config_of(RunConfig, path, overrides, {"model_topo": spread})

@@ -31,8 +31,8 @@ from models.attention.kernels import CUDNN, FLASH, FLASH_3, TORCH, choose_attent
 from models.attention.packed import VARLEN
 from models.loading import SeededStates
 from models.spec import ModelSpec
+from options.planner.kernels import choose_kernels
 from options.planner.planning import divide
-from options.planner.timing import choose_kernels
 from options.planner.utilization import Utilization
 from training.config.deepspeed_config import training_dtype
 from training.data_setup import build_loader

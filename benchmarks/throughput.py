@@ -285,7 +285,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     from training.engine.zero import ZeroTrainer
     from training.measures import loss_of
     from training.metrics.peak_memory import peak_memory
-    from training.options import pipeline_trainer
+    from training.runs import pipeline_trainer
     from training.trained import with_trained
 
     asked, model, way = CASES[case], folder.parent, Way(**chosen)

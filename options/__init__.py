@@ -14,7 +14,9 @@ from options import (
     cluster,
     distillation,
     exports,
+    planner,
     preference,
+    proof,
     reports,
     scores,
     streamed_data,
@@ -33,6 +35,7 @@ class RunConfig(
     streamed_data.StreamKeys,
     timeline.TimelineKeys,
     trackers.TrackerKeys,
+    planner.PlannerKeys,
     title=TrainConfig.__name__,
 ):
     """A whole run."""
@@ -44,6 +47,8 @@ class RunConfig(
         streamed_data.OPTION,
         trackers.OPTION,
         timeline.OPTION,
+        planner.OPTION,
+        proof.OPTION,
         reports.OPTION,
         exports.OPTION,
         cluster.OPTION,

@@ -28,7 +28,7 @@ from models.checkpoint.layout import MANIFEST, RECORD, Manifest, not_found, reso
 from models.checkpoint.tensor_files import SafetensorsFile, load_archive
 from models.config_json import stop_ids
 from options import RunConfig, load_config
-from options.planner import timing
+from options.planner.kernels import KERNELS_FILE, fastest
 from options.trackers.services import WandBTracker
 from tests.data.caches import records, write
 from training.checkpoint.folder import Best, CheckpointRecord
@@ -133,9 +133,7 @@ CASES = [
     Case(METRICS_FILE, lambda folder: reported(folder, 1), passes=False, kinds=("folder",)),
     Case(METRICS_FILE, lambda folder: reported(folder, 3), passes=False),
     Case(links.FILE, lambda folder: links.Links.read(folder, print)),
-    Case(
-        timing.KERNELS_FILE, lambda folder: timing.fastest(["eager"], lambda _: 1.0, folder / timing.KERNELS_FILE, {})
-    ),
+    Case(KERNELS_FILE, lambda folder: fastest(["eager"], lambda _: 1.0, folder / KERNELS_FILE, {})),
     Case("wandb_id", wandb, passes=False, kinds=("folder",)),
     Case("wandb_id", wandb, kinds=("fifo", "device")),
     Case("tensorboard", tensorboard, passes=False, kinds=("fifo", "device")),

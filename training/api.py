@@ -35,7 +35,7 @@ def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequenc
     """
 
     def run(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
-        from training.options import pipeline_trainer, train_language_model  # DeepSpeed's, after the device is set
+        from training.runs import pipeline_trainer, train_language_model  # DeepSpeed's, after the device is set
 
         kind: Any = pipeline_trainer(config)
 

@@ -2,7 +2,7 @@
 
 Options of a run (planner, timeline, trackers, export ...) subclass `Callback` and override what they need. All ranks
 have the same callbacks in the same order and call each hook together, so a hook may communicate.
-`training.options` lists those of a run; the core imports none of them.
+`training.runs` lists those of a run; the core imports none of them.
 """
 
 from __future__ import annotations

@@ -8,17 +8,25 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy
+import torch
 from rich.console import Console
 
 from data.loader import Loader
 from data.tokenized.dataset import Dataset, check_vocabulary
 from data.tokenized.store import digests_folder
+from models.attention.kernels import choose_attention
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import MANIFEST, resolve
 from models.spec import ModelSpec
 from training.checkpoint.folder import DataOrder, check_weights
 from training.checkpoint.side_files import read_side_files
-from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing
+from training.config.deepspeed_config import (
+    check_device,
+    check_fp8,
+    check_length,
+    check_sharing,
+    training_dtype,
+)
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader, build_loader, training_loader
 from training.distributed.disk import Disk
@@ -145,6 +153,8 @@ class LanguageModel(Task):
 
     def begin(self, job: Job) -> None:
         set_threads(job.process.local_size, self.spec.config.hidden_size)
+        if not job.config.is_planned:
+            job.report += usual_kernels(job.config, self.spec)
 
     def build(self, job: Job) -> Trainer:
         checkpoint, config = job.progress.checkpoint, job.config
@@ -190,14 +200,26 @@ def language_model_of(config: TrainConfig) -> type[LanguageModel]:
 
 
 def split_as_configured(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> Division:
-    """Divide a model without a planner: `parts: auto` is an even split, and with `use_grad_ckpt: auto` all recompute.
+    """Divide a model without the planner: `parts: auto` is an even split, and with `use_grad_ckpt: auto` all recompute.
 
     Raises:
         ConfigError: the config and the model do not fit each other.
     """
     size, rest = divmod(spec.n_layers, config.chunks)
-    parts = config.parts_for(spec.n_layers) or [size + (chunk < rest) for chunk in range(config.chunks)]
-    report = ["gradient checkpointing: auto, all blocks, as it is not known how ZeRO divides the memory"]
-    unplanned = config.use_grad_ckpt == "auto" and not in_stages
+    given, report = config.parts_for(spec.n_layers), list[str]()
+    parts = given or [size + (chunk < rest) for chunk in range(config.chunks)]
+    if in_stages and given is None:
+        report.append("parts: auto, as many layers in each stage, as nothing plans them")
+    if config.use_grad_ckpt == "auto":
+        why = "nothing plans the memory" if in_stages else "it is not known how ZeRO divides the memory"
+        report.append(f"gradient checkpointing: auto, all blocks, as {why}")
     topology = config.topology(parts if in_stages else [])
-    return Division(topology, config.recomputed(spec.n_blocks), tuple(report if unplanned else []))
+    return Division(topology, config.recomputed(spec.n_blocks), tuple(report))
+
+
+def usual_kernels(config: TrainConfig, spec: ModelSpec) -> list[str]:
+    """Choose kernels without the planner, which would try them; return lines for the log."""
+    attention, reason = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
+    spec.set_attention(attention)
+    compiled = ["blocks: not compiled: nothing plans the run; compile: true compiles them"]
+    return [f"attention: {reason}", *(compiled if config.compile == "auto" and torch.cuda.is_available() else [])]

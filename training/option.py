@@ -6,7 +6,7 @@ it the class of the config (`options.RunConfig`), which has the keys of all opti
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from training.callbacks import Callback
     from training.distributed.processes import ProcessInfo
     from training.distributed.rank_monitor import RankMonitor
+    from training.engine.trainer import Trainer
     from training.job import Task
     from training.language_model import LanguageModel
     from training.metrics.tracking import Tracker
@@ -40,6 +41,44 @@ class Conversions(NamedTuple):
     overwrite: ArgumentParser
 
 
+class Flags(NamedTuple):
+    """Where an option adds flags to the command line of the entry points.
+
+    Attributes:
+        parser: takes them.
+        source: argparse's group of flags of which one says where the config comes from; `--config` is in it.
+        in_stages: whether the entry point has a pipeline.
+    """
+
+    parser: ArgumentParser
+    source: Any
+    in_stages: bool
+
+    def staged(self, text: str) -> str:
+        """Return the help of a flag that needs a pipeline: hidden without one."""
+        return text if self.in_stages else SUPPRESS
+
+
+class Start(NamedTuple):
+    """How an entry point was started.
+
+    Attributes:
+        kind: of the config.
+        in_stages: whether it has a pipeline; false for train_ds_zero.py.
+        process: what a launcher made of this process; None where none started it.
+        hosts: those of `--hostfile`, each with its devices.
+    """
+
+    kind: type[TrainConfig]
+    in_stages: bool
+    process: ProcessInfo | None
+    hosts: dict[str, list[int]] | None
+
+
+Action = Callable[[Keys, Namespace, Start], None]
+IsOverride = Callable[[str], bool]
+
+
 class RankAction(Protocol):
     """What a rank does in place of training."""
 
@@ -54,23 +93,37 @@ class Option(OptionKeys[Keys]):
     Attributes:
         callbacks: makes its callbacks of a run, none where the config does not ask for it. They are called after the
             core's, in the order of the list.
+        first_callbacks: makes those that are called before all others, the objective's too: the planner's, which
+            settle what others build on, and complete a step's numbers before they are reported.
         language_model: the task of a language model in place of `LanguageModel`, where the config asks for it.
         open_trackers: opens what receives the numbers of each step, given the run's folder and first step.
         add_to_export: adds files to a HuggingFace folder that is made of a run's checkpoint, given both folders.
         add_conversions: adds its commands to convert_model.py.
         add_flags: adds its flags to the command line of the entry points.
-        act: does what its flags ask for in place of training, before processes start; returns whether they ask.
+        needs: by the name of a flag, the flags without any of which it has no effect.
+        check_flags: completes and checks the parsed flags, beyond `needs`, by `parser.error`; given also what says
+            whether a word is `key.sub=value` of the config.
+        prepare: does what its flags ask for before the config is read: the planner writes the file and names it in
+            `config`. It may set `processes`, to load a config without model_topo for so many.
+        acts: by the name of a flag, what is done in place of training, before processes start.
         on_ranks: by the name of a flag, what every rank does in place of training where the flag is given.
+        wrap_trainer: returns what trains in place of a kind of trainer where its flags ask for it: a proof watches the
+            steps of a user's own run, which it can do only from inside.
     """
 
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
+    first_callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
     add_to_export: Callable[[Path, Path], None] = lambda checkpoint, folder: None
     add_conversions: Callable[[Conversions], None] = lambda conversions: None
-    add_flags: Callable[[ArgumentParser], None] = lambda parser: None
-    act: Callable[[Keys, Namespace], bool] = lambda config, arguments: False
+    add_flags: Callable[[Flags], None] = lambda flags: None
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    check_flags: Callable[[ArgumentParser, Namespace, IsOverride], None] = lambda parser, arguments, is_override: None
+    prepare: Callable[[Namespace, Start], None] = lambda arguments, start: None
+    acts: Mapping[str, Action[Keys]] = field(default_factory=dict)
     on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)
+    wrap_trainer: Callable[[Namespace, type[Trainer]], type[Trainer]] = lambda arguments, kind: kind
 
 
 def options_of(config: TrainConfig | type[TrainConfig]) -> tuple[Option[Any], ...]:
@@ -84,6 +137,15 @@ def add_to_export(options: Sequence[Option[Any]], checkpoint: Path, folder: Path
         option.add_to_export(checkpoint, folder)
 
 
+def find_action(options: Sequence[Option[Any]], arguments: Namespace) -> Action[Any] | None:
+    """Find what the flags ask for in place of training, before processes start, if anything."""
+    for option in options:
+        for flag, act in option.acts.items():
+            if getattr(arguments, flag):
+                return act
+    return None
+
+
 def rank_action(options: Sequence[Option[Any]], arguments: Namespace) -> RankAction | None:
     """Find what the flags ask every rank to do in place of training, if anything."""
     for option in options:
@@ -91,3 +153,10 @@ def rank_action(options: Sequence[Option[Any]], arguments: Namespace) -> RankAct
             if getattr(arguments, flag):
                 return find()
     return None
+
+
+def wrap_trainer(options: Sequence[Option[Any]], arguments: Namespace, kind: type[Trainer]) -> type[Trainer]:
+    """Return the kind of trainer that the flags ask for in place of `kind`."""
+    for option in options:
+        kind = option.wrap_trainer(arguments, kind)
+    return kind

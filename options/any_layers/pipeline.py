@@ -96,10 +96,10 @@ class Pipeline:
         def run(config: PipelineConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
             from options.any_layers.task import Layers  # imports DeepSpeed, after the device is set
             from training.job import Job
-            from training.options import run_options
+            from training.runs import run_callbacks
 
             task = Layers(self, dataset, collate, eval_dataset)
-            return Job(task, config, process, monitor, run_options(config, task)).run()
+            return Job(task, config, process, monitor, run_callbacks(config, task)).run()
 
         run_from_script(lambda process: self.config(process.world_size if process else 0), run)
 

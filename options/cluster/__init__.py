@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-
 from training.config.keys import TrainConfig
-from training.option import Option, RankAction
+from training.option import Flags, Option, RankAction
 
 
-def _add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and exit")
+def _add_flags(flags: Flags) -> None:
+    flags.parser.add_argument("--check", action="store_true", help="compare the hosts, measure their links, and exit")
 
 
 def _check() -> RankAction:

@@ -31,8 +31,8 @@ from training.distributed.processes import ProcessInfo, gather
 from training.distributed.rank_monitor import RankMonitor
 from training.distributed.rendezvous import interface_of, own_address
 from training.job import Job
-from training.options import language_model, pipeline_trainer
 from training.preflight import check_model, check_samples
+from training.runs import language_model, pipeline_trainer
 
 MEGA = 1e6
 

@@ -34,7 +34,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from common.quantities import duration, gigabytes
 from common.whole_files import replace_text
 from data.loader import GlobalBatch
-from options.planner.inputs import MEASURED_FILE, Basis, Measured, Workload, layer_kinds
+from options.planner.inputs import Basis, Workload, layer_kinds
+from options.planner.measurements import MEASURED_FILE, Measured
 from options.planner.plan import Plan
 from training.callbacks import Callback, JobView
 from training.distributed.processes import gather
@@ -102,8 +103,8 @@ def cuda_mark() -> torch.cuda.Event:
 class Feedback(Callback):
     """Compare the first steps with the plan; `rebalance: true` restarts the run with a better stage split."""
 
-    def __init__(self, task: LanguageModel) -> None:
-        self._task = task
+    def __init__(self, task: LanguageModel, rebalance: bool) -> None:
+        self._task, self._rebalance = task, rebalance
 
     def on_build(self, job: JobView) -> None:
         progress = job.progress
@@ -149,13 +150,13 @@ class Feedback(Callback):
         measured = measure(plan, self._steps, seconds, peaks)
 
         better = better_parts(Plan(replace(plan.basis, measured=measured), plan.parts))
-        moves = better is not None and config.rebalance and measured.moves < MOVES
+        moves = better is not None and self._rebalance and measured.moves < MOVES
         measured.better, measured.moves = better and better[0], measured.moves + moves
         for line in comparison(plan, measured):
             self._log.print(line)
         if better:
             taken = "with parts: auto, rebalance: true takes them at a checkpoint"
-            if config.rebalance:
+            if self._rebalance:
                 taken = "taken at the next checkpoint" if moves else f"not taken, after {MOVES} times"
             self._log.print(f"plan: parts {better[0]} would make a step {better[1] - 1:.0%} faster; {taken}")
         elif topology.stages > 1:

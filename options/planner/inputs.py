@@ -1,15 +1,7 @@
-"""Inputs to the planner: the run, its micro-batches, the device, and corrections measured on it.
-
-Measurements lie in the run's folder: calibration.json (`--calibrate`), measured.json (`options.planner.feedback`) and
-the links of `--check`. A calibration holds factors by which estimates are wrong, so it outlives a change of data, but
-not of model, precision or kind of device. Measured steps count only for the same kind of step (`Basis.conditions`),
-links only for the same number of stages and replicas.
-"""
+"""Inputs to the planner: the run, its micro-batches, the device, and corrections measured on it (`measurements`)."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,17 +12,15 @@ from statistics import mean
 from typing import Any, TypeVar
 
 import torch
-from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from common.quantities import counted
-from common.whole_files import Tell, kept, read_regular, replace_text
+from common.whole_files import kept, read_regular
 from data.loader import Loader
 from models.attention.positions import attention_kind
-from models.checkpoint.publish import writing
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from options.planner.communication import Fabric
-from training.config.deepspeed_config import training_dtype
+from options.planner.measurements import ESTIMATES, MEASURED_FILE, Calibration, Measured, digest
 from training.config.keys import TrainConfig
 from training.distributed.links import Links
 from training.metrics.devices import Device
@@ -38,9 +28,6 @@ from training.schedule.instructions import Schedule
 
 Found = TypeVar("Found")
 
-FILE = "calibration.json"
-MEASURED_FILE = "measured.json"
-ESTIMATES = 4  # version of the estimates: raise it when they change, as older factors do not fit then
 SAMPLED_STEPS = 16  # of the first epoch, which stand for the others
 # Keys that the times and the memory of stages depend on, besides device, model, data and torch.
 DEPENDS = (
@@ -126,67 +113,6 @@ def divide_rows(rows: int, config: TrainConfig) -> tuple[int, int]:
     return size, micro_batches
 
 
-class Calibration(BaseModel):
-    """Measured time over estimated time, on this machine."""
-
-    device: str
-    dtype: str
-    model: str  # digest of config.json and of `ESTIMATES`
-    layers: dict[str, tuple[PositiveFloat, PositiveFloat]]  # forward and backward, by the first layer of each kind
-    update: PositiveFloat  # of the optimizer
-
-    @classmethod
-    def of(
-        cls, config: TrainConfig, spec: ModelSpec, layers: dict[str, tuple[float, float]], update: float
-    ) -> Calibration:
-        """Make the calibration of this process's device."""
-        digest = _digest([ESTIMATES, spec.raw])
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        return cls(device=device, dtype=str(training_dtype(config)), model=digest, layers=layers, update=update)
-
-    def least(self, other: Calibration) -> Calibration:
-        """Take the smaller of two measurements, as other programs can only add time."""
-        layers = {
-            kind: (min(forward, other.layers[kind][0]), min(backward, other.layers[kind][1]))
-            for kind, (forward, backward) in self.layers.items()
-        }
-        return self.model_copy(update={"layers": layers, "update": min(self.update, other.update)})
-
-    @classmethod
-    def read(cls, folder: Path, config: TrainConfig, spec: ModelSpec, tell: Tell) -> Calibration | None:
-        """Read the run's folder; None without a calibration that fits this run and this kind of device."""
-        found = kept(folder / FILE, cls.model_validate_json, read_regular, tell)
-        return found if found and found == cls.of(config, spec, found.layers, found.update) else None
-
-    def write(self, folder: Path) -> Path:
-        """Write it into the run's folder, whole or not at all; CheckpointError where that cannot be written."""
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / FILE, self.model_dump_json(indent=2) + "\n")
-        return folder / FILE
-
-
-class Measured(BaseModel):
-    """Measurements of a run's first steps."""
-
-    conditions: dict[str, Any]  # what they depend on (`Basis.conditions`)
-    steps: tuple[int, int]  # first and last one
-    parts: list[PositiveInt]
-    seconds: list[PositiveFloat]  # of each stage for a micro-batch
-    peaks: list[PositiveInt]  # most bytes of each stage
-    layers: list[PositiveFloat]  # measured over estimated time of each layer
-    beyond: list[NonNegativeInt]  # bytes of each stage above its plan; 0 below it, as longer rows may still come
-    better: list[PositiveInt] | None = None  # a faster stage split, if any
-    moves: int = 0  # how often the run was rebalanced
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Measured:
-        better = self.better or self.parts
-        if not len(self.layers) == sum(self.parts) == sum(better) or len(better) != len(self.parts):
-            raise ValueError("expected parts of as many layers")
-        return self
-
-
 @dataclass(frozen=True)
 class Basis:
     """Inputs of one plan."""
@@ -234,8 +160,8 @@ class Basis:
         return {
             "device": self.device.name,
             "torch": torch.__version__,
-            "model": _digest([ESTIMATES, self.spec.raw]),
-            "calibration": _digest(vars(self.calibration) if self.calibration else None),
+            "model": digest([ESTIMATES, self.spec.raw]),
+            "calibration": digest(vars(self.calibration) if self.calibration else None),
             "rows": self.workload.rows,
             "length": ceil(self.workload.length),
             "compile": self.config.compiles(self.device.ampere, self.spec.has_experts),
@@ -354,7 +280,3 @@ def layer_kinds(spec: ModelSpec) -> list[int]:
         kind = attention_kind(spec.config, number - 1) if is_block else number
         kinds.append(first.setdefault((kind, tuple(spec.shapes(number).items())), number))
     return kinds
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

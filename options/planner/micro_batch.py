@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from common.quantities import counted
 from models.spec import ModelSpec
-from options.planner.inputs import Basis, Calibration, layer_kinds
+from options.planner.inputs import Basis, layer_kinds
+from options.planner.measurements import Calibration
 from options.planner.plan import Plan, fitting_parts
 from options.planner.search import SIZES, Feed
 from options.planner.timing import calibrate

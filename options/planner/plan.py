@@ -9,8 +9,8 @@ from functools import cache, cached_property, partial
 
 from options.planner.costs import LayerTime, Spent, layer_times
 from options.planner.inputs import Basis
-from options.planner.layer_costs import ModelFlops
 from options.planner.memory import MemoryModel, StageMemory
+from options.planner.model_flops import ModelFlops
 from options.planner.partition import Fits, LayerRange, best_split, held_layers, layers_of
 from options.planner.simulation import simulate
 from training.config.deepspeed_config import training_dtype

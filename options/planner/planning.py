@@ -15,12 +15,14 @@ import torch
 
 from data.loader import Loader
 from models.spec import ModelSpec
-from options.planner.inputs import MEASURED_FILE, Basis, Workload
+from options.planner.inputs import Basis, Workload
+from options.planner.kernels import choose_kernels
+from options.planner.keys import PlannerKeys
+from options.planner.measurements import MEASURED_FILE
 from options.planner.micro_batch import ROWS, advice, choose_rows
 from options.planner.plan import Plan
 from options.planner.resources import check_resources, explain_out_of_memory
 from options.planner.search import Feed, feed_of
-from options.planner.timing import choose_kernels
 from options.weight_streaming.plan import cut, cut_into_slots, describe_turns
 from training.callbacks import Callback, Choice, JobView
 from training.checkpoint.folder import CheckpointRecord
@@ -144,7 +146,7 @@ def _resumed_parts(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[i
     """
     config, measured = basis.config, basis.measured
     if saved and len(saved.topology.parts) == config.chunks and "model_topo.parts" not in saved.settings:
-        if config.rebalance and measured and len(measured.parts) == config.chunks:
+        if isinstance(config, PlannerKeys) and config.rebalance and measured and len(measured.parts) == config.chunks:
             return measured.better or measured.parts, f"the best ones by measured steps ({MEASURED_FILE})"
         better = f"; rebalance: true takes {measured.better}" if measured and measured.better else ""
         return saved.topology.parts, f"as at the checkpoint{better}"

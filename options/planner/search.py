@@ -27,7 +27,7 @@ from options.planner.inputs import Basis, Workload
 from options.planner.memory import StateBytes
 from options.planner.plan import Plan, fitting_parts
 from options.planner.simulation import simulate
-from training.config.contradictions import PARAMETERS, contradictions, of_optimizer
+from training.config.contradictions import PARAMETERS, of_optimizer
 from training.config.deepspeed_config import check_sharing
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
@@ -100,7 +100,7 @@ def candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Ba
     for values in product(*([getattr(config, key)] if key in fixed else tried[key] for key in tried)):
         candidate = basis.changed(**dict(zip(tried, values, strict=True)))
         changed, topo = candidate.config, candidate.config.model_topo
-        if changed.chunks > basis.spec.n_layers or any(contradictions(changed)):
+        if changed.chunks > basis.spec.n_layers or any(changed.contradictions()):
             continue
         if candidate.schedule != changed.schedule and "schedule" not in fixed:  # one stage has nothing to wait for
             continue

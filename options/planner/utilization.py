@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from models.spec import ModelSpec
-from options.planner.layer_costs import ModelFlops
+from options.planner.model_flops import ModelFlops
 from training.callbacks import Callback
 from training.config.deepspeed_config import training_dtype
 from training.metrics.devices import peak_flops

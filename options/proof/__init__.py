@@ -1,1 +1,46 @@
-"""`train_ds.py --config F --prove`: a user's own run, made small, against one process on the user's own machine."""
+"""Show by a small run that a user's own one computes what it should, on the user's own machine (docs/proof.md)."""
+
+from __future__ import annotations
+
+import sys
+from argparse import SUPPRESS, Namespace
+from typing import TYPE_CHECKING
+
+from models.checkpoint.hub import find_model
+from training.config.keys import TrainConfig
+from training.errors import ConfigError
+from training.launch.start import name_accelerator
+from training.option import Flags, Option, Start
+
+if TYPE_CHECKING:
+    from training.engine.trainer import Trainer
+
+
+def _add_flags(flags: Flags) -> None:
+    prove = flags.staged("compare a small run with one process, and exit")
+    flags.parser.add_argument("--prove", action="store_true", help=prove)
+    flags.parser.add_argument("--record", metavar="FOLDER", help=SUPPRESS)  # where ranks of a proof record steps
+
+
+def _prove(config: TrainConfig, arguments: Namespace, start: Start) -> None:
+    if not start.in_stages:
+        raise ConfigError("--prove: proves pipelines; expected train_ds.py")
+    if start.process is not None:
+        raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
+    find_model(config.model_path, weights=False)  # a missing one is reported before what takes seconds to import
+
+    name_accelerator()
+    from options.proof.command import prove_run
+
+    prove_run(config, sys.argv[0])
+
+
+def _record(arguments: Namespace, kind: type[Trainer]) -> type[Trainer]:
+    if not arguments.record:
+        return kind
+    from options.proof.recorder import make_recorder
+
+    return make_recorder(arguments.record, kind)
+
+
+OPTION = Option(TrainConfig, add_flags=_add_flags, acts={"prove": _prove}, wrap_trainer=_record)

@@ -30,7 +30,7 @@ from benchmarks.unattended import LOG, TABLE
 from benchmarks.unattended import ROWS as ROWS_FILE
 from models.api import read_spec
 from models.attention.kernels import ALL
-from options.planner.layer_costs import ModelFlops
+from options.planner.model_flops import ModelFlops
 from tests.launching import run
 from training.data_setup import build_loader
 from training.metrics.devices import parse_devices

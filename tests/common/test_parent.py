@@ -30,21 +30,13 @@ SLEEPER = f"#!{sys.executable}\nimport os, sys, time\n"
 SLEEPER += "print(os.getpid(), file=open(os.environ['PID_FILE'] + '.new', 'w'), flush=True)\n"
 SLEEPER += "os.rename(os.environ['PID_FILE'] + '.new', os.environ['PID_FILE'])\ntime.sleep(1000)\n"
 
-# Processes that start a foreign program or a run.
-PROVES = """
-import sys
-from pathlib import Path
-from options.proof.launches import Start
-notes = Path(sys.argv[1]).parent
-Start(sys.argv[1], notes / "config", notes, notes).run(lambda steps: None)
-"""
+# A process that starts a foreign program.
 SHOWS = """
 import sys
 from pathlib import Path
 from quickstart.job import QuickstartJob, run
 run(QuickstartJob(Path(), Path(), Path(), [], [], "", {}), sys.argv[1])
 """
-STARTERS = {"a launch of --prove": PROVES, "a command of the quickstart": SHOWS}
 
 
 def alive(pid: int) -> bool:
@@ -124,6 +116,6 @@ def ends_with_its_parent(sleeper: Path, *words: str | Path) -> None:
             psutil.Process(child).kill()
 
 
-@pytest.mark.parametrize("kind", STARTERS)
-def test_what_was_started_ends_with_its_parent(kind: str, sleeper: Path) -> None:
-    ends_with_its_parent(sleeper, "-c", STARTERS[kind], sleeper)
+@pytest.mark.slow
+def test_a_command_of_the_quickstart_ends_with_its_parent(sleeper: Path) -> None:
+    ends_with_its_parent(sleeper, "-c", SHOWS, sleeper)

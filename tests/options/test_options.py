@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,17 +16,20 @@ import pytest
 
 from options import RunConfig
 from options.reference import SCHEMA, schema
-from tests.conftest import ROOT
-from tests.launching import write_config
+from tests.conftest import FAQ, ROOT
+from tests.launching import metrics, topology, write_config
 from training.callbacks import Callback
-from training.command_line import make_parser, parse_arguments
+from training.command_line import make_parser, parse_arguments, run_entry_point
 from training.config.changes import FREE, compare, settings_of
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
+from training.engine.pipeline import PipelineTrainer
+from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.job import Task
-from training.option import Option, rank_action
-from training.options import run_options
+from training.measures import Measures
+from training.option import Flags, IsOverride, Option, Start, find_action, rank_action, wrap_trainer
+from training.runs import run_callbacks
 
 GREETED = "hello from the flag"
 
@@ -53,15 +58,36 @@ def dummy_callbacks(config: DummyKeys, _: Task) -> Sequence[Callback]:
     return [DummyCallback(config.dummy_size)] if config.dummy_mode else []
 
 
-def add_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--greet", action="store_true")
-    parser.add_argument("--greet-all", action="store_true")
+def first_callbacks(config: DummyKeys, _: Task) -> Sequence[Callback]:
+    return [DummyCallback(0)] if config.dummy_mode else []
 
 
-def greet(config: DummyKeys, arguments: argparse.Namespace) -> bool:
-    if arguments.greet:
-        print(GREETED, config.dummy_size)
-    return bool(arguments.greet)
+def add_flags(flags: Flags) -> None:
+    flags.parser.add_argument("--greet", action="store_true", help=flags.staged("greet"))
+    flags.parser.add_argument("--greet-all", action="store_true")
+    flags.parser.add_argument("--loudly", action="store_true")
+    flags.parser.add_argument("--watch", action="store_true")
+
+
+def check_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace, is_override: IsOverride) -> None:
+    if arguments.greet and not any(map(is_override, arguments.overrides)):
+        parser.error("--greet: expected an override")
+
+
+def write_first(arguments: argparse.Namespace, start: Start) -> None:
+    arguments.config = str(arguments.config).replace("{}", "staged" if start.in_stages else "whole")
+
+
+def greet(config: DummyKeys, arguments: argparse.Namespace, start: Start) -> None:
+    print(GREETED, config.dummy_size)
+
+
+class Watched(PipelineTrainer):
+    pass
+
+
+def watch(arguments: argparse.Namespace, kind: type[Trainer]) -> type[Trainer]:
+    return Watched if arguments.watch else kind
 
 
 def greet_all(config: DummyKeys, process: Any, monitor: Any, in_stages: bool) -> bool:
@@ -73,9 +99,14 @@ DUMMY: Option[Any] = Option(
     before="save_path",
     rules={"dummy_mode": FREE},
     callbacks=dummy_callbacks,
-    add_flags=add_flag,
-    act=greet,
+    first_callbacks=first_callbacks,
+    add_flags=add_flags,
+    needs={"loudly": ("greet", "greet_all")},
+    check_flags=check_flags,
+    prepare=write_first,
+    acts={"greet": greet},
     on_ranks={"greet_all": lambda: greet_all},
+    wrap_trainer=watch,
 )
 
 
@@ -111,27 +142,80 @@ def test_a_new_option_has_rules(tmp_path: Path) -> None:
 
 
 def test_a_new_option_has_callbacks(tmp_path: Path) -> None:
-    def sizes(config: TrainConfig) -> list[int]:
-        return [each.size for each in run_options(config, cast(Task, None)) if isinstance(each, DummyCallback)]
+    def names(config: TrainConfig) -> list[str]:
+        found = run_callbacks(config, cast(Task, None), [Measures()])
+        return [str(each.size) if isinstance(each, DummyCallback) else type(each).__name__ for each in found]
 
-    assert sizes(read(tmp_path, dummy_mode="one")) == [3]
-    assert sizes(read(tmp_path)) == []
+    core = ["Measures", "Reporting", "BadSteps"]
+    assert names(read(tmp_path, dummy_mode="one")) == ["0", *core, "3", "BoundedMemory"]
+    assert names(read(tmp_path)) == [*core, "BoundedMemory"]
 
 
-def test_a_new_option_has_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = make_parser(WithDummy).parse_args(["--config", "run.yml", "--greet"])
-    (acting,) = [option for option in WithDummy.options if option.act(read(tmp_path), asked)]
-    assert acting is DUMMY and capsys.readouterr().out == f"{GREETED} 3\n"
+def parsed(monkeypatch: pytest.MonkeyPatch, *words: str, in_stages: bool = True) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["train_ds.py", *words])
+    return parse_arguments(WithDummy, "", in_stages)
+
+
+@pytest.mark.parametrize("in_stages", [True, False])
+def test_a_flag_may_act_in_place_of_training(
+    in_stages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It gets a config that another hook may have written, and no model is looked for."""
+    folder = tmp_path / ("staged" if in_stages else "whole")
+    folder.mkdir()
+    read(folder)
+    words = "--config", str(tmp_path / "{}" / "run.yml"), "--greet", "dummy_size=2"
+    asked = parsed(monkeypatch, *words, in_stages=in_stages)
     assert rank_action(WithDummy.options, asked) is None
 
+    def load(process: object) -> TrainConfig:
+        return load_config_of(WithDummy, asked.config, asked.overrides)
 
-def test_a_flag_may_act_on_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = make_parser(WithDummy).parse_args(["--config", "run.yml", "--greet-all"])
+    def train(*_: object) -> bool:
+        raise AssertionError
+
+    run_entry_point(WithDummy, asked, load, train, in_stages)
+    assert capsys.readouterr().out == f"{GREETED} 2\n"
+
+
+def test_a_flag_may_act_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = parsed(monkeypatch, "--config", "run.yml", "--greet-all", "--loudly")
     assert rank_action(WithDummy.options, asked) is greet_all
-    monkeypatch.setattr(sys, "argv", ["train_ds.py", "--config", "run.yml", "--greet-all", "--plan"])
+    assert find_action(WithDummy.options, asked) is None
+
+
+def test_a_flag_may_wrap_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, expected in (["--watch"], Watched), ([], PipelineTrainer):
+        asked = parsed(monkeypatch, "--config", "run.yml", *words)
+        assert wrap_trainer(WithDummy.options, asked, PipelineTrainer) is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--config run.yml --greet-all --plan", "--prove, --check, --greet and --greet-all: expected one of them"),
+        ("--config run.yml --loudly", "--loudly needs --greet or --greet-all"),
+        ("--config run.yml --greet", "--greet: expected an override"),
+        ("--config run.yml --dry-run", "--dry-run needs --auto"),
+        ("--config run.yml --devices 2xV100", "--devices needs --plan or --dry-run"),
+        ("--config run.yml --plan --per-host 2", "--per-host needs --links"),
+        ("--auto --model m --data d", "--auto, --model, --data and --save: expected all of them, or --config"),
+        ("--auto --model m --data d --save s --plan", "--check, --greet and --greet-all need --config"),
+    ],
+)
+def test_flags_that_do_not_go_together(
+    words: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        parse_arguments(WithDummy, "")
-    assert "--prove, --check and --greet-all: expected one of them" in capsys.readouterr().err
+        parsed(monkeypatch, *words.split())
+    assert capsys.readouterr().err.endswith(f"{line}\n")
+
+
+def test_a_flag_that_needs_a_pipeline_is_hidden_without() -> None:
+    for in_stages in (True, False):
+        text = make_parser(WithDummy, in_stages=in_stages).format_help()
+        shown = [flag for flag in ("--auto", "--search", "--prove", "--greet ") if flag in text]
+        assert len(shown) == (4 if in_stages else 0) and "--plan" in text and "--record" not in text
 
 
 @pytest.mark.parametrize("option", RunConfig.options, ids=lambda option: option.keys.__name__)
@@ -170,3 +254,83 @@ def test_the_tests_of_the_core_need_no_option(folder: str) -> None:
     needed = re.compile(rf"^\s*(?:from|import) options\.(?:{'|'.join(each.name for each in FOLDERS)})\b", re.MULTILINE)
     files = (ROOT / "tests" / folder).rglob("*.py")
     assert [str(file) for file in files if needed.search(file.read_text(encoding="utf-8"))] == []
+
+
+def tree_without(option: str, folder: Path) -> Path:
+    """Copy the code, without an option and what stands on it: neither in the list nor on the disk."""
+    gone = [option]
+    for other in FOLDERS:
+        if f"options.{option}" in (other / "__init__.py").read_text(encoding="utf-8") and other.name != option:
+            gone.append(other.name)
+
+    for name in ("common", "data", "models", "training", "options", "train_ds.py"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    for name in gone:
+        shutil.rmtree(folder / "options" / name)
+    listed = folder / "options" / "__init__.py"
+    lines = listed.read_text(encoding="utf-8").splitlines(keepends=True)
+    named = re.compile(rf"^ +(?:{'|'.join(gone)})[.,]")
+    listed.write_text("".join(line for line in lines if not named.match(line)), encoding="utf-8")
+    return folder
+
+
+ROWS = "train_micro_batch_size_per_gpu"
+GONE = {  # a flag, and overrides with what is said of each
+    "planner": (
+        "--plan",
+        {"rebalance=true": "unknown key rebalance", f"{ROWS}=auto": f"{ROWS}: auto is for the planner"},
+    ),
+    "proof": ("--prove", {}),
+}
+
+
+@pytest.mark.parametrize("option", GONE)
+def test_what_an_option_that_is_gone_brought_is_refused(option: str, tmp_path: Path) -> None:
+    folder, (flag, lines) = tree_without(option, tmp_path), GONE[option]
+    config = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
+
+    def last_line(*words: str) -> str:
+        launched = [sys.executable, "train_ds.py", "--config", str(config), *words]
+        ended = subprocess.run(launched, cwd=folder, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (2, "") and "Traceback" not in ended.stderr
+        return ended.stderr.splitlines()[-1]
+
+    assert last_line(flag) == f"train_ds.py: error: unrecognized arguments: {flag}"
+    for key, line in lines.items():
+        assert line in last_line(key)
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+for name in ("common", "data", "models", "training", "options"):
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, f"{name}.") if name != "options" else ():
+        importlib.import_module(module.name)
+assert not [name for name in sys.modules if name.startswith(f"options.{sys.argv[1]}")]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", GONE)
+def test_the_core_is_imported_without_an_option(option: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", IMPORT_ALL, option]
+    ended = subprocess.run(words, cwd=tree_without(option, tmp_path), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.launched
+def test_a_run_without_the_planner_says_what_it_does_in_place_of_it(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    topo = topology((2, 1))
+    keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "max_steps": 2, "model_topo": topo}
+    config = write_config(tmp_path / "run.yml", use_grad_ckpt="auto", **keys)
+    words = [sys.executable, "train_ds.py", "--config", str(config)]
+    folder = tree_without("planner", tmp_path)
+    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for line in ("parts: auto, as many", "gradient checkpointing: auto, all blocks, as nothing", "attention: torch's"):
+        assert ended.stdout.count(line) == 1
+    assert [line["step"] for line in metrics(config.with_suffix(""))] == [1, 2]

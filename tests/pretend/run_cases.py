@@ -44,7 +44,7 @@ from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch
 from tests.workers.cases import close_engines, loader_of
 from tests.workers.zero import KINDS, build
-from training import options
+from training import runs
 from training.config.keys import TrainConfig
 from training.distributed import processes
 from training.distributed.failure_detector import Report
@@ -95,7 +95,7 @@ def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Ph
     folder = Path(config.model_path)
     loader, spec = loader_of(config), with_trained(read_spec(folder), config)
     streaming = config.schedule == WEIGHT_STREAMING
-    kind = options.pipeline_trainer(config) if streaming else KINDS[case["work"]]
+    kind = runs.pipeline_trainer(config) if streaming else KINDS[case["work"]]
     if case["kernel"]:
         spec.set_attention(case["kernel"])
     trainer = kind.build(config, spec, folder, divide(config, spec, kind.in_stages))
@@ -174,7 +174,7 @@ def run(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phas
         hanging(case["hang"][process.rank], after=HANGS_AFTER) if "hang" in case else nullcontext(),
         RankMonitor(process, config.model_topo.stage_of(process.rank), config.timeout_minutes) as monitor,
     ):
-        options.train_language_model(config, process, monitor, KINDS["pipeline"])
+        runs.train_language_model(config, process, monitor, KINDS["pipeline"])
     return phases | {"rest": found()}
 
 

@@ -24,8 +24,8 @@ from training.config.keys import TrainConfig
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
 from training.job import Job
-from training.options import run_options
-from training.options import train_language_model as run_job
+from training.runs import run_callbacks
+from training.runs import train_language_model as run_job
 
 
 def train_layers(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor, _: object) -> None:
@@ -40,7 +40,7 @@ def train_layers(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor
     keys = {key: value for key, value in config.dump().items() if key not in LANGUAGE_MODEL_KEYS}
     own = PipelineConfig.model_validate(keys)
     task = Layers(Pipeline(layers, loss=functional.mse_loss), dataset)
-    Job(task, own, process, monitor, run_options(own, task)).run()
+    Job(task, own, process, monitor, run_callbacks(own, task)).run()
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

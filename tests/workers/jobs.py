@@ -31,8 +31,8 @@ from training.errors import USER_ERRORS, RunRefused
 from training.metrics.reporter import Reporter
 from training.metrics.step_metrics import StepMetrics
 from training.optimizer.lr_schedules import LearningRate
-from training.options import pipeline_trainer
-from training.options import train_language_model as run_job
+from training.runs import pipeline_trainer
+from training.runs import train_language_model as run_job
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

@@ -19,7 +19,7 @@ from options.planner.planning import divide
 from tests.workers.cases import loader_of
 from training.checkpoint.resharding import slices_of
 from training.config.keys import TrainConfig
-from training.options import pipeline_trainer
+from training.runs import pipeline_trainer
 from training.topology import Slots
 from training.trained import with_trained
 

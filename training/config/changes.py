@@ -72,7 +72,7 @@ _RULES: list[tuple[MayChange, str]] = [
     (MayChange(True), "save_async lora.start_from deepspeed_config"),
     (MayChange(True), "export_hf timeout_minutes max_bad_steps eval_interval eval_at_start"),
     (MayChange(True), "trackers tensorboard"),
-    (MayChange(True), "rebalance steps_per_print use_grad_ckpt offload_activations offload_gradients"),
+    (MayChange(True), "steps_per_print use_grad_ckpt offload_activations offload_gradients"),
     (
         MayChange(True),
         "zero_allow_untested_optimizer gradient_accumulation_steps preemption_signals ports max_restarts",

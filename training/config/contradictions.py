@@ -63,10 +63,8 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
             "pp_to_hg, at the end"
         )
     yield from _of_batches_and_parts(config)
-    if config.rebalance:
-        yield from _of_rebalance(config)
     if config.max_restarts:
-        for unlike, expected in _from_own_checkpoint(config, "a restart goes on from it"):
+        for unlike, expected in from_own_checkpoint(config, "a restart goes on from it"):
             if unlike:
                 yield f"max_restarts: expected {expected}, or max_restarts: 0"
 
@@ -94,7 +92,7 @@ def _of_weight_streaming(config: TrainConfig) -> Iterator[str]:
         (config.offload_activations, "offload_activations", f"false, as {needless} what blocks need"),
         (config.offload_gradients, "offload_gradients", f"false, as {needless} sums of gradients"),
         (config.data_types, "data_types", "none, as sums are fp32"),
-        (config.rebalance, "rebalance", "false, as GPUs take turns at all layers"),
+        (getattr(config, "rebalance", False), "rebalance", "false, as GPUs take turns at all layers"),
     ):
         if unlike:
             yield f"{key}: not with schedule: weight_streaming; expected {expected}, or another schedule"
@@ -189,6 +187,11 @@ def _of_batches_and_parts(config: TrainConfig) -> Iterator[str]:
         what = f"{chunks} chunks, two a stage with dualpipev" if config.v_schedule else f"{chunks} stages"
         yield f"model_topo.parts: expected one entry for each of {what}, found {parts}"
     steps = config.gradient_accumulation_steps
+    if config.train_micro_batch_size_per_gpu == "auto" and not config.is_planned:
+        yield (
+            "train_micro_batch_size_per_gpu: auto is for the planner to choose, and options.planner is not among the "
+            "options; expected a number of rows"
+        )
     if config.train_micro_batch_size_per_gpu == "auto":
         if steps is not None:
             yield f"gradient_accumulation_steps: {steps} contradicts train_micro_batch_size_per_gpu: auto; leave it out"
@@ -199,18 +202,7 @@ def _of_batches_and_parts(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _of_rebalance(config: TrainConfig) -> Iterator[str]:
-    for unlike, expected in (
-        (config.model_topo.stages == 1, "several stages"),
-        (config.model_topo.parts is not None, "model_topo.parts: auto"),
-        *_from_own_checkpoint(config, "to move at a checkpoint"),
-        (config.storage == "local", "storage: shared, as layers move to other hosts"),
-        (config.deterministic, "deterministic: false, as sums depend on parts, and these on measured times"),
-    ):
-        if unlike:
-            yield f"rebalance: expected {expected}, or rebalance: false"
-
-
-def _from_own_checkpoint(config: TrainConfig, why: str) -> Iterator[tuple[bool, str]]:
+def from_own_checkpoint(config: TrainConfig, why: str) -> Iterator[tuple[bool, str]]:
+    """Yield what a run lacks to go on from its own checkpoint: whether it does, and what is expected."""
     yield config.resume != "auto", "resume: auto, as the run goes on from its own checkpoint"
     yield not (config.save_interval or config.save_minutes), f"save_interval or save_minutes, {why}"

@@ -30,9 +30,10 @@ from models.checkpoint.hub import find_model
 from models.checkpoint.layout import layout_of
 from options.planner.auto.choices import APART, Choices, fill, precision, sample_length, text_length
 from options.planner.auto.search import Machine, Search
-from options.planner.command import WIDTH, plan_summary, search_table, show
+from options.planner.command import WIDTH, show
 from options.planner.plan import Plan
 from options.planner.search import SIZES
+from options.planner.tables import plan_summary, search_table
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.data_setup import RecordReader

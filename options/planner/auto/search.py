@@ -23,7 +23,8 @@ from common.quantities import counted, gigabytes
 from data.tokenized.columns import SPLIT_KIND
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
-from options.planner.inputs import Basis, Calibration
+from options.planner.inputs import Basis
+from options.planner.measurements import Calibration
 from options.planner.plan import Plan
 from options.planner.search import SHORTEST, Feed, advise_stages, feed_of, give_up, search, speed
 from options.planner.timing import calibrate

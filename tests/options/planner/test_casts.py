@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.architectures.llama import FAMILY
 from models.attention.kernels import EAGER as OWN
 from models.spec import ModelSpec
-from options.planner.command import plan_summary
 from options.planner.costs import CASTS_COMPILED, CASTS_EAGER, Roofline, in_fp8, layer_times
 from options.planner.inputs import Basis
 from options.planner.layer_costs import product
 from options.planner.plan import Plan
 from options.planner.search import search
+from options.planner.tables import plan_summary
 from tests.options.planner.helpers import basis_of, config_of, llama
 from training.config.deepspeed_config import check_fp8
 from training.errors import ConfigError

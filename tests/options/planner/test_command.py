@@ -13,7 +13,8 @@ from matplotlib.patches import Rectangle
 
 import train_ds_zero
 from models.errors import CheckpointError
-from options.planner.command import draw_plan, plan_run
+from options.planner.command import plan_run
+from options.planner.drawing import draw_plan
 from options.planner.inputs import Basis, Workload
 from options.planner.plan import Plan
 from tests.conftest import FAQ

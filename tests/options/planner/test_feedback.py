@@ -29,7 +29,8 @@ from options.planner.feedback import (
     measure,
     stage_seconds,
 )
-from options.planner.inputs import MEASURED_FILE, Basis, Measured, Workload
+from options.planner.inputs import Basis, Workload
+from options.planner.measurements import MEASURED_FILE, Measured
 from options.planner.plan import Plan, best_parts
 from options.planner.planning import choose
 from tests.conftest import TINY
@@ -190,7 +191,7 @@ def feedback_of(config: TrainConfig, spec: ModelSpec, division: Division, done: 
     task: Any = SimpleNamespace(spec=spec, known_loader=None)
     progress = SimpleNamespace(config=config, done=done, total_steps=steps)
     job: Any = SimpleNamespace(progress=progress, division=division, log=Log(highlight=False, width=200))
-    measuring = Feedback(task)
+    measuring = Feedback(task, rebalance=True)
     measuring.on_build(job)
     return measuring
 

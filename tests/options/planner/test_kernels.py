@@ -19,8 +19,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from common.whole_files import read_checked
 from models.api import read_spec
 from models.attention.kernels import EAGER, FLASH, TORCH, VARLEN
-from options.planner import timing
-from options.planner.timing import KERNELS_FILE, fastest
+from options.planner import kernels
+from options.planner.kernels import KERNELS_FILE, fastest
 from tests.conftest import FAQ
 from tests.launching import run, topology, write_config
 from training.config.keys import TrainConfig
@@ -42,7 +42,7 @@ def report(*_):
     print("timed:", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
     sys.exit()
 
-with patch.multiple("options.planner.timing", candidates=lambda *_: [TORCH, EAGER], time_layer=report):
+with patch.multiple("options.planner.kernels", candidates=lambda *_: [TORCH, EAGER], time_layer=report):
     train_ds.main()
 """
 
@@ -111,8 +111,8 @@ def test_blocks_are_really_run(
     make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = read_spec(make_checkpoint("llama"))
-    monkeypatch.setattr(timing, "candidates", lambda *_: [TORCH, EAGER])
-    taken, reason = timing._attention(config_of(tmp_path), spec, None)
+    monkeypatch.setattr(kernels, "candidates", lambda *_: [TORCH, EAGER])
+    taken, reason = kernels._attention(config_of(tmp_path), spec, None)
     times = json.loads(read_checked(tmp_path / KERNELS_FILE))["milliseconds"]
     assert times.keys() == {TORCH, EAGER} and min(times.values()) > 0 and taken == min(times, key=times.__getitem__)
     assert "the fastest of a block" in reason
@@ -135,9 +135,9 @@ def test_without_a_gpu_auto_is_the_usual_kernel_and_nothing_is_compiled(
     spec = read_spec(make_checkpoint("llama"))
     config = config_of(tmp_path)
     assert (config.use_flash_attn, config.compile) == ("auto", "auto")
-    assert timing._attention(config, spec, None) == (TORCH, "torch's scaled_dot_product_attention")
-    assert timing._compilation(config, False, untried) == (False, [])
-    assert timing._compilation(config_of(tmp_path, compile=True), False, untried) == (True, [])
+    assert kernels._attention(config, spec, None) == (TORCH, "torch's scaled_dot_product_attention")
+    assert kernels._compilation(config, False, untried) == (False, [])
+    assert kernels._compilation(config_of(tmp_path, compile=True), False, untried) == (True, [])
     assert not (tmp_path / KERNELS_FILE).exists()
 
 
@@ -161,7 +161,7 @@ def test_blocks_are_compiled_where_that_is_known_to_help(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     be(monkeypatch, "a GPU", capability)
-    compiles, lines = timing._compilation(config_of(tmp_path, **keys), False, lambda: trial)
+    compiles, lines = kernels._compilation(config_of(tmp_path, **keys), False, lambda: trial)
     assert compiles == (message == "blocks: compiled")
     assert len(lines) == (message is not None)
     assert message is None or re.match(message, lines[0])
@@ -194,7 +194,7 @@ def test_the_trial_compiles_both_passes_of_a_block(
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_module, backend=backend))
     spec = read_spec(make_checkpoint("llama"))
-    reason = timing._compile_trial(config_of(tmp_path), spec, None)
+    reason = kernels._compile_trial(config_of(tmp_path), spec, None)
     torch._dynamo.reset()
     assert set(made) == {"forward", "backward"} if failing != "forward" else {"forward"}
     assert reason is None if message is None else message in (reason or "")
@@ -202,9 +202,9 @@ def test_the_trial_compiles_both_passes_of_a_block(
 
 def test_blocks_with_experts_are_compiled_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     be(monkeypatch, "a GPU", (9, 0))
-    compiles, (line,) = timing._compilation(config_of(tmp_path), True, untried)
+    compiles, (line,) = kernels._compilation(config_of(tmp_path), True, untried)
     assert not compiles and "how many tokens an expert gets" in line
-    assert timing._compilation(config_of(tmp_path, compile=True), True, untried) == (True, [])
+    assert kernels._compilation(config_of(tmp_path, compile=True), True, untried) == (True, [])
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -212,8 +212,8 @@ def test_fp8_is_warned_of_where_blocks_are_not_compiled(
     compiled: bool, make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(timing, "gather", lambda chosen: [chosen])
+    monkeypatch.setattr(kernels, "gather", lambda chosen: [chosen])
     spec = read_spec(make_checkpoint("llama"))
     config = config_of(tmp_path, bf16={"enabled": True}, fp8={"enabled": True}, compile=compiled)
-    report = timing.choose_kernels(config, spec, None).report
+    report = kernels.choose_kernels(config, spec, None).report
     assert any(line.startswith("warning: fp8 without compiled blocks") for line in report) is not compiled

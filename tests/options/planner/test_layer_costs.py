@@ -19,7 +19,8 @@ from models.api import read_spec
 from models.layers import Block, Head
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
-from options.planner.layer_costs import LayerCase, ModelFlops, Operation, OperationRecorder, saved_by, work_of
+from options.planner.layer_costs import LayerCase, Operation, OperationRecorder, saved_by, work_of
+from options.planner.model_flops import ModelFlops
 from tests.models.helpers import saved_tensors, spec_of
 
 ROWS, LENGTH = 2, 40

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from options.planner import micro_batch
-from options.planner.inputs import Basis, Calibration, Workload
+from options.planner.inputs import Basis, Workload
+from options.planner.measurements import Calibration
 from options.planner.micro_batch import ROWS, choose_rows
 from options.planner.plan import Plan
 from options.planner.search import SIZES

@@ -16,14 +16,15 @@ from rich.console import Console
 from common.quantities import duration
 from data.sample_set import InMemory, Sample
 from models.spec import ModelSpec
-from options.planner.command import plan_summary, search_table
 from options.planner.costs import layer_times
-from options.planner.inputs import FILE, Basis, Calibration, Workload
+from options.planner.inputs import Basis, Workload
 from options.planner.layer_costs import LayerCase, saved_by
+from options.planner.measurements import FILE, Calibration
 from options.planner.memory import CPU_KERNELS, CPU_WITHOUT_KERNELS, MemoryModel, StateBytes
 from options.planner.plan import Plan, best_parts
 from options.planner.planning import Planning, choose, divide
 from options.planner.search import advise, search
+from options.planner.tables import plan_summary, search_table
 from options.planner.timing import calibrate
 from tests.conftest import TINY
 from tests.options.planner.helpers import basis_of, config_of, llama, spec_of

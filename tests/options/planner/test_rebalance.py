@@ -16,7 +16,7 @@ import yaml
 
 from models.api import read_spec
 from options import load_config
-from options.planner.inputs import MEASURED_FILE, Calibration, Measured
+from options.planner.measurements import MEASURED_FILE, Calibration, Measured
 from tests.conftest import FAQ
 from tests.launching import deepspeed, metrics, topology, torchrun, write_config
 from tests.training.metrics.test_tracking import curves

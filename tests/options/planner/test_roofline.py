@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from options.planner.command import times_table
 from options.planner.costs import HOST, TILE, Roofline, Spent, layer_times
 from options.planner.layer_costs import product
 from options.planner.plan import Plan
+from options.planner.tables import times_table
 from tests.options.planner.helpers import basis_of, config_of, llama
 from training.metrics.devices import CPU, parse_devices
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from models.api import read_spec
-from options.planner.layer_costs import ModelFlops
+from options.planner.model_flops import ModelFlops
 from options.planner.utilization import Utilization
 from tests.conftest import ROOT
 from tests.launching import start

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from options.planner.inputs import Measured
+from options.planner.measurements import Measured
 from options.planner.plan import Plan
 from options.weight_streaming.plan import Streaming
 from tests.options.planner.helpers import basis_of, config_of, llama

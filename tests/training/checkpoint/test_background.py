@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from options.planner.inputs import MEASURED_FILE
 from tests.conftest import FAQ
 from tests.launching import Launch, metrics, start_supervised, steps_done, topology, write_config
 from tests.ranks import Ranks, write_samples
@@ -106,7 +105,7 @@ def test_killed_and_stopped_while_a_thread_writes(
     assert (folder / "latest").read_text() == f"step-{last:06d}" and (folder / "step-000010" / RECORD).is_file()
 
     resumed = finished(config).stdout
-    assert (folder / MEASURED_FILE).is_file()  # and yet the parts stay: others would round otherwise
+    assert (folder / "measured.json").is_file()  # and yet the parts stay: others would round otherwise
     assert "parts: auto, as at the checkpoint" in resumed
     assert losses(config) == losses(straight)
     assert {line["step"] for line in metrics(folder) if "eval_loss" in line} == {12, 20}

@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-from options.planner.inputs import MEASURED_FILE
 from tests.conftest import FAQ
 from tests.launching import (
     Launch,
@@ -115,7 +114,7 @@ def test_killed_run_goes_on_to_the_last_bit(
     resumed = finished(killed).stdout
     assert "resumed: " in resumed
     if name.startswith("2x1"):  # steps were measured, and yet the parts stay: others would round otherwise
-        assert (killed.with_suffix("") / MEASURED_FILE).is_file()
+        assert (killed.with_suffix("") / "measured.json").is_file()
         assert "parts: auto, as at the checkpoint" in resumed and "plan: stage 1" in resumed
 
     expected = losses(straight)

@@ -19,7 +19,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from options import load_config
-from options.planner.memory import StateBytes
 from tests.conftest import ROOT
 from tests.launching import run, topology
 from tests.training.config.test_config import REQUIRED
@@ -108,7 +107,7 @@ def test_gdgpts_files_load(keys: dict[str, Any], in_stages: bool, line: str, tmp
 def test_cpu_offload_is_offload_optimizer(stage: int) -> None:
     old = config_with(zero_optimization={"stage": stage, "cpu_offload": True})
     new = config_with(zero_optimization={"stage": stage} | OFFLOAD)
-    assert old == new and StateBytes.of(old) == StateBytes.of(new) != StateBytes.of(config_with())
+    assert old == new != config_with()
     assert (
         config_with(zero_optimization={"stage": stage, "cpu_offload": False}).dump()
         == config_with(zero_optimization={"stage": stage}).dump()

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.weight_gradients import WeightGradients
 from tests.closeness import assert_near
-from tests.conftest import TINY
-from tests.options.planner.helpers import spec_of
+from tests.models.helpers import spec_of
 from training.engine.embedding_gradients import add_rows_alone
 from training.engine.gradients import SLICE, add, sum_without_copies
 
@@ -136,7 +135,7 @@ def test_an_embedding_adds_its_rows_alone(
     dtype: torch.dtype, padding: int | None, own_sum: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    spec = spec_of(tmp_path, TINY | {"model_type": "llama"})
+    spec = spec_of()
     first = spec.build(0, spec.positions())
     plain, ours = (nn.Embedding(5000, 64, padding).to(dtype) for _ in range(2))
     ours.load_state_dict(plain.state_dict())

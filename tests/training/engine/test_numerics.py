@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from options.planner import timing
-from options.planner.inputs import Workload
-from tests.conftest import TINY
-from tests.options.planner.helpers import spec_of
 from training.config.keys import TrainConfig
 from training.engine import numerics
 from training.engine.numerics import describe_numerics, set_numerics
@@ -44,16 +39,6 @@ def test_deterministic_asks_torch_cublas_and_flash_attention() -> None:
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
     set_numerics(config_of())
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_layers_are_measured_as_the_run_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(*_: Any, **named: Any) -> list[float]:
-        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        return [1.0, 1.0]
-
-    monkeypatch.setattr(timing, "time_layer", measured)
-    config = config_of(deterministic=True, max_seq_len=64)
-    timing.calibrate(config, spec_of(tmp_path, TINY | {"model_type": "llama"}), Workload.assumed(config))
 
 
 def test_an_operation_without_an_order_is_one_line() -> None:

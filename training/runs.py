@@ -1,6 +1,7 @@
-"""List the options of a run in one place: its callbacks, and the job that entry points start.
+"""Put a run together: the task, the kind of trainer and the callbacks, for the job that entry points start.
 
-Order matters: metrics are completed before they are reported, and a step is reported before it may end the run.
+The order of callbacks: first what settles what others build on, and completes a step's numbers; then what reports them,
+so that a step is reported before it may end the run; then the rest, in the order of the list of options.
 """
 
 from __future__ import annotations
@@ -8,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from models.api import read_spec
-from options.planner.feedback import Feedback
-from options.planner.planning import Planning
-from options.planner.utilization import Mfu
 from options.weight_streaming.trainer import WeightStreamingTrainer
 from training.bad_steps import BadSteps
 from training.callbacks import Callback
@@ -43,7 +41,7 @@ def train_language_model(
         callbacks: of the caller, after those of the options.
     """
     task = language_model(config, kind)
-    return Job(task, config, process, monitor, [*options(config, task), *callbacks]).run()
+    return Job(task, config, process, monitor, [*model_callbacks(config, task), *callbacks]).run()
 
 
 def pipeline_trainer(config: TrainConfig) -> type[Trainer]:
@@ -56,17 +54,17 @@ def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:
     return language_model_of(config)(kind, read_spec)
 
 
-def options(config: TrainConfig, task: LanguageModel) -> list[Callback]:
+def model_callbacks(config: TrainConfig, task: LanguageModel) -> list[Callback]:
     """List the callbacks of a language model's run."""
-    planned: list[Callback] = [DataSummary(task), Planning(task), Mfu(task)]
-    measured: list[Callback] = [Feedback(task)] if task.in_stages and config.schedule != WEIGHT_STREAMING else []
     exported: list[Callback] = [ExportHF()] if config.export_hf else []
-    return [*planned, *config.objective.callbacks(task), *run_options(config, task), *measured, *exported]
+    return [DataSummary(task), *run_callbacks(config, task, config.objective.callbacks(task)), *exported]
 
 
-def run_options(config: TrainConfig, task: Task) -> list[Callback]:
+def run_callbacks(config: TrainConfig, task: Task, of_objective: Sequence[Callback] = ()) -> list[Callback]:
     """List the callbacks of any run."""
-    optional: list[Callback] = []
+    first: list[Callback] = []
+    last: list[Callback] = []
     for option in options_of(config):
-        optional += option.callbacks(config, task)
-    return [Reporting(), BadSteps(), *optional, BoundedMemory()]
+        first += option.first_callbacks(config, task)
+        last += option.callbacks(config, task)
+    return [*first, *of_objective, Reporting(), BadSteps(), *last, BoundedMemory()]

@@ -1,0 +1,65 @@
+"""A plan as a picture, in the run's folder."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from pathlib import Path
+
+import numpy
+
+from common.quantities import GIGA, counted, gigabytes
+from options.planner.plan import Plan
+from options.planner.tables import MEMORY, room, speed
+
+PICTURE = "plan.png"
+DPI = 120
+STEP = "the optimizer's step,\nwhere it needs more\nthan activations"
+DRAWN = {name: name for name in MEMORY[:4]} | {
+    "step": STEP,
+    "beyond": "kernels, and what was\nmeasured on top",
+}  # of plan.png, from below
+
+
+def draw_plan(plan: Plan, path: Path) -> Path:
+    """Draw memory and time of the stages as a PNG."""
+    from matplotlib.figure import Figure  # takes a second
+    from matplotlib.ticker import MaxNLocator
+
+    basis, device = plan.basis, plan.basis.device
+    of_stages = [stage.memory for stage in plan.stages]
+    memory = {name: numpy.array(list(map(attrgetter(name), of_stages))) / GIGA for name in DRAWN}
+    # Activations and what the step needs are never in memory together.
+    stepping = memory["step"] > memory["activations"]
+    memory["activations"] = numpy.where(stepping, 0.0, memory["activations"])
+    memory["step"] = numpy.where(stepping, memory["step"], 0.0)
+
+    stages, bottom = numpy.arange(len(plan.stages)), numpy.zeros(len(plan.stages))
+    figure = Figure(figsize=(max(9.0, 4.0 + 0.35 * len(stages)), 6), dpi=DPI, layout="constrained")
+
+    above, below = figure.subplots(2, 1, sharex=True)
+    for name, heights in memory.items():
+        if heights.any():
+            above.bar(stages, heights, bottom=bottom, label=DRAWN[name])
+        bottom += heights
+    if device.memory is not None:
+        usable = f"{device.name}: {gigabytes(device.memory)} usable"
+        above.axhline(device.memory / GIGA, color="black", linewidth=0.8, linestyle="--", label=usable)
+    above.set_ylabel("peak of a process, GB")
+
+    unit = 1.0 if plan.knows_seconds else plan.seconds
+    times, step = [stage.seconds / unit for stage in plan.stages], plan.seconds / unit
+    below.bar(stages, times, color="tab:gray", label="a stage's own work in a step")
+    below.axhline(step, color="tab:red", linewidth=0.8, label=f"the whole step; bubble {plan.bubble:.1%}")
+    below.set_ylabel("time, s" if plan.knows_seconds else "time, of the step")
+    below.set_xlabel("stage")
+    below.set_xlim(-0.75, len(stages) - 0.25)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+    for panel, top in ((above, max(bottom.max(), (device.memory or 0) / GIGA)), (below, step)):
+        panel.set_ylim(0, 1.05 * top)
+        panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    lines = [f"{basis.spec.family.name}, {counted(len(stages), 'stage')} of {plan.parts}", f"memory: {room(plan)}"]
+    lines += [f"speed: {speed(plan)}"] if plan.knows_seconds else []
+    figure.suptitle("\n".join(lines), fontsize="medium", wrap=True)
+    figure.savefig(path, format="png")
+    return path
