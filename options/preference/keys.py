@@ -114,10 +114,6 @@ class PreferenceKeys(TrainConfig):
             raise ConfigError("preference.loss: reward is trained by the option scores, which is not here")
         return (MarkedAnswers if self.preference.unpaired else PairedAnswers)(self, self.preference)
 
-    @property
-    def objective_keys(self) -> list[str]:
-        return [*super().objective_keys, *([KEY] if self.preference else [])]
-
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if not self.preference:

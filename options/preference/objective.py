@@ -12,12 +12,11 @@ from options.preference.formula import PairsFormula
 from options.preference.losses import RIGHT, UNPRINTED, PairLoss, PreferenceLoss, UnpairedLoss
 from training.callbacks import Callback
 from training.errors import ConfigError
-from training.objective import Formula, Objective
+from training.objective import Formula, ModelAndRecords, Objective
 
 if TYPE_CHECKING:
     from options.preference.keys import PreferenceSection
     from training.config.keys import TrainConfig
-    from training.language_model import LanguageModel
 
 
 class Answers(Objective):
@@ -33,7 +32,7 @@ class Answers(Objective):
     def collation(self, data: SampleSet) -> JudgedCollation:
         return JudgedCollation(data)
 
-    def callbacks(self, task: LanguageModel) -> list[Callback]:
+    def callbacks(self, task: ModelAndRecords) -> list[Callback]:
         from options.preference.reference import Preferences  # imports DeepSpeed, so only in a run
 
         return [Preferences(task, self.section, self.right)]
@@ -66,6 +65,11 @@ class MarkedAnswers(Answers):
 
     def loss(self, router_loss_weight: float, rows: RankGroup) -> UnpairedLoss:
         return UnpairedLoss(PairLoss(**self.section.objective), router_loss_weight, rows)
+
+    def unplanned(self) -> list[str]:
+        if self.section.loss != "kto":
+            return []
+        return ["preference.loss: kto takes a forward pass more in each step, which is not planned"]
 
     def formula(self) -> Formula:
         raise ConfigError(f"--prove: preference.loss: {self.section.loss} has no formula here; expected one of pairs")

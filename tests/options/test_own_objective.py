@@ -21,6 +21,8 @@ from tests.closeness import assert_near
 from tests.launching import metrics, topology, write_config
 from tests.ranks import Ranks
 from tests.workers.own_objective import WithSlanted, counts, shifts
+from training.config.keys import TrainConfig
+from training.option import Option
 
 STEPS, LR = 3, 0.2
 LENGTHS = (9, 40, 17, 5, 31, 22, 12, 27)
@@ -113,12 +115,14 @@ def test_it_is_trained_as_one_process_does(
     assert "eval_perplexity" not in evaluations[0] and "eval_count" in evaluations[0]
 
 
-class WithAnother(WithSlanted):
+class AnotherKeys(TrainConfig):
     """A run that another key asks for another objective, too."""
 
-    @property
-    def objective_keys(self) -> list[str]:
-        return [*super().objective_keys, "another"]
+    another: bool = True
+
+
+class WithAnother(AnotherKeys, WithSlanted):
+    options = (*WithSlanted.options, Option(AnotherKeys, before="freeze", objective_key="another"))
 
 
 def test_a_key_of_it_goes_with_no_other_objective() -> None:

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.chat.answer_form import CallForm
-from data.chat.chat_template import EXAMPLE_TOOL, QUESTION, chat_template
+from data.chat.chat_template import chat_template
+from data.chat.fallbacks import EXAMPLE_TOOL, QUESTION
 from data.chat.messages import Call, Said
 from data.chat.prompts import Prompts
 from data.errors import DataError
@@ -257,8 +258,8 @@ def test_calls_are_read_back_as_a_template_writes_them(style: str, words: str, t
     assert isinstance(form, CallForm)
     for count in (1, 1 if style == "llama3.1" else 2):  # which takes one call at a time
         said = [QUESTION, Said("assistant", words, calls=tuple(KNOWN[:count]))]
-        written = template._render(said, [EXAMPLE_TOOL])
-        answer = written[len(template._render([QUESTION], [EXAMPLE_TOOL], asking=True)) :]
+        written = template._rendering.text(said, [EXAMPLE_TOOL])
+        answer = written[len(template._rendering.text([QUESTION], [EXAMPLE_TOOL], asking=True)) :]
         found, calls = form.read(answer, 1)
         assert list(calls) == KNOWN[:count]
         assert found.endswith(words) or style in ("llama3.1", "mistral")  # which leave out words beside a call
