@@ -24,7 +24,7 @@ from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.agent import RUN
 from training.launch.hosts import read_hostfile
 from training.launch.start import Hosts, launch, name_accelerator
-from training.option import Flags, Start, find_action
+from training.option import EntryPoint, Flags, find_action
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -129,14 +129,14 @@ def run_entry_point(
         if act or arguments.inspect or not arguments.config:
             early_signals.give_back()  # there is nothing to save
         hosts = _read_hosts(arguments, process)
-        start = Start(kind, in_stages, process, hosts)
+        entry = EntryPoint(kind, in_stages, process, hosts)
         for option in kind.options:
-            option.prepare(arguments, start)
+            option.prepare(arguments, entry)
 
         config = load(ProcessInfo(0, sum(map(len, hosts.values())), 0, 1) if hosts else process)
         keep_tracebacks_in(config.save_path)
         if act:
-            act(config, arguments, start)
+            act(config, arguments, entry)
             return
         if process is None and not hosts:
             find_model(config.model_path, weights=not (arguments.inspect or config.from_scratch))

@@ -59,8 +59,8 @@ class Flags(NamedTuple):
         return text if self.in_stages else SUPPRESS
 
 
-class Start(NamedTuple):
-    """How an entry point was started.
+class EntryPoint(NamedTuple):
+    """An entry point, and how it was started.
 
     Attributes:
         kind: of the config.
@@ -76,7 +76,7 @@ class Start(NamedTuple):
 
 
 Keys = TypeVar("Keys", bound=TrainConfig)
-Action = Callable[[Keys, Namespace, Start], None]
+Action = Callable[[Keys, Namespace, EntryPoint], None]
 IsOverride = Callable[[str], bool]
 
 
@@ -128,7 +128,7 @@ class Option(Generic[Keys]):
     add_flags: Callable[[Flags], None] = lambda flags: None
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     check_flags: Callable[[ArgumentParser, Namespace, IsOverride], None] = lambda parser, arguments, is_override: None
-    prepare: Callable[[Namespace, Start], None] = lambda arguments, start: None
+    prepare: Callable[[Namespace, EntryPoint], None] = lambda arguments, entry: None
     acts: Mapping[str, Action[Keys]] = field(default_factory=dict)
     on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)
     wrap_trainer: Callable[[Namespace, type[Trainer]], type[Trainer]] = lambda arguments, kind: kind
