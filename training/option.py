@@ -107,7 +107,7 @@ class Option(Generic[Keys]):
         add_flags: adds its flags to the command line of the entry points.
         needs: by the name of a flag, the flags without any of which it has no effect.
         check_flags: completes and checks the parsed flags, beyond `needs`, by `parser.error`; given also what says
-            whether a word is `key.sub=value` of the config.
+            whether a word is `key.sub=value` of the config, as the planner's `--data` swallows what stands behind it.
         prepare: does what its flags ask for before the config is read: the planner writes the file and names it in
             `config`. It may set `processes`, to load a config without model_topo for so many.
         acts: by the name of a flag, what is done in place of training, before processes start.
