@@ -71,11 +71,11 @@ class Hosts(Protocol):
         """What names the hosts on the command line."""
 
     def launch(self, config: TrainConfig, reload: Callable[[str], TrainConfig]) -> NoReturn:
-        """Start the run there in place of this process; `reload` returns the config with one more override."""
+        """EntryPoint the run there in place of this process; `reload` returns the config with one more override."""
 
 
-class Start(NamedTuple):
-    """How an entry point was started.
+class EntryPoint(NamedTuple):
+    """An entry point, and how it was started.
 
     Attributes:
         kind: of the config.
@@ -90,7 +90,7 @@ class Start(NamedTuple):
     hosts: Hosts | None
 
 
-Action = Callable[[Keys, Namespace, Start], None]
+Action = Callable[[Keys, Namespace, EntryPoint], None]
 IsOverride = Callable[[str], bool]
 
 
@@ -118,7 +118,7 @@ class Option(OptionKeys[Keys]):
         add_flags: adds its flags to the command line of the entry points.
         needs: by the name of a flag, the flags without any of which it has no effect.
         check_flags: completes and checks the parsed flags, beyond `needs`, by `parser.error`; given also what says
-            whether a word is `key.sub=value` of the config.
+            whether a word is `key.sub=value` of the config, as the planner's `--data` swallows what stands behind it.
         find_hosts: finds by its flags the hosts that this process is to start the run on, if not this machine alone.
         prepare: does what its flags ask for before the config is read: the planner writes the file and names it in
             `config`. It may set `processes`, to load a config without model_topo for so many.
@@ -139,7 +139,7 @@ class Option(OptionKeys[Keys]):
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     check_flags: Callable[[ArgumentParser, Namespace, IsOverride], None] = lambda parser, arguments, is_override: None
     find_hosts: Callable[[Namespace, ProcessInfo | None], Hosts | None] = lambda arguments, process: None
-    prepare: Callable[[Namespace, Start], None] = lambda arguments, start: None
+    prepare: Callable[[Namespace, EntryPoint], None] = lambda arguments, entry: None
     acts: Mapping[str, Action[Keys]] = field(default_factory=dict)
     on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)
     wrap_trainer: Callable[[Namespace, type[Trainer]], type[Trainer]] = lambda arguments, kind: kind
