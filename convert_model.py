@@ -1,7 +1,7 @@
 """Convert weights between the HuggingFace and the pipeline layout, to ONNX and GGUF; download or check a model.
 
 python convert_model.py hg_to_pp --input-path DIR --save-path DIR
-python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--best] [--merge] [--layout native] [--dtype bf16] [--compat]
+python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--best] [--merge] [--dtype bf16] [--compat]
 python convert_model.py gather --input-path DIR --hosts node1,node2 --save-path DIR
 python convert_model.py hg_to_onnx --input-path DIR --save-path DIR
 python convert_model.py hg_to_gguf --input-path DIR --save-path FILE [--dtype bf16] [--converter PATH]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +16,7 @@ from options import RunConfig
 from options.other_tools import axolotl, llama_factory, ms_swift, trl
 from options.other_tools.draft import Draft
 from options.other_tools.reading import AXOLOTL, GDGPT, HF, LLAMA_FACTORY, SWIFT, TRL, Theirs, read_theirs
+from training.config.commented_yaml import commented, nested
 from training.config.yaml_file import checked
 from training.errors import ConfigError
 
@@ -29,8 +28,6 @@ TOOLS: dict[str, Callable[[Draft, str, int, Path], None]] = {
     SWIFT: ms_swift.translate,
 }
 REQUIRED = {"model_path": "../llm/MODEL", "data_path": "data/records.json", "save_path": "runs/new"}
-END = "...\n"  # of a YAML document that is one value
-WIDTH = 56  # of a key and its value, where its comment begins
 
 
 def translate(theirs: Theirs, devices: int) -> Draft:
@@ -71,10 +68,10 @@ def write_config(file: Path, new: Path, devices: int, log: Console) -> None:
         draft = translate(theirs, devices)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    checked(RunConfig, draft.nested(), f"{file}, translated: ")
+    checked(RunConfig, nested(draft.ours), f"{file}, translated: ")
 
     first = f"From {theirs.tool}'s {file.name}, for {devices} device{'s' if devices > 1 else ''}"
-    text = "\n".join([f"# {first}.", *lines_of(draft.nested(), draft.notes), *_comments(draft)]) + "\n"
+    text = "\n".join([f"# {first}.", *commented(nested(draft.ours), draft.notes), *_comments(draft)]) + "\n"
     try:
         with new.open("x", encoding="utf-8") as stream:
             stream.write(text)
@@ -86,21 +83,6 @@ def write_config(file: Path, new: Path, devices: int, log: Console) -> None:
     log.print(f"written: {new}")
     for flag in ("--inspect 2", "--plan", ""):
         log.print(f"next: python train_ds.py --config {new} {flag}".rstrip())
-
-
-def lines_of(config: dict[str, Any], notes: dict[str, str], prefix: str = "") -> list[str]:
-    """Write nested values as YAML, a value a line, with its note behind it."""
-    lines: list[str] = []
-    indent = "  " * prefix.count(".")
-    for key, value in config.items():
-        dotted = prefix + key
-        if isinstance(value, dict) and dotted not in notes:
-            lines += [f"{indent}{key}:", *lines_of(value, notes, f"{dotted}.")]
-            continue
-        written = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
-        line = f"{indent}{key}: {written.removesuffix(END).strip()}"
-        lines.append(f"{line:<{WIDTH}}  # {notes[dotted]}")
-    return lines
 
 
 def _comments(draft: Draft) -> list[str]:

@@ -83,17 +83,6 @@ class Draft:
             key, advice, _ = FOREIGN.get(name.lower(), (None, "", []))
             self.lose(name, (f"see {key}" if key else "") or advice or NOT_HERE)
 
-    def nested(self) -> dict[str, Any]:
-        """Return our values in their sections."""
-        config: dict[str, Any] = {}
-        for dotted, value in self.ours.items():
-            *sections, name = dotted.split(".")
-            place = config
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[name] = value
-        return config
-
 
 def source(path: Any, **more: Any) -> Any:
     """Return an entry of data_path; split and subset are a hub's, and files have none."""

@@ -79,7 +79,7 @@ def _wrong_value(error: ErrorDetails) -> str:
 
 
 def _in_our_words(message: str) -> str:
-    reason = message.replace("Input should be ", "expected ")
+    reason = re.sub(r"^(Input should be|\w+ should have)", "expected", message)
     for theirs, ours in WORDS:
         reason = re.sub(theirs, ours, reason)
     return reason

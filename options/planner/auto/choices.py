@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
-import yaml
 
 from common.terminal import safe_line
 from data.tokenized.columns import SPLIT_KIND
 from data.tokenized.dataset import Dataset
 from models.family import EMBEDDING_WEIGHT
 from models.spec import ModelSpec
+from training.config.commented_yaml import commented, nested
 from training.config.keys import TrainConfig
 from training.config.section import leaves
 from training.config.yaml_file import checked, override
@@ -80,34 +80,16 @@ class Choices:
         Args:
             heading: lines of a comment at the top.
         """
-        lines = [*(f"# {safe_line(line)}" for line in heading), ""]
-        self._write(self._raw(), "", lines)
-        return "\n".join(lines) + "\n"
+        why = {key: reason for key, (_, reason) in self._chosen.items() if key not in self.own}
+        lines = commented(self._raw(), why, otherwise=YOURS)
+        return "\n".join([*(f"# {safe_line(line)}" for line in heading), "", *lines]) + "\n"
 
     def _raw(self) -> dict[str, Any]:
         """Return all values, nested as in YAML."""
-        raw: dict[str, Any] = {}
-        for key, (value, _) in self._chosen.items():
-            *sections, last = key.split(".")
-            section = raw
-            for name in sections:
-                section = section.setdefault(name, {})
-            section[last] = value
+        raw = nested({key: value for key, (value, _) in self._chosen.items()})
         for word in self._words:
             override(raw, word)
         return raw
-
-    def _write(self, section: Mapping[str, Any], prefix: str, lines: list[str]) -> None:
-        indent = "  " * prefix.count(".")
-        for name, value in section.items():
-            key = f"{prefix}{name}"
-            if isinstance(value, dict) and value:
-                lines.append(f"{indent}{name}:")
-                self._write(value, f"{key}.", lines)
-                continue
-            _, reason = (None, YOURS) if key in self.own else self._chosen.get(key, (None, YOURS))
-            text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
-            lines.append(f"{indent}{name}: {text.splitlines()[0]}  # {safe_line(reason)}")
 
 
 def precision(device: Device) -> tuple[str | None, str]:
