@@ -47,6 +47,7 @@ class Objective(ABC):
         has_perplexity: whether `eval_loss` is a mean cross-entropy of words.
         right: the measure that is the share of right samples, if one is: the accuracy in the line of a step.
         unprinted: how measures begin that the line of an evaluation leaves out; metrics.jsonl has them.
+        rate_share: how large its usual learning rate is, as a share of fine-tuning's.
         says_words: whether it trains a language model, and no model that gives a text numbers instead.
     """
 
@@ -57,6 +58,7 @@ class Objective(ABC):
     right: ClassVar[str] = ""
     unprinted: ClassVar[tuple[str, ...]] = ()
     says_words: ClassVar[bool] = True
+    rate_share: float = 1.0
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config

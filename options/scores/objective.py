@@ -50,6 +50,7 @@ class Reward(Scores):
 
     right, unprinted = RIGHT, UNPRINTED
     documents, unit = 2, "answer"
+    rate_share = 0.5  # 9e-6 at 6B in arXiv:2203.02155, appendix C
 
     def __init__(self, config: TrainConfig, center_weight: float) -> None:
         super().__init__(config, ["reward"])

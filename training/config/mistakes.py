@@ -67,7 +67,7 @@ def _wrong_value(error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return f"{place}: missing"
     own = error["type"] == "value_error"
-    reason = str(error["ctx"]["error"]) if own else _in_our_words(error["msg"])
+    reason = str(error["ctx"]["error"]) if own else in_our_words(error["msg"])
     if own and not reason.startswith("expected"):
         return f"{place}.{reason}" if place else reason
 
@@ -78,7 +78,8 @@ def _wrong_value(error: ErrorDetails) -> str:
     return f"{place}: {reason}, found {said}{f'; did you mean {meant}?' if meant else ''}"
 
 
-def _in_our_words(message: str) -> str:
+def in_our_words(message: str) -> str:
+    """Say what pydantic says in our words."""
     reason = re.sub(r"^(Input should be|\w+ should have)", "expected", message)
     for theirs, ours in WORDS:
         reason = re.sub(theirs, ours, reason)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,20 +17,19 @@ import torch
 from common.terminal import safe_line
 from data.tokenized.columns import SPLIT_KIND
 from data.tokenized.dataset import Dataset
-from models.family import EMBEDDING_WEIGHT
 from models.spec import ModelSpec
 from training.config.commented_yaml import commented, nested
 from training.config.keys import TrainConfig
 from training.config.section import leaves
 from training.config.yaml_file import checked, override
 from training.metrics.devices import Device, cpu_has_bf16
+from training.usual_rate import usual_rate
 
 YOURS = "yours"
 LONGEST = 32_768  # tokens of a sample, where the model is made for more
 TEXT = 2048  # tokens of a piece of a long text
 STEPS, SMALLEST, LARGEST = 50, 8, 128  # steps of an epoch; least and most samples of a step
 EPOCHS = ((10_000, 3), (100_000, 2))  # for fewer samples than that
-LR, LR_OF, SLOWEST, FASTEST = 2e-5, 7e9, 5e-6, 2e-4
 WARM_UP = 0.03
 APART = "Adafactor needs the weights apart"
 EVALUATED, LEAST_EVALUATED, MOST_EVALUATED = 0.02, 200, 1000
@@ -133,11 +131,6 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     Args:
         unit: a batch is a multiple of this.
     """
-    shapes = chain.from_iterable(spec.shapes(layer).values() for layer in range(spec.n_layers))
-    weights = sum(shape.numel() for shape in shapes)
-    if spec.tied:
-        weights -= spec.shapes(0)[EMBEDDING_WEIGHT].numel()
-
     # The batch by the number of samples, or of rows that are packed of them.
     samples = counted = len(data)
     config, what = choices.config(train_batch_size=unit), "samples"
@@ -152,10 +145,9 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     of = "texts: once" if texts else f"{samples:,} samples: 3 times below 10,000, twice below 100,000, else once"
     choices.add("n_epoches", epochs, of)
 
-    lr = min(max(LR * math.sqrt(LR_OF / weights), SLOWEST), FASTEST)
-    why = f"2e-5 at 7B weights, times the root of 7B / weights, at most 2e-4: {weights / 1e9:.2g}B here"
+    lr, why = usual_rate(choices.config(), spec)
     choices.add("optimizer.type", "AdamW", "the usual one; Lion takes a third less memory and another lr")
-    choices.add("optimizer.params.lr", float(f"{lr:.1g}"), why)
+    choices.add("optimizer.params.lr", lr, why)
     if not choices.is_own("optimizer.type"):  # which may have none
         choices.add("optimizer.params.betas", [0.9, 0.95], "usual for language models")
     choices.add("optimizer.params.weight_decay", 0.01, "little, as the model is trained already")

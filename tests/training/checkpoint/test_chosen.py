@@ -43,9 +43,9 @@ def test_a_checkpoint_that_is_given_is_taken(run: Path) -> None:
 
 def test_without_an_evaluation_there_is_no_best(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (run / "best.json").unlink()
-    with pytest.raises(CheckpointError, match="--best: no checkpoint of .* was evaluated"):
+    with pytest.raises(CheckpointError, match=r"--best: no checkpoint of .* was evaluated"):
         choose_checkpoint(run, wants_best=True)
-    with pytest.raises(CheckpointError, match="--best: .* is no folder of a run"):
+    with pytest.raises(CheckpointError, match=r"--best: .* is no folder of a run"):
         choose_checkpoint(tmp_path_factory.mktemp("model"), wants_best=True)
 
 
