@@ -96,7 +96,7 @@ OTHERS = [  # our key, or none where there is no such thing; advice; names, each
     ("", "train_ds.py trains; eval_data_path evaluates too", "do_train:HL do_eval:HL"),
     ("", "rows are packed, or padded behind their tokens", "padding_side:S pad_to_sequence_len:A"),
     ("", "the tokenizer in model_path is taken as it is", "special_tokens:A eos_token:T pad_token:T"),
-    ("", "a weight counts by its own loss alone", "neftune_noise_alpha:HTALS"),
+    ("", "there is no NEFTune", "neftune_noise_alpha:HTALS"),
     ("", "code of a model's folder is never run", "trust_remote_code:TAL"),
     ("", "the tokenizer is the one in model_path", "tokenizer: tokenizer_name:H tokenizer_type:AM"),
     ("deepspeed_config", "or its keys, in this file", "deepspeed:HTALS"),
