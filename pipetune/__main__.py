@@ -85,6 +85,8 @@ def init() -> None:
         return
     template = ROOT / "configs" / TEMPLATES[arguments.zero]
     text = template.read_text(encoding="utf-8").replace("$schema=", f"$schema={template.parent}/", 1)
+    text = text.replace("python train_ds.py --config", "pipetune train --config")
+    text = text.replace(f"configs/{template.name}", str(arguments.file))
     try:
         with arguments.file.open("x", encoding="utf-8") as file:
             file.write(text)

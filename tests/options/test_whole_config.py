@@ -40,7 +40,7 @@ def test_the_docs_show_the_table() -> None:
 def test_a_ready_made_config_loads_and_splits_the_layers_that_it_names(path: Path) -> None:
     config = load_config(path)
     sizes = SIZES.search(path.read_text(encoding="utf-8"))
-    if path.stem in ("quickstart", "ds_config_zero"):  # for CPUs, and for any number of GPUs
+    if path.stem in ("quickstart", "ds_config_zero", "ds_config_pp", "ds_config_pp_CN"):  # for any machine
         assert sizes is None
         return
     assert sizes is not None, "the first lines name the GPUs and the blocks"
