@@ -145,6 +145,11 @@ class Objective(ABC):
         """List what is done before the first step and before each, and what adds measures to the metrics."""
         return []
 
+    @property
+    def rate_share(self) -> float:
+        """How large its usual learning rate is, as a share of fine-tuning's."""
+        return 1.0
+
     def logit_copies(self, on_gpu: bool) -> int:
         """Count the copies of a chunk of logits (`models.loss.lean`) that its loss holds beyond the cross-entropy's."""
         return 0

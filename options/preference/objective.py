@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from training.config.keys import TrainConfig
 
 
+# Of fine-tuning's rate, 2e-5 at 7B: 5e-7 for DPO (Zephyr, arXiv:2310.16944), 6e-7 for SimPO (arXiv:2405.14734),
+# 8e-6 for ORPO (arXiv:2403.07691); KTO's authors take DPO's (arXiv:2402.01306).
+RATE_SHARES = {"simpo": 0.03, "orpo": 0.4}
+RATE_SHARE = 0.025
+
+
 class Answers(Objective):
     """Learn which answers are good; the loss is a mean over samples."""
 
@@ -28,6 +34,10 @@ class Answers(Objective):
     def __init__(self, config: TrainConfig, section: PreferenceSection) -> None:
         super().__init__(config)
         self.section = section
+
+    @property
+    def rate_share(self) -> float:
+        return RATE_SHARES.get(self.section.loss, RATE_SHARE)
 
     def collation(self, data: SampleSet) -> JudgedCollation:
         return JudgedCollation(data)

@@ -55,6 +55,10 @@ class Reward(Scores):
         self._center_weight = center_weight
 
     @property
+    def rate_share(self) -> float:
+        return 0.5  # 9e-6 at 6B in arXiv:2203.02155, appendix C
+
+    @property
     def wanted(self) -> Wanted:
         return Wanted("rewards")
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self
 
 from training.config.changes import CHANGES, MayChange
@@ -119,6 +119,12 @@ class TrainConfig(RunKeys):
             fields |= {name: kind.model_fields[name] for name in get_annotations(kind) if name in kind.model_fields}
         cls.__pydantic_fields__ = {name: fields[name] for name in dict.fromkeys([*order, *fields])}
         cls.model_rebuild(force=True)
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _switch_resume(cls, resume: Any) -> Any:
+        """Read `resume: true` as `auto`, `false` as `none`."""
+        return {True: "auto", False: "none"}[resume] if isinstance(resume, bool) else resume
 
     @model_validator(mode="wrap")
     @classmethod
