@@ -65,6 +65,7 @@ def test_a_builder_ends_whose_parent_was_killed_right_after_its_start() -> None:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("entry_point", ["train_ds.py", "train_ds_zero.py"])
 def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(entry_point: str, tmp_path: Path) -> None:
     """Else it would wait for another rank for half an hour."""
@@ -124,6 +125,7 @@ def ends_with_its_parent(sleeper: Path, *words: str | Path) -> None:
             psutil.Process(child).kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STARTERS)
 def test_what_was_started_ends_with_its_parent(kind: str, sleeper: Path) -> None:
     ends_with_its_parent(sleeper, "-c", STARTERS[kind], sleeper)

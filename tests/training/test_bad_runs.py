@@ -150,12 +150,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a file in the way": ({"save_path": "LICENSE", "data_path": "none.json"}, ("save_path", "LICENSE", "folder")),
 }
-QUICK = ("data file", "processes without end")
+TIERS: dict[str, Any] = {"processes without end": (), "data file": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
-    [pytest.param(*MISTAKES[name], id=name, marks=() if name in QUICK else pytest.mark.longest) for name in MISTAKES],
+    [pytest.param(*MISTAKES[name], id=name, marks=TIERS.get(name, pytest.mark.longest)) for name in MISTAKES],
 )
 def test_mistakes_found_by_a_run_that_starts_itself(
     tmp_path: Path, model: Path, keys: dict[str, Any], words: tuple[str, ...]

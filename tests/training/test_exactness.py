@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from data.sample_set import Sample
 from data.settings import Packing
+from tests.cases import tiered
 from tests.launching import topology
 from tests.ranks import Ranks
 from tests.training.engine.test_gradients import Outcome, folder, reference, samples  # noqa: F401
@@ -45,21 +46,6 @@ class Row(NamedTuple):
     zero_stage: int = 1
     batch: int = 8
     packing: Packing = False
-
-    @property
-    def long(self) -> bool:
-        """Four processes take longest: of those a few are in each `make test`; of the packed by ZeRO both ends.
-
-        Of one process by ZeRO both ends too; `batch` packed into micro-batches of 2 is what `tied-fp32` of
-        tests/training/engine/test_gradients.py trains. Of unequal parts each goes with one of the micro-batches.
-        """
-        if not self.parts and (self.packing or self.dims == (1, 1)) and self.zero_stage in (1, 2):
-            return True
-        if self.parts and self.packing == "batch" and self.micro_batch == 2:
-            return True
-        if self.dims == (2, 1) and (self.parts, self.micro_batch) in (([1, 4], 4), ([4, 1], 1)):
-            return True
-        return math.prod(self.dims) == 4 and (self.packing == "batch" or self.micro_batch != 2 or not self.zero_stage)
 
     @property
     def name(self) -> str:
@@ -91,6 +77,17 @@ TABLE = [
     *(Row((1, 4), 3, [], stage, batch=12) for stage in range(4)),
     *(Row((1, 2), 1, [], stage, packing=packing) for stage in range(4) for packing in PACKED),
 ]
+# Four processes take longest. Of unequal parts each goes with one of the micro-batches, and of ZeRO both ends go with
+# packing; `batch` packed into micro-batches of 2 is what `tied-fp32` of tests/training/engine/test_gradients.py trains.
+QUICK = ["1x2-5-stage1-micro1of8-padded", "1x1-5-stage0-micro2of8-padded", "1x1-5-stage1-micro2of8-dataset"]
+QUICK += ["2x1-3+2-stage1-micro1of8-batch", "2x1-3+2-stage1-micro3of12-padded"]
+QUICK += ["1x2-zero-stage0-micro2of8-padded", "1x2-zero-stage3-micro2of8-padded"]
+SLOW = ["1x1-5-stage1-micro2of8-padded", "1x1-5-stage1-micro8of8-padded", "2x1-3+2-stage1-micro1of8-padded"]
+SLOW += ["2x1-4+1-stage1-micro4of8-padded", "4x1-1+2+1+1-stage1-micro2of8-padded", "1x4-5-stage1-micro2of8-padded"]
+SLOW += ["2x1-3+2-stage0-micro2of8-padded", "2x1-3+2-stage1-micro1of8-dataset", "2x2-3+2-stage1-micro2of8-dataset"]
+SLOW += ["1x2-5-stage1-micro3of12-padded", "1x1-zero-stage3-micro4of8-padded", "1x2-zero-stage1-micro2of8-padded"]
+SLOW += ["1x2-zero-stage2-micro1of8-padded", "1x2-zero-stage3-micro4of8-padded"]
+SLOW += ["1x2-zero-stage0-micro1of8-dataset", "1x2-zero-stage3-micro1of8-batch"]
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +136,7 @@ def config(row: Row, model: Path, folder: Path) -> dict[str, Any]:  # noqa: F811
     }
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=pytest.mark.longest if row.long else ()) for row in TABLE]
-)
+@pytest.mark.parametrize("row", tiered(TABLE, QUICK, SLOW))
 def test_loss_and_gradients_are_those_of_the_global_batch(
     row: Row,
     outcomes: dict[str, dict[str, float]],

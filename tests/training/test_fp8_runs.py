@@ -20,7 +20,7 @@ from tests.launching import metrics, topology
 from tests.models.helpers import joined, read_weights
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS, SAVED = 8, 5
 NEAR = 2e-3  # relative, of the losses of so few steps

@@ -23,7 +23,7 @@ from tests.launching import metrics, topology
 from tests.models.cases import GPT2, OPT
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS, LR, LONGEST = 6, 1e-4, 48
 ADAMW: dict[str, Any] = {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-6}

@@ -51,6 +51,7 @@ def outcome(launch: Launch) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_processes_that_start_cold_at_once_make_one_build(tmp_path: Path, tokenizer_folder: Path) -> None:
     data = write(tmp_path / "a.jsonl", records(3000))
     results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3)]
@@ -62,6 +63,7 @@ def test_processes_that_start_cold_at_once_make_one_build(tmp_path: Path, tokeni
     assert all("waiting for it" in told and "data: process" in told for told in waited)
 
 
+@pytest.mark.slow
 def test_those_who_waited_fail_with_the_builders_words(tmp_path: Path, tokenizer_folder: Path) -> None:
     data = write(tmp_path / "a.jsonl", [*records(3000), {"type": "instruct", "instruct": 7, "output": ""}])
     results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3)]
@@ -80,6 +82,7 @@ def wait_for_build(folder: Path, launch: Launch) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_the_lease_of_a_killed_process_is_free(tmp_path: Path, tokenizer_folder: Path, load: Load) -> None:
     data = write(tmp_path / "a.jsonl", records(20_000))
     (killed,) = start(tmp_path, tokenizer_folder, data, count=1)
@@ -114,6 +117,7 @@ def test_a_lease_of_somebody_silent_is_taken_over(
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_a_killed_builder_is_one_line_and_its_workers_leave(tmp_path: Path, tokenizer_folder: Path) -> None:
     data = write(tmp_path / "a.jsonl", records(20_000))
     (waiting,) = start(tmp_path, tokenizer_folder, data, count=1)

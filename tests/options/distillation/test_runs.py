@@ -31,7 +31,7 @@ from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps
 from training.checkpoint.folder import step_folder
 from training.data_setup import RecordReader, build_loader
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 MADE, KNOWN = "log-probabilities of the data computed in", "log-probabilities of the data are known"
 ANOTHER = "nothing is kept of it (another than before, or an emptied cache)"

@@ -154,7 +154,7 @@ def test_scores_in_memory_grow_with_the_square_of_the_row() -> None:
     assert flops(flash.forward, "attention") and moved(flash.forward, "traffic") < moved(long.forward, "traffic") / 2
 
 
-@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("flash", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_attention_through_a_window_grows_with_the_row_alone(flash: bool) -> None:
     """A kernel skips half of what is counted, so a token counts twice the keys that it sees."""
     window = 1024

@@ -27,6 +27,7 @@ from models.causal_lm import CausalLM
 from models.checkpoint.adapter import AdaptedStates, PeftFolder
 from models.checkpoint.source import open_source
 from options.preference.mismatch import Mismatched
+from tests.cases import tiered
 from tests.closeness import assert_near
 from tests.launching import topology
 from tests.models.adapters import save_adapter
@@ -58,7 +59,6 @@ class Case(NamedTuple):
     model: str = "tied"
     variant: str = ""
     keys: dict[str, Any] = {}
-    long: bool = True
     fault: str = ""
 
     @property
@@ -76,14 +76,14 @@ class Case(NamedTuple):
 
 
 CASES = [
-    *(Case(loss, (1, 1), long=False) for loss in LOSSES),
-    Case(long=False),
-    Case("dpo_and_sft", (1, 2), variant="sequence", keys={"sequence": 2}, long=False),
-    Case("dpo_and_sft", (2, 2), long=False),
-    Case("dpo_and_sft", variant="dualpipev", keys={"schedule": "dualpipev"}, long=False),
-    *(Case("kto", dims, long=False) for dims in ((2, 1), (2, 2))),
-    Case("kto", (1, 2), variant="sequence", keys={"sequence": 2}, long=False),
-    Case("kto", variant="dualpipev", keys={"schedule": "dualpipev"}, long=False),
+    *(Case(loss, (1, 1)) for loss in LOSSES),
+    Case(),
+    Case("dpo_and_sft", (1, 2), variant="sequence", keys={"sequence": 2}),
+    Case("dpo_and_sft", (2, 2)),
+    Case("dpo_and_sft", variant="dualpipev", keys={"schedule": "dualpipev"}),
+    *(Case("kto", dims) for dims in ((2, 1), (2, 2))),
+    Case("kto", (1, 2), variant="sequence", keys={"sequence": 2}),
+    Case("kto", variant="dualpipev", keys={"schedule": "dualpipev"}),
     Case("kto", (2, 2), variant="unpacked", keys={"packing": False}),
     Case("kto", (1, 2), variant="zero3", keys={"zero_optimization": {"stage": 3}}),
     Case("kto", model="untied", variant="lora", keys={"lora": LORA}),
@@ -101,10 +101,12 @@ CASES = [
     Case("dpo", (4, 1), model="phi3"),
 ]
 FAULTY = [
-    Case("dpo_and_sft", (1, 1), "untied", "lora", {"lora": LORA}, long=False, fault=fault)
+    Case("dpo_and_sft", (1, 1), "untied", "lora", {"lora": LORA}, fault=fault)
     for fault in ("", *(name for name in FAULTS if name != same_digest.__name__))  # which caches alone show
 ]
-UNDER_TEST = [pytest.param(case, id=case.name, marks=pytest.mark.longest if case.long else ()) for case in CASES]
+SLOW = [f"{loss}-tied-1x1" for loss in LOSSES]
+SLOW += ["dpo-tied-2x1", "dpo_and_sft-tied-1x2-sequence", "dpo_and_sft-tied-2x2", "dpo_and_sft-tied-2x1-dualpipev"]
+SLOW += ["kto-tied-2x2", "kto-tied-1x2-sequence", "kto-tied-2x1-dualpipev"]
 
 
 class Outcome(NamedTuple):
@@ -286,7 +288,7 @@ def log_probabilities(model: CausalLM, ids: list[int], labels: list[int]) -> Ten
     return found[targets >= 0]
 
 
-@pytest.mark.parametrize("case", UNDER_TEST)
+@pytest.mark.parametrize("case", tiered(CASES, ["kto-tied-2x1"], SLOW))
 def test_every_gradient_of_preferences_equals_one_process(
     case: Case, outcomes: dict[str, Outcome], models: Callable[[Case], Any], pairs: list[Sample]
 ) -> None:
@@ -295,6 +297,7 @@ def test_every_gradient_of_preferences_equals_one_process(
     assert_equal(expected, outcomes[case.name], case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAULTY, ids=lambda case: case.name)
 def test_a_fault_of_preferences_is_seen(
     case: Case, outcomes: dict[str, Outcome], models: Callable[[Case], Any], pairs: list[Sample]

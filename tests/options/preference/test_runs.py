@@ -22,7 +22,7 @@ from tests.training.kept_files import flip, parts_of, shift, swap
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
 from training.checkpoint.folder import BEST, step_folder
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 PIPE, DATA = ({"model_topo": topology(dims)} for dims in ((2, 1), (1, 2)))
 MADE, KNOWN = (

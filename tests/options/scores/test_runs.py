@@ -29,7 +29,7 @@ from tests.models.test_scores import save_scoring
 from tests.ranks import Ranks
 from training.checkpoint.folder import step_folder
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS, LR, CENTER = 6, 1e-4, 0.02
 PIPE = {"model_topo": topology((2, 1))}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.cases import tiered
 from tests.conftest import FAQ
 from tests.launching import topology
 from tests.ranks import Ranks
@@ -22,7 +23,7 @@ from tests.training.checkpoint.test_folder import flip
 from training.checkpoint.folder import RECORD, CheckpointRecord, step_folder
 from training.checkpoint.saved_slices import SavedOptimizer
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 PIPE, DATA = ({"model_topo": topology(dims)} for dims in ((2, 1), (1, 2)))
 BF16 = {"bf16": {"enabled": True}}
@@ -40,7 +41,7 @@ EXACT: dict[str, tuple[dict[str, Any], str]] = {
     "layers": (PIPE | {"model_topo": topology((2, 1), [2, 2])}, "layers"),
     "zero-0-bf16": (DATA | BF16 | {"zero_optimization": {"stage": 0}}, "zero"),
 }
-QUICK = {"pipeline", "replicas", "zero-3"}
+SLOW = ("pipeline", "replicas", "zero-3")
 
 
 def half_rename(run: Path) -> None:
@@ -133,7 +134,7 @@ STARTS = {
         keys={"storage": "shared"},
     ),
 }
-QUICK_STARTS = {"damaged", "half renamed", "second empty", "first empty", "other order", "shared"}
+SLOW_STARTS = {"damaged", "half renamed", "second empty", "first empty", "other order", "shared"}
 
 
 def disks_of(folder: Path, name: str) -> list[Path]:
@@ -222,9 +223,7 @@ def state_of(runs: list[Path]) -> dict[Any, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.longest) for name in EXACT]
-)
+@pytest.mark.parametrize("name", tiered(EXACT, quick=(), slow=SLOW))
 def test_a_run_goes_on_to_the_last_bit(name: str, run: Run, straight: Straight, folder: Path) -> None:
     runs, (keys, kind) = straight(name), EXACT[name]
     one, two = (record_of(each) for each in runs)
@@ -250,9 +249,7 @@ def test_a_run_goes_on_to_the_last_bit(name: str, run: Run, straight: Straight, 
     assert state_of([each / "run" for each in again]) == state_of(runs)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK_STARTS else pytest.mark.longest) for name in STARTS]
-)
+@pytest.mark.parametrize("name", tiered(STARTS, quick=(), slow=SLOW_STARTS))
 def test_a_start_names_what_happened_to_a_disk(name: str, run: Run, straight: Straight, folder: Path) -> None:
     case, copies = STARTS[name], [disk / "run" for disk in disks_of(folder, name)]
     for source, target in zip(straight("pipeline"), copies, strict=True):

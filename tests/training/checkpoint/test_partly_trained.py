@@ -29,7 +29,7 @@ from tests.ranks import Ranks
 from tests.training.starts import steps, weights
 from training.checkpoint.folder import CheckpointRecord, file_record, step_folder
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS = 6
 DATA: dict[str, Any] = {"model_topo": topology((1, 2))}

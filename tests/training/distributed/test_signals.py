@@ -28,6 +28,7 @@ os.kill(os.getpid(), int(sys.argv[3]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("known", "last"), [(0, signal.SIGHUP), (signal.SIGTERM, signal.SIGTERM)], ids=["asked first", "another rank was"]
 )

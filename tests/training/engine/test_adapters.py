@@ -22,6 +22,7 @@ from models.causal_lm import CausalLM
 from models.checkpoint.adapter import AdaptedStates, PeftFolder
 from models.checkpoint.source import open_source
 from models.spec import ModelSpec
+from tests.cases import tiered
 from tests.closeness import assert_near
 from tests.launching import topology
 from tests.models.adapters import save_adapter
@@ -61,7 +62,6 @@ class Case(NamedTuple):
     dims: tuple[int, int] = (2, 1)
     parts: tuple[int, ...] = ()
     changes: dict[str, Any] = {}
-    long: bool = True
 
     @property
     def name(self) -> str:
@@ -74,23 +74,23 @@ FEW = {"targets": ["q_proj", "down_proj"]}
 FROZEN = {"freeze": ["embed_tokens", r"layers\.0\."]}  # both ends of a tied model
 WHOLE = {"modules_to_save": ["embed_tokens", "lm_head"]}
 CASES = [
-    Case("tied", dims=(1, 1), long=False),
-    Case("tied", dims=(2, 2), long=False),
-    Case("tied", parts=(1, 4), long=False),  # an embedding alone, which has nothing to train
-    Case("tied", "bf16", parts=(1, 4), long=False),
+    Case("tied", dims=(1, 1)),
+    Case("tied", dims=(2, 2)),
+    Case("tied", parts=(1, 4)),  # an embedding alone, which has nothing to train
+    Case("tied", "bf16", parts=(1, 4)),
     Case("tied", "without_zero", parts=(4, 1)),
     Case("tied", "offload", parts=(1, 4)),
-    Case("tied", "dualpipev", long=False),
+    Case("tied", "dualpipev"),
     Case("tied", "sequence", dims=(1, 2)),
     Case("tied", "zero2", dims=(1, 2)),
-    Case("tied", "zero3", dims=(1, 2), long=False),
-    Case("mixtral", long=False),
+    Case("tied", "zero3", dims=(1, 2)),
+    Case("mixtral"),
     Case("mixtral", "dualpipev"),
     Case("mixtral", "recompute"),
     Case("mixtral", "zero3", dims=(1, 2)),
     Case("tied", "compiled"),
     Case("mixtral", "compiled"),
-    Case("untied", "nf4", changes={"base": "nf4"}, long=False),
+    Case("untied", "nf4", changes={"base": "nf4"}),
     Case("mixtral", "nf4", changes={"base": "nf4"}),
     Case("bloom", dims=(2, 2)),
     Case("phi3"),
@@ -98,13 +98,15 @@ CASES = [
     Case("qwen3_moe"),
     Case("chatglm3"),
     Case("untied", changes=FEW),
-    Case("untied", changes=WHOLE, long=False),
+    Case("untied", changes=WHOLE),
     Case("tied", changes=WHOLE),
-    Case("tied", changes=FROZEN, long=False),
+    Case("tied", changes=FROZEN),
     Case("untied", "dualpipev", changes=FROZEN),
     Case("tied", "bf16", parts=(2, 3), changes=FROZEN),  # a stage of frozen layers
 ]
-UNDER_TEST = [pytest.param(case, id=case.name, marks=pytest.mark.longest if case.long else ()) for case in CASES]
+QUICK = ["tied-fp32-2x1-1+4", "tied-dualpipev-2x1", "mixtral-fp32-2x1"]
+SLOW = ["tied-fp32-1x1", "tied-fp32-2x2", "tied-bf16-2x1-1+4", "tied-zero3-1x2", "untied-nf4-2x1-base"]
+SLOW += ["untied-fp32-2x1-modules_to_save", "tied-fp32-2x1-freeze"]
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +182,7 @@ def read(folder: Path, case: Case) -> Outcome:  # noqa: F811
     return Outcome(json.loads((folder / f"{case.name}.json").read_text())["loss"], gradients)
 
 
-@pytest.mark.parametrize("case", UNDER_TEST)
+@pytest.mark.parametrize("case", tiered(CASES, QUICK, SLOW))
 def test_every_gradient_of_adapters_equals_one_process(
     case: Case,
     outcomes: dict[str, Outcome],

@@ -26,6 +26,7 @@ from models import load_model
 from models.attention.kernels import FLEX
 from models.causal_lm import CausalLM
 from models.router import router_loss
+from tests.cases import tiered
 from tests.closeness import assert_near
 from tests.launching import topology
 from tests.ranks import Ranks, write_samples
@@ -160,30 +161,13 @@ CASES += [Case("mixtral", variant, (2, 2)) for variant in ("sequence", "sequence
 CASES += [Case(model, "sequence_4", (1, 4)) for model in ("few_key_heads", "mixtral", "bloom")]
 CASES += [Case(model, "dualpipev_sequence_recompute", (2, 2)) for model in ("tied", "mixtral")]
 CASES = list(dict.fromkeys(CASES))
-# Every kind of layer and every way to cut the model in each `make test`; all families in `make test-all`.
-EACH_KIND = ("tied", "bloom", "mixtral", "gemma2", "baichuan2-13b", "chatglm3", "deep")
-# What a schedule does not see: the optimizer, and which activations a block keeps.
-OF_ANY_SCHEDULE = ("offload", "bf16_offload", "without_zero", "bf16_without_zero", "every_second_offloaded", "auto")
-# Of four processes, which take longest.
-OF_FOUR = ("fp32", "bf16", "sequence", "sequence_unpacked", "sequence_bf16", "dualpipev_fp32", "sequence_4")
-
-
-def in_every_run(case: Case) -> bool:
-    """Return whether `make test` has it."""
-    if case.dims[0] * case.dims[1] == 4 and case.variant not in OF_FOUR:
-        return False
-    if case.model == "tied":
-        return not (case.dualpipev and case.variant.removeprefix("dualpipev_") in OF_ANY_SCHEDULE)
-    if case.model == "mixtral":
-        return case.dims[0] == 2 and (case.dims[1] == 1 or case.variant != "fp32")
-    if case.model in ("deep", "few_key_heads"):
-        return case.dims in ((4, 1), (1, 4))
-    return case.model in EACH_KIND and case.dims == (2, 1) and not case.dualpipev
-
-
-UNDER_TEST = [
-    pytest.param(case, id=case.name, marks=() if in_every_run(case) else pytest.mark.longest) for case in CASES
-]
+# Every kind of layer and every way to cut the model; all families and whatever else is alike in `make test-all`.
+QUICK = ["tied-fp32-2x1", "tied-fp32-1x2", "tied-recompute-2x1", "tied-bf16-2x1", "tied-dualpipev_fp32-2x1"]
+QUICK += ["tied-sequence-1x2", "mixtral-fp32-2x1"]
+SLOW = ["tied-fp32-2x2", "gemma2-fp32-2x1", "chatglm3-fp32-2x1", "tied-bf16-1x2", "tied-bf16_without_zero-2x1"]
+SLOW += ["tied-dualpipev_recompute-2x1", "tied-dualpipev_bf16-2x1", "tied-dualpipev_fp32-2x2"]
+SLOW += ["mixtral-dualpipev_fp32-2x1", "deep-dualpipev_fp32-4x1", "mixtral-uneven-2x1"]
+SLOW += ["tied-sequence_bf16-2x2", "mixtral-sequence-2x2", "few_key_heads-sequence_4-1x4"]
 
 
 class Outcome(NamedTuple):
@@ -304,7 +288,7 @@ def outcome_of(
     return Outcome(total.item(), gradients)
 
 
-@pytest.mark.parametrize("case", UNDER_TEST)
+@pytest.mark.parametrize("case", tiered(CASES, QUICK, SLOW))
 def test_every_gradient_equals_one_process(
     case: Case, outcomes: dict[str, Outcome], references: Callable[[Case], Outcome]
 ) -> None:

@@ -22,6 +22,7 @@ from models import load_model
 from models.api import read_spec
 from models.checkpoint.side_files import copy_side_files
 from models.conversion.to_huggingface import pp_to_hg
+from tests.cases import tiered
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import metrics, supervised, topology, write_config
@@ -99,10 +100,8 @@ CASES = [
     Case("shared-rows-3", "mixtral", stage(3), SHARED_ROWS | {"use_grad_ckpt": True}),
 ]
 # Stages 0 to 3 are in each run of test_exactness.
-LONGEST = ("tied-0", "tied-1", "untied-3", "baichuan-3", "offload-2", "hpz-3", "bf16-0", "bf16-2", "shared-rows-3")
-UNDER_TEST = [
-    pytest.param(case, id=case.name, marks=pytest.mark.longest if case.name in LONGEST else ()) for case in CASES
-]
+SLOW = ["tied-2", "linear-3-recompute", "bf16-3", "shared-rows-1"]
+UNDER_TEST = tiered(CASES, quick=["tied-3"], slow=SLOW)
 RESUMED = ("shared-rows-1", "tied-3", "offload-3", "bf16-0")  # tests/training/test_starts.py has 2, and 3 in bf16
 REFERENCES = [Case(f"pipeline-{model}", model, stage(1)) for model in MODELS]
 REFERENCES += [Case("pipeline-bf16", "tied", stage(1), BF16)]
@@ -172,9 +171,7 @@ def test_losses_are_the_pipelines(case: Case, outcomes: dict[str, dict[str, Any]
     assert_near(found["grad_norm"], expected["grad_norm"], case.dtype, "norms", "grad_norm")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.longest if name in LONGEST else ()) for name in RESUMED]
-)
+@pytest.mark.parametrize("name", tiered(RESUMED, quick=["tied-3"], slow=["shared-rows-1"]))
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes[name]["resumed"] == outcomes[name]["loss"][RESUME_AT:]
 
@@ -199,7 +196,9 @@ def test_no_rank_ever_holds_the_model_in_stage_3(
         assert most <= model / PROCESSES + max(sizes) < model
 
 
-@pytest.mark.parametrize("name", ["tied-2", "tied-3", "untied-3", "mixtral-3-recompute", "bf16-3"])
+@pytest.mark.parametrize(
+    "name", tiered(["tied-2", "tied-3", "untied-3", "mixtral-3-recompute", "bf16-3"], ["tied-3"], ["tied-2"])
+)
 def test_the_layer_files_are_a_pipelines(
     name: str, folder: Path, outcomes: dict[str, dict[str, Any]], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

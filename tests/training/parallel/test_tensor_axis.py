@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models import load_model
+from tests.cases import tiered
 from tests.ranks import Ranks
 from tests.workers.tensor_axis import SAVED_AT, STEPS
 from training.checkpoint.folder import step_folder
@@ -122,20 +123,18 @@ MOVES = [
 ]
 
 
-# In each `make test`.
-ALWAYS: tuple[str, ...] = ("tied-1x1x2", "uneven-2x1x2", "tied-2x1x2-bf16", "mixtral-1x1x2-spread", "tied-1x2x2-rows")
-ALWAYS += ("from-tied-2x2x1-to-tied-1x1x2", "from-tied-1x1x2-to-tied-1x4x1-rows")
-# In the slow tests: each axis and kind of update once; tests/models/parallel/test_tensor.py has each family.
-SLOW: tuple[str, ...] = ("bloom-1x1x2", "tied-2x1x2-order", "tied-1x2x2", "tied-2x1x2-plain")
-SLOW += ("tied-1x1x2-offload", "uneven-2x1x2-dualpipev", "mixtral-1x2x2-rows")
-SLOW += ("from-tied-1x4x1-rows-to-tied-4x1x1",)
-SLOW += ("from-tied-2x2x1-plain-to-tied-2x1x2-plain", "from-tied-2x2x1-bf16-to-tied-1x1x2-bf16")
-SLOW += ("from-mixtral-1x1x2-spread-to-mixtral-1x1x2-columns",)
+# The others: each axis and kind of update once; tests/models/parallel/test_tensor.py has each family.
+SLOW = ["uneven-2x1x2", "tied-2x1x2-bf16", "tied-1x2x2-rows", "bloom-1x1x2", "tied-2x1x2-order", "tied-1x2x2"]
+SLOW += ["tied-2x1x2-plain", "tied-1x1x2-offload", "uneven-2x1x2-dualpipev", "mixtral-1x2x2-rows"]
+SLOW += ["from-tied-2x2x1-to-tied-1x1x2", "from-tied-1x1x2-to-tied-1x4x1-rows", "from-tied-1x4x1-rows-to-tied-4x1x1"]
+SLOW += ["from-tied-2x2x1-plain-to-tied-2x1x2-plain", "from-tied-2x2x1-bf16-to-tied-1x1x2-bf16"]
+SLOW += ["from-mixtral-1x1x2-spread-to-mixtral-1x1x2-columns"]
+UNDER_TEST = tiered([*RUNS, *MOVES], quick=["tied-1x1x2", "mixtral-1x1x2-spread"], slow=SLOW)
 
 
 def params(cases: Iterable[Case]) -> list[Any]:
-    tiers = dict.fromkeys(ALWAYS, ()) | dict.fromkeys(SLOW, pytest.mark.slow)
-    return [pytest.param(case, id=case.name, marks=tiers.get(case.name, pytest.mark.longest)) for case in cases]
+    names = {case.name for case in cases}
+    return [param for param in UNDER_TEST if param.id in names]
 
 
 @pytest.fixture(scope="module")
