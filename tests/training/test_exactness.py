@@ -6,22 +6,20 @@ every gradient of one process that runs them one by one.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from data.sample_set import Sample
 from data.settings import Packing
+from models import load_model
 from tests.cases import tiered
-from tests.launching import topology
-from tests.ranks import Ranks
-from tests.training.engine.test_gradients import Outcome, folder, reference, samples  # noqa: F401
+from tests.matrix import Outcome, step, take
+from tests.ranks import Ranks, write_samples
+from tests.training.engine.test_gradients import outcome_of
 
 pytestmark = pytest.mark.launched
 
@@ -96,61 +94,47 @@ def model(make_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, samples: list[Sample]) -> Outcome:  # noqa: F811
-    return reference(model, samples, micro_batch=2, row_length=None)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exactness")
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    ranks: Ranks,
-    folder: Path,  # noqa: F811
-    model: Path,
-    samples: list[Sample],  # noqa: F811
-    asked: set[str],
-) -> dict[str, dict[str, float]]:
-    """Loss and norm of every row that this session asks for."""
+def samples(folder: Path) -> list[Sample]:
+    return write_samples(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, samples: list[Sample]) -> Outcome:
+    return outcome_of(load_model(model, torch.float32), samples, micro_batch=2, row_length=None)
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Ranks, folder: Path, model: Path, samples: list[Sample], asked: set[str]) -> dict[str, Outcome]:
+    """Those of every row that this session asks for."""
     del samples  # already on disk
-    chosen = [row for row in TABLE if row.name in asked]
-    for processes in sorted({math.prod(row.dims) for row in chosen}):
-        rows = [row for row in chosen if math.prod(row.dims) == processes]
-        described = [
-            {"name": row.name, "kind": "pipeline" if row.parts else "zero", "config": config(row, model, folder)}
-            for row in rows
-        ]
-        ranks.run(processes, "gradients", described, folder)
-    return {row.name: json.loads((folder / f"{row.name}.json").read_text()) for row in chosen}
+    return take(ranks, [described(row, model, folder) for row in TABLE if row.name in asked], folder)
 
 
-def config(row: Row, model: Path, folder: Path) -> dict[str, Any]:  # noqa: F811
+def described(row: Row, model: Path, folder: Path) -> dict[str, Any]:
     sharding = {"stage3_param_persistence_threshold": 0} if row.zero_stage == 3 else {}
-    return {
-        "model_path": str(model),
-        "data_path": str(folder / "samples.json"),
-        "save_path": str(folder),
+    keys = {
         "train_batch_size": row.batch,
         "train_micro_batch_size_per_gpu": row.micro_batch,
-        "model_topo": topology(row.dims, row.parts),
+        "gradient_clipping": 1.0,
         "zero_optimization": {"stage": row.zero_stage} | sharding,
         "packing": row.packing,
-        "pack_len": 64,
     }
+    return step(row.name, row.dims, model, folder, keys, row.parts, "pipeline" if row.parts else "zero")
 
 
 @pytest.mark.parametrize("row", tiered(TABLE, QUICK, SLOW))
 def test_loss_and_gradients_are_those_of_the_global_batch(
-    row: Row,
-    outcomes: dict[str, dict[str, float]],
-    expected: Outcome,
-    folder: Path,  # noqa: F811
+    row: Row, outcomes: dict[str, Outcome], expected: Outcome
 ) -> None:
     found = outcomes[row.name]
-    norm = torch.stack([gradient.square().sum() for gradient in expected.gradients.values()]).sum().sqrt()
-    assert found["loss"] == pytest.approx(expected.loss, rel=TOLERANCE)
-    assert found["grad_norm"] == pytest.approx(norm.item(), rel=TOLERANCE)
-    gradients: dict[str, torch.Tensor] = {}
-    for stage in range(row.dims[0]):
-        gradients |= load_file(folder / f"{row.name}.stage{stage}.safetensors")
-    assert expected.gradients.keys() <= gradients.keys()
+    assert found.loss == pytest.approx(expected.loss, rel=TOLERANCE)
+    assert found.norm == pytest.approx(expected.norm, rel=TOLERANCE)
+    assert expected.gradients.keys() <= found.gradients.keys()
     for name, gradient in expected.gradients.items():
-        error = (gradients[name] - gradient).norm() / gradient.norm()
+        error = (found.gradients[name] - gradient).norm() / gradient.norm()
         assert error < TOLERANCE, f"{name} differs by {error:.2e}"

@@ -18,6 +18,7 @@ import torch
 
 from tests.cases import tiered
 from tests.launching import metrics, topology
+from tests.matrix import OFFLOAD
 from tests.ranks import Ranks
 from tests.training.starts import (
     COSINE,
@@ -50,10 +51,6 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 2.0e-4, "weight_decay": 0.1}, "no_wd_kws": ["norm"]}}
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}} | PLAIN
 ROUTER = {"aux_router_loss": {"weight": 0.5}}
-OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 
 
 # What goes on to the last bit: keys, model, engine.

@@ -208,9 +208,7 @@ def test_a_base_model_that_was_trained_with_a_template_stops_everywhere(
     assert tokenizer.decode(written) == f"Lima.{end}"
 
 
-@pytest.mark.parametrize(
-    ("end", "keys"), [("<|im_end|>", {}), pytest.param(END, {"prompt_format": "plain"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("end", "keys"), [("<|im_end|>", {}), (END, {"prompt_format": "plain"})])
 def test_a_model_that_already_stops_keeps_its_files(
     end: str, keys: dict[str, Any], recite: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

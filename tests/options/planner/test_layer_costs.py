@@ -204,7 +204,7 @@ def test_bytes_kept_for_later_gradients_are_those_of_a_real_pass(family: str) ->
     assert saved_by(spec, LayerCase(1, ROWS, LENGTH, torch.float32)).waiting == measured
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_adapters_add_low_rank_products_and_take_gradients_of_weights_away(model_type: str) -> None:
     plain = spec_of(model_type, num_local_experts=4, num_experts_per_tok=2, head_dim=16)
     lora = plain.training(Trained(Lora(r=1)))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,8 @@ from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from tests.cases import tiered
 from tests.conftest import FAQ
 from tests.launching import metrics, topology, write_config
-from tests.ranks import Ranks
+from tests.matrix import OFFLOAD
+from tests.ranks import Ranks, write_random_samples
 from tests.workers.topology import SAVED_AT, STEPS
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.saved_slices import SavedOptimizer
@@ -49,10 +49,6 @@ class Case(NamedTuple):
     kind: str = "pipeline"
     model: str = "tied"
 
-    @property
-    def processes(self) -> int:
-        return self.dims[0] * self.dims[1]
-
 
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 2.0e-4, "weight_decay": 0.1}, "no_wd_kws": ["norm"]}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
@@ -61,10 +57,6 @@ OTHER_RATES = {"optimizer": {"type": "AdamW", "params": {"lr": 5.0e-3, "weight_d
 SHARED = {"sequence": 2}  # replicas that share their rows
 OTHER_DIMS = ((4, 1), (2, 1), (1, 2))
 DUALPIPEV = {"schedule": "dualpipev"}
-OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 SOURCES = [
     Case("1x1", (1, 1)),
     Case("4x1", (4, 1)),
@@ -134,24 +126,15 @@ def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 def folder(ranks: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> Path:
     """The folder with the outcomes of all cases that this session asks for."""
     folder = tmp_path_factory.mktemp("topologies")
-    generator = random.Random(0)
-    samples = []
-    for _ in range(37):  # 4 batches of 8 and one of 5
-        ids = [generator.randrange(3, 512) for _ in range(generator.randrange(5, 90))]
-        samples.append({"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]})
-    (folder / "samples.json").write_text(json.dumps(samples))
+    write_random_samples(folder, 37, longest=89)  # 4 batches of 8 and one of 5
     taken_up = [case for case in TAKEN_UP if case.name in asked]
     needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16", "dualpipev"}
-    runs = [case for case in SOURCES if case.name in needed] + taken_up
-    runs.append(TAKEN_UP[0]._replace(name=FORGETFUL))
-    runs.append(Case("plain-bf16-again", (1, 2), 0, source="1x2-plain-bf16", keys=BF16))
-    runs.append(Case("dualpipev-again", (2, 1), source="dualpipev", keys=DUALPIPEV))
-    runs += [Case(f"other-rates-{dims[0]}x{dims[1]}", dims, source="4x1", keys=OTHER_RATES) for dims in OTHER_DIMS]
-    for processes in (1, 4, 2):
-        described = [describe(case, models[case.model], folder) for case in runs if case.processes == processes]
-        if not described:
-            continue
-        ranks.run(processes, "topology", described, folder)
+    taken_up.append(TAKEN_UP[0]._replace(name=FORGETFUL))
+    taken_up.append(Case("plain-bf16-again", (1, 2), 0, source="1x2-plain-bf16", keys=BF16))
+    taken_up.append(Case("dualpipev-again", (2, 1), source="dualpipev", keys=DUALPIPEV))
+    taken_up += [Case(f"other-rates-{dims[0]}x{dims[1]}", dims, source="4x1", keys=OTHER_RATES) for dims in OTHER_DIMS]
+    for runs in ([case for case in SOURCES if case.name in needed], taken_up):
+        ranks.run_all("topology", [describe(case, models[case.model], folder) for case in runs], folder)
     return folder
 
 

@@ -56,19 +56,17 @@ def noted(
     hg_to_pp(tied, models["layers"])
     write_small(models["fp8"], "deepseek_v3")
     to_fp8(models["fp8"])
-    found = {}
-    for processes in (2, 4):
-        chosen = {name: case for name, case in CASES.items() if name in asked and case.dims[0] * 2 == processes}
-        described = [
-            {"name": f"{name}-{storage}", "kind": case.kind, "config": config(case, storage, folder, models)}
-            for name, case in chosen.items()
-            for storage in ("shared", "local")
-        ]
-        if described:
-            ranks.run(processes, "reading", described, folder)
-        for each in (str(case["name"]) for case in described):
-            found[each] = [json.loads((folder / f"{each}.{rank}.json").read_text()) for rank in range(processes)]
-    return found
+    described = [
+        {"name": f"{name}-{storage}", "kind": case.kind, "config": config(case, storage, folder, models)}
+        for name, case in CASES.items()
+        if name in asked
+        for storage in ("shared", "local")
+    ]
+    ranks.run_all("reading", described, folder)
+    return {
+        str(each["name"]): [json.loads(path.read_text()) for path in sorted(folder.glob(f"{each['name']}.[0-9].json"))]
+        for each in described
+    }
 
 
 def config(case: Case, storage: str, folder: Path, models: dict[str, Path]) -> dict[str, Any]:

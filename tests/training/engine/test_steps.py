@@ -14,7 +14,6 @@ micro-batches.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from tests.cases import tiered
 from tests.closeness import assert_near
 from tests.launching import topology
+from tests.matrix import OFFLOAD
 from tests.ranks import Ranks, write_samples
 from training.engine.gradients import clip
 
@@ -37,10 +37,6 @@ SGD_DECAY = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.5, "weight_decay
 TWO_GROUPS = {"optimizer": SGD_DECAY | {"no_wd_kws": ["norm"]}}
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 WITHOUT_ZERO = {"zero_optimization": {"stage": 0}}
-OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 DUALPIPEV = {"schedule": "dualpipev", "train_micro_batch_size_per_gpu": 1}
 CLIPPED = ADAMW | {"gradient_clipping": NORM}
 UNROUNDED = BF16 | {"communication_data_type": "fp32"}  # DeepSpeed would round sums that go nowhere
@@ -182,14 +178,16 @@ def outcomes(
     models = {
         name: make_checkpoint(MODELS[name][0], **MODELS[name][1]) for name in {case.model for case in chosen.values()}
     }
-    by_size: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for name, case in chosen.items():
-        about = {"name": name, "deepspeed": case.deepspeed, "by_products": case.by_products}
-        by_size[math.prod(case.dims)].append(
-            about | {"config": config(case, models[case.model], folder / "samples.json")}
-        )
-    for processes, cases in sorted(by_size.items()):
-        ranks.run(processes, "steps", cases, folder)
+    described = [
+        {
+            "name": name,
+            "deepspeed": case.deepspeed,
+            "by_products": case.by_products,
+            "config": config(case, models[case.model], folder / "samples.json"),
+        }
+        for name, case in chosen.items()
+    ]
+    ranks.run_all("steps", described, folder)
     return {
         name: [load_file(folder / f"{name}.{rank}.safetensors") for rank in range(math.prod(case.dims))]
         for name, case in chosen.items()

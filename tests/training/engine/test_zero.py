@@ -7,7 +7,6 @@ samples. All cases of a number of processes share one launch (tests/workers/zero
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import metrics, supervised, topology, write_config
 from tests.models.helpers import assert_same_bits, joined, read_weights
-from tests.ranks import Ranks
+from tests.ranks import Ranks, write_random_samples
 from training.config.deepspeed_config import check_device
 from training.config.keys import TrainConfig
 from training.distributed.processes import ProcessInfo
@@ -121,24 +120,19 @@ def checkpoints(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 def outcomes(ranks: Ranks, folder: Path, checkpoints: dict[str, Path], asked: set[str]) -> dict[str, dict[str, Any]]:
     """What every case that this session asks for gave, and its reference."""
     chosen = [case for case in CASES if case.name in asked]
-    generator = random.Random(0)
-    samples = []
-    for _ in range(37):  # 4 batches of 8 and one of 5
-        ids = [generator.randrange(3, 512) for _ in range(generator.randrange(5, 90))]
-        samples.append({"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]})
-    (folder / "samples.json").write_text(json.dumps(samples))
+    write_random_samples(folder, 37, longest=89)  # 4 batches of 8 and one of 5
     references = [each for each in REFERENCES if each.name in {case.reference for case in chosen}]
-    for kind, processes, cases in (("pipeline", 1, references), ("zero", PROCESSES, chosen)):
-        described = [
-            {
-                "name": case.name,
-                "kind": kind,
-                "config": config(case, processes, checkpoints[case.model], folder),
-                "resume": case.name in RESUMED,
-            }
-            for case in cases
-        ]
-        ranks.run(processes, "zero", described, folder)
+    described = [
+        {
+            "name": case.name,
+            "kind": kind,
+            "config": config(case, processes, checkpoints[case.model], folder),
+            "resume": case.name in RESUMED,
+        }
+        for kind, processes, cases in (("pipeline", 1, references), ("zero", PROCESSES, chosen))
+        for case in cases
+    ]
+    ranks.run_all("zero", described, folder)
     return {case.name: json.loads((folder / f"{case.name}.json").read_text()) for case in (*references, *chosen)}
 
 

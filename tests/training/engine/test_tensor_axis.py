@@ -6,7 +6,6 @@ Steps are clipped, so each loss after the first rests on the norm of the gradien
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from models import load_model
 from tests.cases import tiered
-from tests.ranks import Ranks
+from tests.matrix import OFFLOAD
+from tests.ranks import Ranks, write_random_samples
 from tests.workers.tensor_axis import SAVED_AT, STEPS
 from training.checkpoint.folder import step_folder
 
@@ -40,10 +40,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 PARTS = {1: [5], 2: [4, 1], 4: [1, 2, 1, 1]}  # by chunks; the head alone has nothing that DeepSpeed counts on a peer
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 0}}
-OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 CLIPPING = 0.25
 SPREAD = {"experts": "spread"}
 ROWS = {"sequence": 2}  # replicas that share their rows
@@ -64,10 +60,6 @@ class Case(NamedTuple):
     def name(self) -> str:
         came = f"from-{self.source.name}-to-" if self.source else ""
         return f"{came}{self.model}-{'x'.join(map(str, self.dims))}{self.kind and '-'}{self.kind}"
-
-    @property
-    def processes(self) -> int:
-        return self.dims[0] * self.dims[1] * self.dims[2]
 
     @property
     def section(self) -> dict[str, Any]:
@@ -146,12 +138,7 @@ def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 def folder(ranks: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> Path:
     """Where all cases that this session asks for have left their outcomes, and one process's for each of them."""
     folder = tmp_path_factory.mktemp("tensor-axis")
-    generator = random.Random(0)
-    samples = []
-    for _ in range(32):
-        ids = [generator.randrange(3, 512) for _ in range(generator.randrange(5, 60))]
-        samples.append({"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]})
-    (folder / "samples.json").write_text(json.dumps(samples))
+    write_random_samples(folder, 32, longest=59)
     moves = [case for case in MOVES if case.name in asked]
     known = {case.name: case for case in RUNS}
     sources = [known.get(case.source.name, case.source) for case in moves]
@@ -159,10 +146,7 @@ def folder(ranks: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempP
     runs += [alone(case) for case in (*runs, *moves)]
     for each in (runs, moves):
         unique = {case.name: case for case in each}.values()
-        for processes in sorted({case.processes for case in unique}):
-            chosen = [case for case in unique if case.processes == processes]
-            cases = [described(case, models, folder) for case in chosen]
-            ranks.run(processes, "tensor_axis", cases, folder)
+        ranks.run_all("tensor_axis", [described(case, models, folder) for case in unique], folder)
     return folder
 
 
