@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 
 def tiered(
@@ -19,7 +18,7 @@ def tiered(
     quick: Iterable[str] | None = None,
     slow: Iterable[str] | None = None,
     longest: Iterable[str] | None = None,
-) -> list[ParameterSet]:
+) -> list[Any]:
     """Give each case the mark of its tier, and its name as id; the tier that is not named has the rest.
 
     Args:

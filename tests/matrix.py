@@ -22,10 +22,6 @@ from tests.ranks import Ranks
 
 ROW = 64  # tokens: the samples of `write_samples` are packed into four rows
 PARTS = {1: [5], 2: [3, 2], 4: [1, 2, 1, 1], 8: [1, 2, 1, 1, 1, 1, 2, 1]}  # by stages, or chunks
-OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 NO_BIAS = {"enable_bias": False}  # the gradient of a key's is rounding alone where nothing rotates
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from tests.cases import tiered
-from tests.launching import metrics, topology
-from tests.matrix import OFFLOAD
+from tests.launching import OFFLOAD, metrics, topology
 from tests.ranks import Ranks
 from tests.training.starts import (
     COSINE,

@@ -49,7 +49,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "LIMIT", 0.5)
 
 
-@pytest.mark.parametrize("name", tiered(ENDLESS_TEMPLATES, slow=["macros"]))
+@pytest.mark.parametrize("name", tiered(ENDLESS_TEMPLATES, slow=["macros", "slow filters"]))
 def test_an_endless_template_is_ended(name: str) -> None:
     with pytest.raises(SlowTemplate, match="the chat template is still at one dialogue after"):
         render(ENDLESS_TEMPLATES[name])

@@ -82,22 +82,6 @@ def wait_for_build(folder: Path, launch: Launch) -> Path:
     return found
 
 
-@pytest.mark.slow
-def test_the_lease_of_a_killed_process_is_free(tmp_path: Path, tokenizer_folder: Path, load: Load) -> None:
-    data = write(tmp_path / "a.jsonl", records(20_000))
-    (killed,) = start(tmp_path, tokenizer_folder, data, count=1)
-    partial = wait_for_build(tmp_path, killed)
-    os.killpg(killed.pid, signal.SIGKILL)  # the builder and its workers too
-    killed.end()
-    assert partial.exists()  # it was killed in the middle
-    assert list((tmp_path / "cache" / "builds").glob("*.lease-*"))
-    assert not caches(tmp_path)
-    dataset = load(data)
-    assert len(dataset.samples) == 20_000
-    assert caches(tmp_path) == [dataset.folder]
-    assert not left_over(tmp_path)
-
-
 @pytest.mark.parametrize("content", ["", json.dumps(["node9", 17, "2020-01-01", "another kernel", "token"])])
 def test_a_lease_of_somebody_silent_is_taken_over(
     content: str, tmp_path: Path, load: Load, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch

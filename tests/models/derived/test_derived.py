@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused_in_one_line(case: Refused, tmp_path: Path)
     assert not (tmp_path / "cache").exists(), "a proof of what is refused is kept"
 
 
-@pytest.mark.parametrize("model_type", ["phi", "seed_oss"])
+@pytest.mark.parametrize("model_type", tiered(["phi", "seed_oss"], slow=["phi"]))
 def test_dropout_inside_of_blocks_is_kept_and_leaves_the_proof_exact(model_type: str, tmp_path: Path) -> None:
     """That of Seed-OSS is transformers' default, where config.json has none."""
     fields = {name: value for name, value in config_of(model_type)[1].items() if "drop" not in name}
@@ -257,7 +257,7 @@ def assert_computes_the_same(folder: Path, model: Any) -> None:
     assert_near(load_model(folder)(ids), model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", tiered(["qwen2_moe", "mixtral"], slow=["mixtral"]))
 def test_names_of_modules_are_read_as_transformers_reads_them(model_type: str, tmp_path: Path) -> None:
     model = write_small(tmp_path / "model", model_type)
     save_under_names_of_modules(model, tmp_path / "model")

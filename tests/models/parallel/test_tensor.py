@@ -79,8 +79,9 @@ SHARED |= {f"dropout-{model}": Shared(model, {"dropout": True}) for model in ("b
 FAULTS = {"copy": "llama-untied", "norm": "qwen3", "head": "llama-tied"}
 SHARED |= {f"fault-{fault}": Shared(model, {"fault": fault}) for fault, model in FAULTS.items()}
 SHARED["fault-factor"] = Shared("llama-untied", ADAPTED | {"fault": "factor"})
+# tests/training/engine/test_tensor_axis.py has a dense model and one of experts in each `make test`.
 SLOW = (
-    *("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "spread", "spread-short", "biases", "head-norms"),
+    *("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "spread-short", "biases", "head-norms"),
     *("adapted-biases", "adapted-spread", "adapted-mixtral"),
     *("baichuan2-13b", "uneven-bloom", "uneven-grouped", "own-loss", "phi3", "qwen3", "gemma2", "bf16", "recomputed"),
 )
@@ -120,7 +121,7 @@ def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, as
 @pytest.mark.launched
 @pytest.mark.parametrize(
     "name",
-    tiered([name for name in SHARED if not name.startswith(("fault", "dropout"))], quick=["mixtral"], slow=SLOW),
+    tiered([name for name in SHARED if not name.startswith(("fault", "dropout"))], quick=(), slow=SLOW),
 )
 def test_shares_give_the_loss_and_gradients_of_the_whole_model(name: str, outcomes: dict[str, Any]) -> None:
     outcome = outcomes[name]

@@ -48,6 +48,7 @@ def test_two_processes_write_what_one_writes(name: str, outcomes: dict[str, Any]
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one-head"])
 def test_what_cannot_be_shared_is_refused_by_every_rank(name: str, outcomes: dict[str, Any]) -> None:
     (line,) = {rank["refused"] for rank in outcomes[name]["ranks"]}

@@ -22,8 +22,7 @@ from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from tests.cases import tiered
 from tests.conftest import FAQ
-from tests.launching import metrics, topology, write_config
-from tests.matrix import OFFLOAD
+from tests.launching import OFFLOAD, metrics, topology, write_config
 from tests.ranks import Ranks, write_random_samples
 from tests.workers.topology import SAVED_AT, STEPS
 from training.checkpoint.folder import CheckpointRecord, step_folder

@@ -31,7 +31,8 @@ from models.checkpoint.adapter import AdaptedStates, PeftFolder
 from models.checkpoint.source import open_source
 from models.router import router_loss
 from tests.cases import tiered
-from tests.matrix import MODELS, OFFLOAD, ROW, Outcome, alone, assert_same, step, take
+from tests.launching import OFFLOAD
+from tests.matrix import MODELS, ROW, Outcome, alone, assert_same, step, take
 from tests.models.adapters import save_adapter
 from tests.ranks import Ranks, write_samples
 

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from tests.cases import tiered
 from tests.closeness import assert_near
-from tests.launching import topology
-from tests.matrix import OFFLOAD
+from tests.launching import OFFLOAD, topology
 from tests.ranks import Ranks, write_samples
 from training.engine.gradients import clip
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models import load_model
 from tests.cases import tiered
-from tests.matrix import OFFLOAD
+from tests.launching import OFFLOAD
 from tests.ranks import Ranks, write_random_samples
 from tests.workers.tensor_axis import SAVED_AT, STEPS
 from training.checkpoint.folder import step_folder
