@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from models import load_model
 from models.causal_lm import CausalLM
 from tests.closeness import assert_near
 from tests.launching import metrics, topology, write_config
-from tests.ranks import Ranks
+from tests.ranks import Ranks, samples_of
 from tests.workers.own_objective import WithSlanted, counts, shifts
 from training.config.keys import TrainConfig
 from training.option import Option
@@ -30,11 +29,7 @@ LENGTHS = (9, 40, 17, 5, 31, 22, 12, 27)
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    generator, made = random.Random(0), list[Sample]()
-    for length in LENGTHS:
-        ids = [generator.randrange(3, 512) for _ in range(length)]
-        made.append({"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 :]})
-    return made
+    return samples_of(LENGTHS)
 
 
 @pytest.fixture(scope="module")
