@@ -163,11 +163,12 @@ def outcomes(
     """All cases that this session asks for."""
     del pairs  # already on disk
     chosen = [case for case in (*CASES, *FAULTY) if case.name in asked]
-    return take(ranks, [described(case, *models(case)[:2], folder) for case in chosen], folder)
+    return take(ranks, [described(case, models(case), folder) for case in chosen], folder)
 
 
-def described(case: Case, model: Path, adapter: Path, folder: Path) -> dict[str, Any]:
-    keys = {
+def described(case: Case, made: tuple[Path, Path, Callable[[], CausalLM]], folder: Path) -> dict[str, Any]:
+    model, adapter, _ = made
+    keys: dict[str, Any] = {
         "data_path": str(folder / ("singles.json" if case.unpaired else "samples.json")),
         "max_seq_len": LIMIT if case.unpaired else 128,
         "preference": LOSSES[case.loss],

@@ -111,7 +111,7 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
 
 
 def describe(name: str, keys: dict[str, Any], model: Path, folder: Path) -> dict[str, Any]:
-    own = {
+    own: dict[str, Any] = {
         "model_path": str(model),
         "preference": {"loss": "dpo", "beta": 0.2},
         "max_steps": STEPS,

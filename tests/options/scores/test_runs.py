@@ -110,7 +110,7 @@ def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path], adapters: dict
         (folder / f"{name}.json").write_text(json.dumps(records))
     cases = []
     for name, (model, keys) in JOBS.items():
-        own = {
+        own: dict[str, Any] = {
             "model_path": str(models[model]),
             "data_path": str(folder / ("texts.json" if "labels" in keys else "pairs.json")),
             "n_epoches": STEPS,
