@@ -17,7 +17,7 @@ from data.errors import DataError
 from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
 from data.sample_set import SampleSet
-from data.settings import Source
+from data.settings import PLAIN, Source
 from data.tokenized.answer_end import answer_end
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.tokenizer import load_tokenizer
@@ -51,13 +51,19 @@ class RecordReader:
         self._config = config
         self.folder = folder
         self._log = log
-        log.print(f"prompts: {self.prompts.prompt_format}")
+        log.print(f"prompts: {self.prompts.prompt_format}{'' if config.prompt_format else self._why()}")
         known = stop_ids(folder)
         self.ends = answer_end(self.tokenizer, self.prompts) - known
         if self.ends:
             end = self.tokenizer.decode(list(self.ends))
             log.print(f"end of answers: {end}; the checkpoints' generation_config.json lists it, the model's does not")
             self.ends |= known | end_tokens(self.tokenizer)
+
+    def _why(self) -> str:
+        """Say why prompts are plain, where nobody asked for it."""
+        if self.prompts.prompt_format != PLAIN:
+            return ""
+        return ", as the tokenizer has no chat template (Alpaca's text; prompt_format names another)"
 
     def read(self, what: str, data_path: Sequence[str | Source]) -> Dataset:
         """Tokenize records, or find them in the cache, and log where they are."""

@@ -45,6 +45,7 @@ from training.trained import (
     describe_trained,
     with_trained,
 )
+from training.usual_rate import rate_warnings
 
 
 class LanguageModel(Task):
@@ -171,7 +172,8 @@ class LanguageModel(Task):
         family = [f"family: {spec.family.proof}"] if spec.family.proof else []
         topology, known = job.division.topology, job.progress.known
         before = known.topology if known else topology
-        return [model, *family, *describe_trained(spec, before.tensor, topology.tensor), *describe_start(job.config)]
+        trained = [*describe_trained(spec, before.tensor, topology.tensor), *describe_start(job.config)]
+        return [model, *family, *trained, *rate_warnings(job.config, spec)]
 
     def describe_data(self, job: Job) -> None:
         config, log = job.config, job.log

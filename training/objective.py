@@ -16,7 +16,7 @@ Loader, engine, evaluation, planner and proof ask it, and name none. It is made 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -83,7 +83,8 @@ class Objective(ABC):
         unit: what has at most `max_seq_len` tokens, in a word for the log.
         best_by: the number of an evaluation by which the best checkpoint is chosen; the smaller, the better.
         has_perplexity: whether `eval_loss` is a mean cross-entropy of words.
-        right: the measure that is the share of right samples, if one is: the accuracy in the line of a step.
+        right: the measure that is the share of right samples, if one is.
+        printed: the measures on the screen, by their names there.
         unprinted: how measures begin that the line of an evaluation leaves out; metrics.jsonl has them.
         says_words: whether it trains a language model, and no model that gives a text numbers instead.
     """
@@ -93,6 +94,7 @@ class Objective(ABC):
     best_by: ClassVar[str] = "eval_loss"
     has_perplexity: ClassVar[bool] = False
     right: ClassVar[str] = ""
+    printed: ClassVar[Mapping[str, str]] = {}
     unprinted: ClassVar[tuple[str, ...]] = ()
     says_words: ClassVar[bool] = True
 

@@ -67,7 +67,7 @@ class Reporting(Callback):
             write_run_info(folder, config, parts, first)
             replace_text(folder / CONFIG_FILE, yaml.safe_dump(config.dump(), sort_keys=False))
             last, each = progress.total_steps, config.steps_per_print
-            shown = config.objective.right, config.objective.unprinted
+            shown = config.objective.printed, config.objective.unprinted
             self._reporter = Reporter(folder, last, each, first, trackers, progress.evaluate_first, parts, *shown)
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from data.chat.control_tokens import ControlWords, words_of
 from data.errors import DataError
+from data.records.chat import Chat
 from data.records.pairs import WRONG_WAY, Judged
 from data.records.raw_records import RawRecord
 from data.records.reading import origin, parse
@@ -29,6 +30,8 @@ from data.tokenized.tokenizer import load_tokenizer
 PLACEHOLDER = re.compile("<(?:image|video|audio|bbox|ref-object)>")
 PLACEHOLDER_HINT = re.compile(rb"<(?:image|video|audio|bbox|ref-object)>|\\u003c", re.IGNORECASE)
 IN_WORDS = "hold a placeholder such as <image>, which is trained as text, as Pipetune trains on text alone"
+ANSWER_FIRST = "begin with an answer, which is trained without a question"
+QUESTION_LAST = "end with a question that nobody answers, which is not trained"
 MENDED = "have comments, or commas before a closing bracket, which are no JSON and were passed over"
 
 
@@ -147,6 +150,8 @@ class Encoder:
             notes[IN_WORDS] = f"{found.group()} in {place}"
         if kind == "pair" and value < 0:
             notes[WRONG_WAY] = f"{place} ({value:g})"
+        for record in records:
+            notes |= dict.fromkeys(_odd_order(record), place)
         tokens[0] = tokens[0]._replace(notes=tokens[0].notes | notes)
 
         empty = any(map(has_empty_answer, records))
@@ -167,6 +172,17 @@ def _add_notes(answer: EncodedChunk, encoded: Sequence[Encoded]) -> None:
             notes |= document.notes
         answer.notes.update(notes.keys())
         answer.examples = notes | answer.examples
+
+
+def _odd_order(record: Record) -> Iterator[str]:
+    """Note a dialogue that begins with an answer or ends with a question, as a wrong column or order makes it."""
+    if not isinstance(record, Chat):
+        return
+    roles = [message.role for message in record.messages if message.role != "system"]
+    if roles[:1] == ["assistant"]:
+        yield ANSWER_FIRST
+    if roles[-1:] == ["user"]:
+        yield QUESTION_LAST
 
 
 def _good(encoded: Tokens | DataError) -> Tokens:

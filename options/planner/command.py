@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 
@@ -30,9 +31,9 @@ from options.planner.inputs import Basis, Workload
 from options.planner.micro_batch import ROWS, choose_rows
 from options.planner.own_plan import SelfPlannedOption, own_planner, self_planned
 from options.planner.plan import Plan
-from options.planner.search import Feed, advise, feed_of, search
+from options.planner.search import Feed, advise, feed_of, other_ways, search
 from options.planner.shapes import shape_of
-from options.planner.tables import advice_table, plan_summary, search_table, stages_table, times_table
+from options.planner.tables import advice_table, needs_table, plan_summary, search_table, stages_table, times_table
 from options.planner.timing import calibrate
 from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing
 from training.config.deepspeed_keys import describe_ignored_keys
@@ -102,17 +103,18 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     known = [f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, full rows"] if shape else []
     for line in [*known, *ignored, *describe_ignored_keys(config, in_stages, plan=True)]:
         log.print(line)
-    _show(basis, processes, feed if arguments.search else None, log)
+    main_memory = None if arguments.devices else psutil.virtual_memory().total
+    _show(basis, processes, feed if arguments.search else None, main_memory, log)
 
 
-def _show(basis: Basis, processes: int, feed: Feed | None, log: Console) -> None:
+def _show(basis: Basis, processes: int, feed: Feed | None, main_memory: int | None, log: Console) -> None:
     """Show the plan of a config, or with `feed` the fastest plans; exit with 1 where none fits."""
     own = own_planner(basis.config)
     if own and not feed:
-        sys.exit(0 if _show_own(own, basis, basis.config.model_topo.stages, log) else DOES_NOT_FIT)
+        sys.exit(0 if _show_own(own, basis, basis.config.model_topo.stages, main_memory, log) else DOES_NOT_FIT)
     if feed:
         for option in self_planned(basis.config):
-            _show_own(option, basis, processes, log)
+            _show_own(option, basis, processes, main_memory, log)
         best = search(basis, processes, feed)
         if not best:
             log.print("search: no pipeline fits, whatever the dims and the micro-batch")
@@ -125,12 +127,24 @@ def _show(basis: Basis, processes: int, feed: Feed | None, log: Console) -> None
         sys.exit(DOES_NOT_FIT)
 
 
-def _show_own(option: SelfPlannedOption[Any], basis: Basis, devices: int, log: Console) -> bool:
-    """Show the fastest plan of a schedule that plans itself; return whether one fits."""
-    plan = option.fastest(basis, devices)
-    for line in plan.describe() if plan else [f"{option.schedule.replace('_', ' ')}: does not fit"]:
+def _show_own(
+    option: SelfPlannedOption[Any], basis: Basis, devices: int, main_memory: int | None, log: Console
+) -> bool:
+    """Show the fastest plan of a schedule that plans itself, or the smallest; return whether it fits."""
+    plan, name = option.fastest(basis, devices), option.schedule.replace("_", " ")
+    if plan is None:
+        log.print(f"{name}: the model cannot be divided among {counted(devices, 'device')}")
+        return False
+
+    log.print(needs_table(plan, basis.device, main_memory))
+    for line in plan.describe():
         log.print(line)
-    return plan is not None
+    has_room = main_memory is None or plan.host <= main_memory
+    if plan.fits and has_room:
+        return True
+    log.print(f"{name}: does not fit")
+    log.print(advice_table([each for each in other_ways(basis) if each.best.fits], plan))
+    return False
 
 
 def show(plan: Plan, log: Console) -> None:

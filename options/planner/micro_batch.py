@@ -90,7 +90,7 @@ def _seconds(basis: Basis) -> float | None:
     config, layers = basis.config, basis.spec.n_layers
     if own := own_planner(config):
         fastest = own.fastest(basis, config.model_topo.stages)
-        return fastest.seconds if fastest else None
+        return fastest.seconds if fastest and fastest.fits else None
     parts = (config.parts_for(layers) or fitting_parts(basis)) if basis.in_stages else [layers]
     plan = Plan(basis, parts) if parts else None
     return plan.seconds if plan and plan.fits else None

@@ -21,6 +21,18 @@ class OwnPlan(Protocol):
     def seconds(self) -> float:
         """The time of a step."""
 
+    @property
+    def peak(self) -> int:
+        """Most bytes of a device."""
+
+    @property
+    def host(self) -> int:
+        """Bytes of main memory."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has room for it."""
+
     def describe(self) -> list[str]:
         """Say in lines what it takes."""
 
@@ -31,7 +43,8 @@ class SelfPlannedOption(Option[Keys]):
 
     Attributes:
         schedule: the value of the key `schedule` that asks for it.
-        fastest: returns the fastest plan on so many devices; None if none fits.
+        fastest: returns the fastest plan on so many devices, of those that fit; if none does, that with the lowest
+            peak, and None where the model cannot be divided among them.
         divide: divides a run's model, with lines for the log.
     """
 

@@ -25,20 +25,24 @@ from models.spec import ModelSpec
 from options.planner.costs import layer_times
 from options.planner.inputs import Basis, Workload
 from options.planner.memory import StateBytes
+from options.planner.own_plan import OwnPlan, own_planner, self_planned
 from options.planner.plan import Plan, fitting_parts
 from options.planner.simulation import simulate
 from training.config.contradictions import PARAMETERS, of_optimizer
 from training.config.deepspeed_config import check_sharing
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
+from training.config.objective import LoraSection
 from training.config.optimization import OptimizerOffload
 from training.data_setup import training_loader
 from training.errors import ConfigError
+from training.trained import with_trained
 
 FASTEST = 5  # plans that a search returns
 SIZES = (1, 2, 4, 8, 16)  # rows of a micro-batch that are tried
 LONG = 4096  # least tokens of a row on each rank under sequence parallelism
 SHORTEST = 128  # least max_seq_len that is advised
+COSTLY = ("optimizer.type", "max_seq_len")  # changes of what is trained
 OFFLOADS = "zero_optimization.offload_optimizer: {device: cpu}", "offload_activations: true", "offload_gradients: true"
 
 Feed = Callable[[TrainConfig], Workload]  # the workload of a config
@@ -183,24 +187,77 @@ def _dualpipev_passes(stages: int, micro_batches: int, backward: float) -> float
 
 @dataclass(frozen=True)
 class Advice:
-    """A change of the config and its plans."""
+    """A change of the config and its plans.
 
-    change: str  # key and value
-    alone: Plan
-    together: Plan  # with this change and all those before it
+    Attributes:
+        change: key and value.
+        alone: with this change only.
+        together: with it and all those before it; None for another way to train, which stands alone.
+    """
+
+    change: str
+    alone: Plan | OwnPlan
+    together: Plan | OwnPlan | None
+
+    @property
+    def best(self) -> Plan | OwnPlan:
+        """The plan that counts."""
+        return self.together or self.alone
 
 
 def advise(basis: Basis) -> list[Advice]:
-    """Return changes up to the first with which, together with those before, the run fits."""
-    advice = []
-    together = basis
-    for change, changed in _cheaper(basis).items():
-        if applied := _cheaper(together).get(change):  # on top of the changes before
-            together = applied
-            advice.append(Advice(change, Plan.make(changed), Plan.make(together)))
-            if advice[-1].together.fits:
-                return advice
-    return [*advice, *(advise_stages(basis) if basis.in_stages else [])]
+    """Return what makes a run fit, the cheapest first; what saves nothing is left out.
+
+    First come changes that add up and cost time at most, until the run fits with them. Then other ways to train it,
+    each alone; where none of them fits either, changes of what is trained; and at last more stages.
+    """
+    now, together = Plan.make(basis).peak, basis
+    advice: list[Advice] = []
+
+    def add(changes: Iterable[str]) -> bool:
+        nonlocal together
+        for change in changes:
+            changed, applied = _cheaper(basis).get(change), _cheaper(together).get(change)
+            if not changed or not applied:  # the second is on top of the changes before
+                continue
+            before, together = Plan.make(together).peak, applied
+            found = Advice(change, Plan.make(changed), Plan.make(applied))
+            if found.alone.peak < now or found.best.peak < before:
+                advice.append(found)
+            if found.best.fits:
+                return True
+        return False
+
+    changes = list(_cheaper(basis))
+    cheap = [change for change in changes if not change.startswith(COSTLY)]
+    if add(cheap):
+        return advice
+    others = other_ways(basis) if basis.in_stages else []
+    advice += others
+    if not any(each.best.fits for each in others):
+        add(change for change in changes if change not in cheap)
+    if basis.in_stages and (plan := more_stages(basis)):
+        dims = plan.basis.config.model_topo.process_topology.dims
+        advice.append(Advice(f"model_topo.process_topology.dims: {dims}, parts: auto", plan, None))
+    return advice
+
+
+def other_ways(basis: Basis) -> list[Advice]:
+    """List other ways to train the model, each alone: a schedule that plans itself, and adapters."""
+    config = basis.config
+    found = []
+    for option in self_planned(config):
+        plan = option.fastest(basis, config.model_topo.processes) if option is not own_planner(config) else None
+        if plan:
+            found.append(Advice(f"schedule: {option.schedule}", plan, None))
+    if config.lora is None and not config.freeze:
+        for lora in (LoraSection(), LoraSection(base="nf4")):
+            adapted = config.model_copy(update={"lora": lora})
+            # Other weights are trained, so nothing that is known of these layers holds.
+            changed = replace(basis.changed(lora=lora), spec=with_trained(basis.spec, adapted), known={})
+            written = "{base: nf4}" if lora.base else "true"
+            found.append(Advice(f"lora: {written}, which trains adapters", Plan.make(changed), None))
+    return [each for each in found if each.alone.peak < Plan.make(basis).peak]
 
 
 def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
@@ -209,16 +266,15 @@ def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
     return next(((change, peak) for change, peak in found if peak < plan.stages[stage].memory.peak), None)
 
 
-def advise_stages(basis: Basis) -> list[Advice]:
-    """Return the fewest stages with which the run fits as it is, if there are such."""
+def more_stages(basis: Basis) -> Plan | None:
+    """Plan the fewest stages with which the run fits as it is, if there are such."""
     topo = basis.config.model_topo
     for stages in range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.v_schedule else 1) + 1):
         spread = topo.spread(stages, topo.replicas)
         changed = basis.changed(model_topo=spread)
         if fitting_parts(changed):
-            plan, dims = Plan.make(changed), spread.process_topology.dims
-            return [Advice(f"model_topo.process_topology.dims: {dims}, parts: auto, alone", plan, plan)]
-    return []
+            return Plan.make(changed)
+    return None
 
 
 def give_up(config: TrainConfig, fixed: Container[str]) -> Iterator[TrainConfig]:

@@ -11,10 +11,11 @@ from common.quantities import GIGA, counted, duration, gigabytes
 from options.planner import zero
 from options.planner.communication import stage_messages
 from options.planner.measurements import MEASURED_FILE
+from options.planner.own_plan import OwnPlan
 from options.planner.plan import ERROR, Plan
 from options.planner.search import Advice
 from training.distributed.links import FILE as LINKS_FILE
-from training.metrics.devices import TERA
+from training.metrics.devices import TERA, Device
 
 MEMORY = "weights gradients optimizer activations step peak".split()  # columns of a plan, and of `StageMemory`
 
@@ -134,21 +135,26 @@ def _links(plan: Plan) -> list[str]:
     return lines
 
 
-def advice_table(advice: Sequence[Advice], now: Plan) -> Table:
+def advice_table(advice: Sequence[Advice], now: Plan | OwnPlan) -> Table:
     """Show changes, alone and together with those above."""
     headings = ["change", "peak alone, GB", "with those above, GB", "fits", "step time"]
     made = _table("changes that make it fit, cheapest first", headings)
     for each in advice:
         fits = "alone" if each.alone.fits else "no"
-        if each.together.fits:
+        if each.best.fits:
             fits = "yes"
-        made.add_row(
-            each.change,
-            f"{each.alone.peak / GIGA:.2f}",
-            f"{each.together.peak / GIGA:.2f}",
-            fits,
-            f"x {each.together.seconds / now.seconds:.2f}",
-        )
+        together = f"{each.together.peak / GIGA:.2f}" if each.together else ""
+        step_time = f"x {each.best.seconds / now.seconds:.2f}"
+        made.add_row(each.change, f"{each.alone.peak / GIGA:.2f}", together, fits, step_time)
+    return made
+
+
+def needs_table(plan: OwnPlan, device: Device, main_memory: int | None) -> Table:
+    """Show what a plan needs beside what is there; `main_memory` is of a host, None where it is not known."""
+    made = _table("memory in GB", ["of", "needed", "there", "short"])
+    for what, needed, there in ((f"each {device.name}", plan.peak, device.memory), ("a host", plan.host, main_memory)):
+        short = f"{(needed - there) / GIGA:.2f}" if there and needed > there else ""
+        made.add_row(what, f"{needed / GIGA:.2f}", f"{there / GIGA:.2f}" if there else "not known", short)
     return made
 
 

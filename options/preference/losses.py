@@ -34,7 +34,7 @@ from models.loss.micro_batch import (
 from models.parallel.groups import ONE_RANK, RankGroup, add_up
 
 # What is added up over pairs for the log, by trl's names.
-RIGHT, UNPRINTED = "rewards/accuracies", ("rewards", "logps")
+RIGHT, MARGIN, UNPRINTED = "rewards/accuracies", "rewards/margins", ("rewards", "logps")
 REWARD_MEASURES = (RIGHT, "rewards/chosen", "rewards/rejected")
 MEASURES = (*REWARD_MEASURES, "logps/chosen", "logps/rejected", "logps/accuracies")
 # Of desirable answers (chosen) and undesirable ones (rejected); each counts 0 in the sums of the other class.
@@ -222,5 +222,5 @@ class UnpairedLoss(PreferenceLoss):
 def with_margins(found: dict[str, float]) -> dict[str, float]:
     """Add the margin between the rewards of better and worse answers, where both are known."""
     if {"rewards/chosen", "rewards/rejected"} <= found.keys():
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        found[MARGIN] = found["rewards/chosen"] - found["rewards/rejected"]
     return found

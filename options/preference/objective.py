@@ -9,7 +9,7 @@ from data.settings import Wanted
 from models.parallel.groups import RankGroup
 from options.preference.collation import JudgedCollation
 from options.preference.formula import PairsFormula
-from options.preference.losses import RIGHT, UNPRINTED, PairLoss, PreferenceLoss, UnpairedLoss
+from options.preference.losses import MARGIN, RIGHT, UNPRINTED, PairLoss, PreferenceLoss, UnpairedLoss
 from training.callbacks import Callback
 from training.errors import ConfigError
 from training.objective import Formula, ModelAndRecords, Objective
@@ -53,7 +53,7 @@ class PairedAnswers(Answers):
 
     documents = 2
     best_by = "eval_error"
-    right = RIGHT
+    right, printed = RIGHT, {"accuracy": RIGHT, "margin": MARGIN}
 
     @property
     def wanted(self) -> Wanted:
@@ -68,6 +68,8 @@ class PairedAnswers(Answers):
 
 class MarkedAnswers(Answers):
     """Learn from answers by themselves, each desirable or not: KTO and APO-zero."""
+
+    printed = {"margin": MARGIN}
 
     @property
     def wanted(self) -> Wanted:

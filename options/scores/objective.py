@@ -9,7 +9,7 @@ from data.settings import Wanted
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.preference.collation import JudgedCollation
-from options.preference.losses import RIGHT, UNPRINTED
+from options.preference.losses import MARGIN, RIGHT, UNPRINTED
 from options.scores.formula import ClassesFormula, RewardsFormula
 from options.scores.loss import ACCURACY, ScoreLoss
 from training.callbacks import Callback
@@ -48,6 +48,7 @@ class Reward(Scores):
     """Learn that the better of two answers scores higher (`preference.loss: reward`)."""
 
     right, unprinted = RIGHT, UNPRINTED
+    printed = {"accuracy": RIGHT, "margin": MARGIN}
     documents, unit = 2, "answer"
 
     def __init__(self, config: TrainConfig, center_weight: float) -> None:
@@ -72,7 +73,7 @@ class Reward(Scores):
 class Classes(Scores):
     """Learn the class of each text (`labels`)."""
 
-    right = ACCURACY
+    right, printed = ACCURACY, {"accuracy": ACCURACY}
 
     @property
     def wanted(self) -> Wanted:

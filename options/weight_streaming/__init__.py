@@ -87,7 +87,8 @@ def _trainer(config: StreamingKeys) -> type[Trainer] | None:
 def _fastest(basis: Basis, gpus: int) -> StreamedPlan | None:
     from options.weight_streaming.plan import Streaming
 
-    return Streaming(basis, gpus).best()
+    streaming = Streaming(basis, gpus)
+    return streaming.best() or streaming.smallest()
 
 
 def _divide(basis: Basis) -> StreamedDivision:

@@ -60,6 +60,14 @@ class StreamedPlan:
         return max(self.step.seconds, self.step.moved / TOTAL_HOST)
 
     @property
+    def peak(self) -> int:
+        return self.memory
+
+    @property
+    def fits(self) -> bool:
+        return not self.basis.device.memory or self.memory <= self.basis.device.memory
+
+    @property
     def bubble(self) -> float:
         return 1 - self.step.work / (self.gpus * self.seconds)
 
@@ -110,14 +118,17 @@ class Streaming:
 
     def best(self) -> StreamedPlan | None:
         """Return the fastest plan that fits."""
-        fitting = (plan for plan in self._plans() if not self._limit or plan.memory <= self._limit)
-        return min(fitting, key=lambda plan: plan.seconds, default=None)
+        return min((plan for plan in self._plans if plan.fits), key=lambda plan: plan.seconds, default=None)
+
+    def smallest(self) -> StreamedPlan | None:
+        """Return the plan that takes the least memory of a device."""
+        return min(self._plans, key=lambda plan: plan.memory, default=None)
 
     @cached_property
-    def _limit(self) -> int | None:
-        return self.basis.device.memory
+    def _plans(self) -> list[StreamedPlan]:
+        return list(self._tried())
 
-    def _plans(self) -> Iterator[StreamedPlan]:
+    def _tried(self) -> Iterator[StreamedPlan]:
         number = self.basis.micro_batches
         sizes = [size for size in range(min(self.gpus, number), min(MOST_ROUND, number) + 1) if number % size == 0]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from common import terminal
 from common.quantities import GIGA
-from training.metrics.step_metrics import StepMetrics
+from training.metrics.step_metrics import StepMetrics, shown_measures
 
 BETWEEN = 0.25  # seconds between two drawings, at least
 CURVE, BAR = 48, 24  # columns
@@ -28,10 +28,17 @@ LEVELS, ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
 
 
 class LiveView:
-    """A view at the bottom of a console; other output goes above it. `parts` are the layers of each stage."""
+    """A view at the bottom of a console; other output goes above it.
 
-    def __init__(self, console: Console, total_steps: int, parts: Sequence[int]) -> None:
-        self._console, self._total, self._parts = console, total_steps, parts
+    Args:
+        parts: the layers of each stage.
+        printed: measures to show, by their names on the screen.
+    """
+
+    def __init__(
+        self, console: Console, total_steps: int, parts: Sequence[int], printed: Mapping[str, str] | None = None
+    ) -> None:
+        self._console, self._total, self._parts, self._printed = console, total_steps, parts, printed or {}
         self._losses: list[float] = []
         self._drawn = 0.0
         self._live = Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
@@ -68,7 +75,7 @@ class LiveView:
         bar = ProgressBar(total=self._total, completed=metrics.step, width=BAR)
         where.add_row(f"step {metrics.step}/{self._total}", f"epoch {metrics.epoch}", bar, f"{left} left")
         levels = ASCII_LEVELS if self._console.options.ascii_only else LEVELS
-        loss = f"loss {metrics.loss:.4f}  {curve(self._losses, levels)}"
+        loss = f"loss {metrics.loss:.4f}  {curve(self._losses, levels)}{shown_measures(metrics, self._printed)}"
         speed = f"lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"
         if metrics.mfu is not None:
             speed += f"  MFU {metrics.mfu:.0%}"

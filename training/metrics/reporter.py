@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from common.terminal import safe_line
 from common.whole_files import regular, replacing
-from training.metrics.step_metrics import StepMetrics, to_json
+from training.metrics.step_metrics import StepMetrics, shown_measures, to_json
 
 if TYPE_CHECKING:  # reading a run's metrics needs neither torch nor a config
     from training.metrics.live_view import LiveView
@@ -41,7 +41,7 @@ class Reporter:
         trackers: receive the numbers too; the reporter closes them.
         evaluates_first: whether the run begins with the evaluation after step `first_step - 1`.
         parts: layers of each stage.
-        right: the measure that is printed as accuracy, if there is one.
+        printed: measures of a step on the screen, by their names there.
         unprinted: how measures begin that are not printed with an evaluation.
     """
 
@@ -52,7 +52,7 @@ class Reporter:
     trackers: Sequence[Tracker] = ()
     evaluates_first: bool = False
     parts: Sequence[int] = ()
-    right: str = ""
+    printed: Mapping[str, str] = field(default_factory=dict)
     unprinted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Reporter:
         path = self.folder / METRICS_FILE
         drop_repeated(path, self.first_step, self.evaluates_first)
         self._file = open(path, "ab", buffering=0)
-        self._view = open_live_view(self.total_steps, self.parts)
+        self._view = open_live_view(self.total_steps, self.parts, self.printed)
 
     def report(self, metrics: StepMetrics) -> None:
         """Record one step."""
@@ -78,8 +78,7 @@ class Reporter:
             speed = f"{metrics.tokens_per_s:,.0f} tokens/s"
             if metrics.mfu is not None:
                 speed += f"  MFU {metrics.mfu:.0%}"
-            if self.right:
-                numbers += f"  accuracy {metrics.measures[self.right]:.2f}"
+            numbers += shown_measures(metrics, self.printed)
             progress = f"step {metrics.step}/{self.total_steps}  epoch {metrics.epoch}"
             print(f"{progress}  {numbers}  {speed}  {left} left", flush=True)
 
@@ -129,7 +128,7 @@ class Reporter:
                 _warn(f"{tracker.name}: {error}; its last numbers are missing")
 
 
-def open_live_view(total_steps: int, parts: Sequence[int]) -> LiveView | None:
+def open_live_view(total_steps: int, parts: Sequence[int], printed: Mapping[str, str]) -> LiveView | None:
     """Open a live view if standard output is a terminal that can show it."""
     if not sys.stdout.isatty():
         return None
@@ -138,7 +137,7 @@ def open_live_view(total_steps: int, parts: Sequence[int]) -> LiveView | None:
     from training.metrics.live_view import LiveView
 
     console = Console()
-    return None if console.is_dumb_terminal else LiveView(console, total_steps, parts)
+    return None if console.is_dumb_terminal else LiveView(console, total_steps, parts, printed)
 
 
 def drop_repeated(path: Path, first_step: int, evaluates_first: bool = False) -> None:

@@ -42,6 +42,12 @@ class StepMetrics:
     measures: dict[str, float] = field(default_factory=dict)
 
 
+def shown_measures(metrics: StepMetrics, names: Mapping[str, str]) -> str:
+    """Write measures for the screen, each behind two blanks; `names` has what they are called there."""
+    known = {name: metrics.measures[measure] for name, measure in names.items() if measure in metrics.measures}
+    return "".join(f"  {name} {value:.2f}" for name, value in known.items())
+
+
 def to_json(values: Mapping[str, Any], indent: int | None = None) -> bytes:
     """Convert to JSON; numbers that are not finite become null."""
     return pydantic_core.to_json(values, indent=indent, inf_nan_mode="null")

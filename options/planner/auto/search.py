@@ -26,7 +26,7 @@ from models.spec import ModelSpec
 from options.planner.inputs import Basis
 from options.planner.measurements import Calibration
 from options.planner.plan import Plan
-from options.planner.search import SHORTEST, Feed, advise_stages, feed_of, give_up, search, speed
+from options.planner.search import SHORTEST, Feed, feed_of, give_up, more_stages, search, speed
 from options.planner.timing import calibrate
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
@@ -166,8 +166,8 @@ class Search:
         need = f"in {stages} a process needs {gigabytes(plan.peak)}, and has {gigabytes(memory)}"
         if plan.fits:
             need = f"what goes to main memory is more than {gigabytes(self.machine.memory)}"
-        more = advise_stages(plan.basis) if self.machine.kind.reserves else []
-        expected = f"{more[0].alone.basis.config.model_topo.stages} such processes, or " if more else ""
+        more = more_stages(plan.basis) if self.machine.kind.reserves else None
+        expected = f"{len(more.stages)} such processes, or " if more else ""
         return (
             f"--model: fits nowhere on {self.machine.name}: with all blocks recomputed and max_seq_len "
             f"{basis.config.max_seq_len} {need}; expected {expected}a smaller model"

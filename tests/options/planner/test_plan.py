@@ -233,14 +233,14 @@ def test_advice_is_cheapest_first_and_ends_where_it_fits(tmp_path: Path) -> None
         "use_grad_ckpt: true",
         "zero_optimization.offload_optimizer: {device: cpu}",
     ]
-    assert [each.together.fits for each in advice] == [False] * (len(advice) - 1) + [True]
-    peaks = [each.together.peak for each in advice]
+    assert [each.best.fits for each in advice] == [False] * (len(advice) - 1) + [True]
+    peaks = [each.best.peak for each in advice]
     assert peaks == sorted(peaks, reverse=True)
 
 
 def test_activations_are_advised_to_leave_a_gpu_alone(tmp_path: Path) -> None:
     """On a CPU they lie in main memory already."""
-    basis = basis_of(tiny(tmp_path), config_of(tmp_path, 1, max_seq_len=128))
+    basis = basis_of(tiny(tmp_path, num_hidden_layers=8), config_of(tmp_path, 1, use_grad_ckpt=False))
     for device in (basis.device, this_device()):
         advice = advise(replace(basis, device=replace(device, memory=1000)))
         assert ("offload_activations: true" in [each.change for each in advice]) == device.reserves
@@ -253,7 +253,24 @@ def test_sums_in_main_memory_are_advised_for_what_fits_no_other_way(tmp_path: Pa
     advice = advise(basis)
     assert [each.change for each in advice] == ["offload_gradients: true"]
     assert advice[0].alone.fits and not Plan.make(basis).fits
-    assert 0.6 * advice[0].alone.peak < max(stage.memory.weights for stage in advice[0].alone.stages)
+    alone = advice[0].alone
+    assert isinstance(alone, Plan) and 0.6 * alone.peak < max(stage.memory.weights for stage in alone.stages)
+
+
+def test_other_ways_come_before_shorter_rows_and_more_devices(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"bf16": {"enabled": True}, "fp16": {}, "use_grad_ckpt": True}
+    advice = advise(basis_of(llama(tmp_path, "llama-65b"), config_of(tmp_path, 8, **keys), "RTX4090"))
+    changes = [each.change for each in advice]
+    ways = [
+        "schedule: weight_streaming",
+        "lora: true, which trains adapters",
+        "lora: {base: nf4}, which trains adapters",
+    ]
+    assert [change for change in changes if change in ways] == ways[-2:] or changes[-4:-1] == ways
+    assert changes[-1].startswith("model_topo.process_topology.dims: ") and advice[-1].best.fits
+    assert not any(change.startswith(("max_seq_len", "optimizer.type")) for change in changes)
+    nf4 = next(each for each in advice if each.change == ways[-1])
+    assert nf4.alone.fits and nf4.alone.peak < advice[changes.index(ways[-2])].alone.peak
 
 
 def test_a_search_proposes_what_fits(tmp_path: Path) -> None:

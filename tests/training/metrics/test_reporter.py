@@ -138,11 +138,11 @@ def test_some_steps_are_printed_and_always_the_last(
 def test_what_is_printed_of_measures_is_the_objectives_to_say(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Reporter(tmp_path, 7, 1, right="rewards/margins", unprinted=("rewards", "logps")) as reporter:
+    with Reporter(tmp_path, 7, 1, printed={"margin": "rewards/margins"}, unprinted=("rewards", "logps")) as reporter:
         reporter.report(metrics(7))
         reporter.report_evaluation(7, {"eval_loss": 0.5, "eval_rewards/margins": 1.0, "eval_kl": 0.25})
     step, evaluation = capfd.readouterr().out.splitlines()
-    assert "  accuracy 0.25  " in step and evaluation == "step 7/7  eval_loss 0.5000  eval_kl 0.2500"
+    assert "  margin 0.25  " in step and evaluation == "step 7/7  eval_loss 0.5000  eval_kl 0.2500"
     assert read_metrics(tmp_path / METRICS_FILE)[1]["eval_rewards/margins"] == 1.0
 
 
