@@ -21,7 +21,7 @@ from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_or_launch
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.start import name_accelerator
-from training.option import Flags, Start, find_action
+from training.option import EntryPoint, Flags, find_action
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -123,14 +123,14 @@ def run_entry_point(
             early_signals.give_back()  # there is nothing to save
         found = (option.find_hosts(arguments, process) for option in kind.options)
         hosts = next(filter(None, found), None)
-        start = Start(kind, in_stages, process, hosts)
+        entry = EntryPoint(kind, in_stages, process, hosts)
         for option in kind.options:
-            option.prepare(arguments, start)
+            option.prepare(arguments, entry)
 
         config = load(ProcessInfo(0, sum(map(len, hosts.devices.values())), 0, 1) if hosts else process)
         keep_tracebacks_in(config.save_path)
         if act:
-            act(config, arguments, start)
+            act(config, arguments, entry)
             return
         if process is None and not hosts:
             find_model(config.model_path, weights=not (arguments.inspect or config.from_scratch))

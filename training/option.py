@@ -74,8 +74,8 @@ class Hosts(Protocol):
         """Start the run there in place of this process; `reload` returns the config with one more override."""
 
 
-class Start(NamedTuple):
-    """How an entry point was started.
+class EntryPoint(NamedTuple):
+    """An entry point, and how it was started.
 
     Attributes:
         kind: of the config.
@@ -91,7 +91,7 @@ class Start(NamedTuple):
 
 
 Keys = TypeVar("Keys", bound=TrainConfig)
-Action = Callable[[Keys, Namespace, Start], None]
+Action = Callable[[Keys, Namespace, EntryPoint], None]
 IsOverride = Callable[[str], bool]
 
 
@@ -123,7 +123,7 @@ class Option(Generic[Keys]):
         add_flags: adds its flags to the command line of the entry points.
         needs: by the name of a flag, the flags without any of which it has no effect.
         check_flags: completes and checks the parsed flags, beyond `needs`, by `parser.error`; given also what says
-            whether a word is `key.sub=value` of the config.
+            whether a word is `key.sub=value` of the config, as the planner's `--data` swallows what stands behind it.
         find_hosts: finds by its flags the hosts that this process is to start the run on, if not this machine alone.
         prepare: does what its flags ask for before the config is read: the planner writes the file and names it in
             `config`. It may set `processes`, to load a config without model_topo for so many.
@@ -147,7 +147,7 @@ class Option(Generic[Keys]):
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     check_flags: Callable[[ArgumentParser, Namespace, IsOverride], None] = lambda parser, arguments, is_override: None
     find_hosts: Callable[[Namespace, ProcessInfo | None], Hosts | None] = lambda arguments, process: None
-    prepare: Callable[[Namespace, Start], None] = lambda arguments, start: None
+    prepare: Callable[[Namespace, EntryPoint], None] = lambda arguments, entry: None
     acts: Mapping[str, Action[Keys]] = field(default_factory=dict)
     on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)
     wrap_trainer: Callable[[Namespace, type[Trainer]], type[Trainer]] = lambda arguments, kind: kind

@@ -13,7 +13,7 @@ from training.command_line import refuse_launcher
 from training.errors import ConfigError, keep_tracebacks_in
 from training.launch.start import name_accelerator
 from training.metrics.devices import KNOWN, parse_devices
-from training.option import Flags, IsOverride, Start
+from training.option import EntryPoint, Flags, IsOverride
 
 NEEDS = {
     "dry_run": ("auto",),
@@ -55,7 +55,7 @@ def check_flags(parser: ArgumentParser, arguments: Namespace, is_override: IsOve
         parser.error("--auto, --model, --data and --save: expected all of them, or --config")
 
 
-def prepare(arguments: Namespace, start: Start) -> None:
+def prepare(arguments: Namespace, entry: EntryPoint) -> None:
     """Check the device names; for `--auto` choose a config, then continue as if `--config` had named its file.
 
     Raises:
@@ -65,27 +65,27 @@ def prepare(arguments: Namespace, start: Start) -> None:
         arguments.processes, _ = parse_devices(arguments.devices)
     if not arguments.auto:
         return
-    if not start.in_stages:
+    if not entry.in_stages:
         raise ConfigError("--auto: configures pipelines; expected train_ds.py")
-    refuse_launcher("--auto", start.process)
+    refuse_launcher("--auto", entry.process)
     keep_tracebacks_in(arguments.save)
 
     name_accelerator()
     from options.planner.auto.command import configure  # takes seconds
 
-    arguments.config = str(configure(start.kind, arguments, start.hosts.devices if start.hosts else None))
+    arguments.config = str(configure(entry.kind, arguments, entry.hosts.devices if entry.hosts else None))
     sys.argv[1:] = ["--config", arguments.config, *arguments.overrides]  # the run's processes get these too
     if arguments.dry_run:
-        words = ["python", *sys.argv, *(start.hosts.words if start.hosts else ())]
+        words = ["python", *sys.argv, *(entry.hosts.words if entry.hosts else ())]
         print(f"dry run: nothing is trained; {shlex.join(words)} trains")
         sys.exit()
 
 
-def plan(config: PlannerKeys, arguments: Namespace, start: Start) -> None:
+def plan(config: PlannerKeys, arguments: Namespace, entry: EntryPoint) -> None:
     """Predict the time and memory of the run, on one rank where a launcher started several."""
-    if start.process is not None and start.process.rank > 0:
+    if entry.process is not None and entry.process.rank > 0:
         return
-    if arguments.search and not start.in_stages:
+    if arguments.search and not entry.in_stages:
         raise ConfigError("--search: proposes pipelines; expected train_ds.py")
     if not shape_of(config.model_path):
         find_model(config.model_path, weights=False)  # a missing one is reported before what takes seconds to import
@@ -93,4 +93,4 @@ def plan(config: PlannerKeys, arguments: Namespace, start: Start) -> None:
     name_accelerator()
     from options.planner.command import plan_run
 
-    plan_run(config, arguments, start.in_stages)
+    plan_run(config, arguments, entry.in_stages)

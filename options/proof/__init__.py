@@ -10,7 +10,7 @@ from models.checkpoint.hub import find_model
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.launch.start import name_accelerator
-from training.option import Flags, Option, Start
+from training.option import EntryPoint, Flags, Option
 
 if TYPE_CHECKING:
     from training.engine.trainer import Trainer
@@ -22,10 +22,10 @@ def _add_flags(flags: Flags) -> None:
     flags.parser.add_argument("--record", metavar="FOLDER", help=SUPPRESS)  # where ranks of a proof record steps
 
 
-def _prove(config: TrainConfig, arguments: Namespace, start: Start) -> None:
-    if not start.in_stages:
+def _prove(config: TrainConfig, arguments: Namespace, entry: EntryPoint) -> None:
+    if not entry.in_stages:
         raise ConfigError("--prove: proves pipelines; expected train_ds.py")
-    if start.process is not None:
+    if entry.process is not None:
         raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
     find_model(config.model_path, weights=False)  # a missing one is reported before what takes seconds to import
 

@@ -30,7 +30,7 @@ from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.job import Task
 from training.measures import Measures
-from training.option import Flags, IsOverride, Option, Start, find_action, rank_action, wrap_trainer
+from training.option import EntryPoint, Flags, IsOverride, Option, find_action, rank_action, wrap_trainer
 from training.runs import run_callbacks
 
 GREETED = "hello from the flag"
@@ -76,11 +76,11 @@ def check_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace, 
         parser.error("--greet: expected an override")
 
 
-def write_first(arguments: argparse.Namespace, start: Start) -> None:
-    arguments.config = str(arguments.config).replace("{}", "staged" if start.in_stages else "whole")
+def write_first(arguments: argparse.Namespace, entry: EntryPoint) -> None:
+    arguments.config = str(arguments.config).replace("{}", "staged" if entry.in_stages else "whole")
 
 
-def greet(config: DummyKeys, arguments: argparse.Namespace, start: Start) -> None:
+def greet(config: DummyKeys, arguments: argparse.Namespace, entry: EntryPoint) -> None:
     print(GREETED, config.dummy_size)
 
 

@@ -12,9 +12,9 @@ __all__ = ["sleeper"]  # a fixture
 PROVES = """
 import sys
 from pathlib import Path
-from options.proof.launches import LaunchedRun
+from options.proof.launches import Start
 notes = Path(sys.argv[1]).parent
-LaunchedRun(sys.argv[1], notes / "config", notes, notes).run(lambda steps: None)
+Start(sys.argv[1], notes / "config", notes, notes).run(lambda steps: None)
 """
 
 
