@@ -1,7 +1,7 @@
 """Convert weights between the HuggingFace and the pipeline layout, to ONNX and GGUF; download or check a model.
 
 python convert_model.py hg_to_pp --input-path DIR --save-path DIR
-python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--layout native] [--dtype bf16] [--compat]
+python convert_model.py pp_to_hg --input-path DIR --save-path DIR [--best] [--merge] [--dtype bf16] [--compat]
 python convert_model.py gather --input-path DIR --hosts node1,node2 --save-path DIR
 python convert_model.py hg_to_onnx --input-path DIR --save-path DIR
 python convert_model.py hg_to_gguf --input-path DIR --save-path FILE [--dtype bf16] [--converter PATH]
@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
             hg_to_pp(arguments.input_path, arguments.save_path, arguments.overwrite, arguments.verify)
         case "pp_to_hg":
             from models.checkpoint.adapter import base_folder
+            from training.checkpoint.chosen import choose_checkpoint
             from training.checkpoint.folder import check_weights
 
             options = ExportOptions(
@@ -60,11 +61,16 @@ def run(arguments: argparse.Namespace) -> None:
                 add_tokenizer=add_tokenizer,
                 add_card=add_card,
             )
-            folder = resolve(arguments.input_path, adapter=True)
+            folder, lines = choose_checkpoint(arguments.input_path, arguments.best)
+            for line in lines:
+                print(safe_line(line), flush=True)
             check_weights(folder)
-            if arguments.merge and (folder / ADAPTER).is_file():
+            adapter = (folder / ADAPTER).is_file()
+            if arguments.merge and adapter:
                 check_weights(base_folder(folder))
             pp_to_hg(folder, arguments.save_path, arguments.overwrite, options)
+            what = "adapter, for peft, beside its base" if adapter and not arguments.merge else "model"
+            print(safe_line(f"written: {arguments.save_path}, a HuggingFace folder ({what})"))
         case "check":
             folder = resolve(arguments.input_path, adapter=True)
             problems, notes = check_adapter(folder) if (folder / ADAPTER).is_file() else (check(folder), [])
@@ -92,6 +98,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     purpose = "pipeline layout or a run's checkpoint -> HuggingFace folder"
     export = commands.add_parser("pp_to_hg", help=purpose, parents=[*to_folder, verify])
+    purpose = "of a run's folder: the best checkpoint by evaluation, not the newest"
+    export.add_argument("--best", action="store_true", help=purpose)
     purpose = "native: ChatGLM3, Baichuan-7B, InternLM2, Qwen under transformers' own names, to load without their code"
     export.add_argument("--layout", choices=("original", "native"), default="original", help=purpose)
     purpose = "of a run that trained an adapter: add it to its base and write the whole model, not a folder for peft"

@@ -25,7 +25,7 @@ from options import RunConfig, load_config  # noqa: E402
 from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
 from training.distributed.processes import ProcessInfo  # noqa: E402
-from training.option import rank_action, wrap_trainer  # noqa: E402
+from training.option import options_of, rank_action, wrap_trainer  # noqa: E402
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -44,11 +44,11 @@ def main() -> None:
 
 def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
     """Do the whole job of one rank."""
-    if action := rank_action(config.options, arguments):
+    if action := rank_action(options_of(config), arguments):
         return action(config, process, monitor, in_stages=True)
     from training.runs import pipeline_trainer, train_language_model
 
-    kind = wrap_trainer(config.options, arguments, pipeline_trainer(config))
+    kind = wrap_trainer(options_of(config), arguments, pipeline_trainer(config))
     return train_language_model(config, process, monitor, kind)
 
 

@@ -24,7 +24,7 @@ from training.command_line import parse_arguments, run_entry_point  # noqa: E402
 from training.config.keys import TrainConfig  # noqa: E402
 from training.config.yaml_file import load_config_of  # noqa: E402
 from training.distributed.processes import ProcessInfo  # noqa: E402
-from training.option import rank_action  # noqa: E402
+from training.option import options_of, rank_action  # noqa: E402
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -43,7 +43,7 @@ def main() -> None:
 
 def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
     """Do the whole job of one rank."""
-    if action := rank_action(config.options, arguments):
+    if action := rank_action(options_of(config), arguments):
         return action(config, process, monitor, in_stages=False)
     from training.engine.zero import ZeroTrainer
     from training.runs import train_language_model

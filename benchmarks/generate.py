@@ -25,7 +25,7 @@ from benchmarks.peers import SMOLLM2
 from benchmarks.report import Report, against_targets, run_parts
 from benchmarks.tokenizing import make_tokenizer
 from benchmarks.workers import ROOT
-from models import load_model
+from models.api import load_model
 from options.demo.generation import Request, generate, generate_many
 
 PROMPT, NEW, AT_ONCE, ROUNDS = 256, 64, 8, 5  # tokens, tokens, prompts, pairs

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from data.tokenized.tokenize import encode
+from typing import Any
 
 __all__ = ["encode"]
 

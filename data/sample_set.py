@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol, TypedDict
 
 import numpy
@@ -51,6 +52,17 @@ class SampleSet(Protocol):
 
     @property
     def values(self) -> NDArray[numpy.float32]: ...  # [n], see `Preference`
+
+
+class KeptSamples(SampleSet, Protocol):
+    """Describe samples that lie in a folder, for whoever keeps something beside them."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def fingerprint(self) -> str: ...  # of the samples and their order
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from models.api import CausalLM, load_model
 
 # torchao, which transformers imports where it is installed, warns of missing kernels of other GPUs; torch's ONNX
 # exporter of missing libraries that it does not need.

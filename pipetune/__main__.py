@@ -64,6 +64,8 @@ def init_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=typed_name(), description="Write a config to start from.")
     parser.add_argument("file", type=Path, nargs="?", default=Path("pipetune.yml"), help="default pipetune.yml")
     parser.add_argument("--zero", action="store_true", help="one for train-zero, without a pipeline")
+    parser.add_argument("--from", dest="origin", type=Path, metavar="FILE", help="translate another tool's config")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="with --from: devices to train on")
     return parser
 
 
@@ -71,8 +73,20 @@ def init() -> None:
     """Write the template of a config, with every key that most runs set."""
     parser = init_parser()
     arguments = parser.parse_args()
+    if arguments.gpus and not arguments.origin:
+        parser.error("--gpus needs --from")
+    if arguments.origin:
+        from common.log import Log
+        from options.other_tools.command import write_config
+        from training.errors import exit_with_one_line
+
+        with exit_with_one_line():
+            write_config(arguments.origin, arguments.file, arguments.gpus, Log(highlight=False))
+        return
     template = ROOT / "configs" / TEMPLATES[arguments.zero]
     text = template.read_text(encoding="utf-8").replace("$schema=", f"$schema={template.parent}/", 1)
+    text = text.replace("python train_ds.py --config", "pipetune train --config")
+    text = text.replace(f"configs/{template.name}", str(arguments.file))
     try:
         with arguments.file.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -18,7 +18,7 @@ import grimp
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 # How a file names what its processes run: a script, or a worker of the shared ones.
-STARTED = re.compile(r'"tests/workers/(\w+)\.py"|\branks\.run\([^"\n]*"(\w+)"')
+STARTED = re.compile(r'"tests/workers/(\w+)\.py"|\branks\.(?:run|run_all|jobs)\([^"\n]*"(\w+)"')
 
 
 def affected(changed: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -52,15 +52,17 @@ def _graph() -> grimp.ImportGraph:
     graph = grimp.build_graph(*PACKAGES, cache_dir=None, exclude_type_checking_imports=True)
     graph.remove_import(importer="tests.conftest", imported="tests.ranks")  # of a fixture that few tests take
     graph.add_import(importer="tests.ranks", imported="tests.workers.cases")
-    for path in (ROOT / "tests").rglob("test_*.py"):
+    for path in (ROOT / "tests").rglob("*.py"):
         place = path.relative_to(ROOT)
         module = ".".join(place.with_suffix("").parts)
-        folders = [folder for folder in place.parents if (ROOT / folder / "conftest.py").exists()]
-        given = {".".join((*folder.parts, "conftest")) for folder in folders}
+        given: set[str] = set()
+        if path.name.startswith("test_"):
+            folders = [folder for folder in place.parents if (ROOT / folder / "conftest.py").exists()]
+            given = {".".join((*folder.parts, "conftest")) for folder in folders}
         text = path.read_text(encoding="utf-8")
         given |= {f"tests.workers.{script or worker}" for script, worker in STARTED.findall(text)}
-        if "ranks.run(" in text:
-            given.add("tests.ranks")
+        if "ranks.jobs(" in text or "ranks.train(" in text:
+            given.add("tests.workers.jobs")
         for imported in given & graph.modules:
             graph.add_import(importer=module, imported=imported)
     return graph

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from tests.tiers import KEPT, NOTHING, RARE
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
@@ -122,12 +119,7 @@ def pytest_configure() -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let one worker run a whole file, and one all that share launched processes; see `tests.tiers` for the mark."""
-    path = str(item.path.relative_to(ROOT))
-    if re.search(RARE.get(path, NOTHING), item.name):
-        item.add_marker(pytest.mark.longest)
-    elif not re.search(KEPT.get(path, ""), item.name) and not item.get_closest_marker("longest"):
-        item.add_marker(pytest.mark.slow)
+    """Let one worker run a whole file, and one all that share launched processes."""
     group = "ranks" if "ranks" in getattr(item, "fixturenames", ()) else str(item.path)
     item.add_marker(pytest.mark.xdist_group(group))
 

@@ -39,6 +39,10 @@ BUSY = 3600.0  # seconds of processor time without a line or a file: a loop with
 PULSE = 5.0  # seconds of processor time that count as movement: threads that merely wake up now and then use less
 CHECK = 2.0  # seconds between two looks
 TAIL = 4000  # characters
+OFFLOAD = {  # keys of a config: the optimizer is torch's, on the CPU
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
 
 
 class Hang(AssertionError):

@@ -14,6 +14,7 @@ from tests.affected import affected
         ("models/__init__.py", "tests/models/parallel/test_shard.py", "tests/common/test_quantities.py"),
         ("tests/models/conftest.py", "tests/models/parallel/test_shard.py", "tests/data/chat/test_masks.py"),
         ("tests/workers/zero.py", "tests/training/engine/test_zero.py", "tests/training/engine/test_steps.py"),
+        ("tests/workers/fp8.py", "tests/training/test_fp8_runs.py", "tests/training/engine/test_steps.py"),
         ("tests/workers/slow_disk.py", "tests/training/checkpoint/test_background.py", "tests/data/chat/test_masks.py"),
         ("tests/data/chat/test_masks.py", "tests/data/chat/test_masks.py", "tests/data/chat/test_chat.py"),
         ("docs/data.md", "tests/docs", "tests/data/chat/test_masks.py"),

@@ -27,6 +27,16 @@ def test_no_import_runs_in_a_circle() -> None:
         pytest.fail(" <- ".join(error.args[1]))
 
 
+def test_a_job_is_read_without_the_reading_of_records() -> None:
+    """Types count: what a hook or an objective is given has an interface of its own (an evening's reading)."""
+    graph = grimp.build_graph(*PRODUCT, cache_dir=None)
+    named = graph.find_upstream_modules("training.job")
+    assert len(named) < 115
+    foreign = ["options", "data.chat.chat_template", "data.records", "data.tokenized.tokenize", "models.api"]
+    foreign += ["models.derived", "training.api", "training.language_model", "training.option"]
+    assert [name for name in sorted(named) if name.startswith(tuple(foreign))] == []
+
+
 def test_no_import_is_written_as_a_string() -> None:
     """The graph above would not see it."""
     found = []

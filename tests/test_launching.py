@@ -19,6 +19,7 @@ time.sleep(3600)
 """
 
 
+@pytest.mark.slow
 def test_the_whole_tree_of_a_hang_is_killed_and_what_it_printed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = start(sys.executable, "-c", HANGING)
     launch.until(lambda: launch.stdout.endswith("\n"))

@@ -80,7 +80,7 @@ def test_its_name_is_the_only_one(pipetune: Path, make_checkpoint: Callable[...,
     assert json.loads(printed.splitlines()[-1]) == [VERSION, "pipetune.data.tokenized.tokenize", "True"]
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 @pytest.mark.launched
 def test_its_commands_are_entry_points(pipetune: Path, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_checkpoint("llama")

@@ -195,9 +195,13 @@ def test_every_machine_computes_with_the_same_threads_and_instructions() -> None
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--model", "m"], "expected both or none"),
-        (["a=1"], "keys: "),
-        (["--save-path", "LICENSE/q"], "error: --save-path: LICENSE/q: cannot be written: Not a directory; expected a"),
+        pytest.param(["--model", "m"], "expected both or none", marks=pytest.mark.slow),
+        pytest.param(["a=1"], "keys: ", marks=pytest.mark.longest),
+        pytest.param(
+            ["--save-path", "LICENSE/q"],
+            "error: --save-path: LICENSE/q: cannot be written: Not a directory; expected a",
+            marks=pytest.mark.longest,
+        ),
     ],
 )
 def test_words_that_make_no_sense_are_refused(words: list[str], complaint: str) -> None:

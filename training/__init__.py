@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from training.api import train
-    from training.callbacks import Callback
+from training.callbacks import Callback
 
 __all__ = ["Callback", "train"]
 MOVED = ("Pipeline", "PipelineConfig", "load_trained")
@@ -19,8 +17,8 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for: torch takes a second, which an error class does not need."""
     if name in MOVED:
         raise ImportError(f"training.{name}: it has moved; expected from options.any_layers import {name}")
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from training import api, callbacks
+    if name == "train":
+        from training.api import train
 
-    return getattr(api if name == "train" else callbacks, name)
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_or_launch
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.start import name_accelerator
-from training.option import EntryPoint, Flags, find_action
+from training.option import EntryPoint, Flags, find_action, options_of
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -35,7 +35,7 @@ def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool 
     parser.set_defaults(processes=None)  # see `Option.prepare`
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", help="YAML file of the run")
-    for option in kind.options:  # first, as the usage shows a group only where its flags follow each other
+    for option in options_of(kind):  # first, as the usage shows a group only where its flags follow each other
         option.add_flags(Flags(parser, source, in_stages))
     parser.add_argument(
         "--inspect", type=_count, metavar="N", help="print N samples and one of each other type, and exit"
@@ -55,11 +55,11 @@ def parse_arguments(kind: type[TrainConfig], description: str, in_stages: bool =
     """
     parser = make_parser(kind, description, in_stages)
     arguments = parser.parse_intermixed_args()
-    for option in kind.options:
+    for option in options_of(kind):
         option.check_flags(parser, arguments, partial(_is_override, kind))
 
     names, needs = ["inspect"], dict[str, Sequence[str]](NEEDS)
-    for option in kind.options:
+    for option in options_of(kind):
         names += [*option.acts, *option.on_ranks]
         needs |= option.needs
     *first, last = map(_spelled, names)
@@ -118,13 +118,13 @@ def run_entry_point(
     if process is not None:
         processes.end_with_launcher(process)
     with exit_with_one_line(process.rank if process else None):
-        act = find_action(kind.options, arguments)
+        act = find_action(options_of(kind), arguments)
         if act or arguments.inspect or not arguments.config:
             early_signals.give_back()  # there is nothing to save
-        found = (option.find_hosts(arguments, process) for option in kind.options)
+        found = (option.find_hosts(arguments, process) for option in options_of(kind))
         hosts = next(filter(None, found), None)
         entry = EntryPoint(kind, in_stages, process, hosts)
-        for option in kind.options:
+        for option in options_of(kind):
             option.prepare(arguments, entry)
 
         config = load(ProcessInfo(0, sum(map(len, hosts.devices.values())), 0, 1) if hosts else process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from common import phases
 from common.log import Log
 from data.loader import Loader
 from models.spec import ModelSpec
-from training.callbacks import Callback, Callbacks
+from training.callbacks import Callback, Choice, within
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.checkpoint.resume import resume
 from training.checkpoint.run_folder import best_so_far, make_room
@@ -78,6 +79,9 @@ class Task(ABC):
             ConfigError: it is another's.
         """
 
+    def make_batches(self, config: TrainConfig) -> None:  # noqa: B027 (a script's layers have no key that is `auto`)
+        """Divide the samples into batches anew, by keys that a callback has chosen."""
+
     @abstractmethod
     def divide(self, config: TrainConfig) -> Division:
         """Divide the layers among the stages as the config says, or evenly where it leaves that open."""
@@ -129,8 +133,8 @@ class Job:
         self.task = task
         self.config = config
         self.process = process
-        self.monitor = monitor
-        self.callbacks = Callbacks(callbacks)
+        self.monitor, self.mark = monitor, monitor.mark
+        self.callbacks = tuple(callbacks)
         self.log = Log(quiet=process.rank > 0, highlight=False)
         self.save_path = Path(config.save_path)
         self.stage = config.model_topo.stage_of(process.rank)
@@ -143,6 +147,11 @@ class Job:
     def layers(self) -> list[int]:
         """The layers that this rank's stage holds."""
         return self.division.topology.layers(self.stage, self.task.n_layers)
+
+    @property
+    def model_folder(self) -> Path | None:
+        """Where the weights to begin with come from."""
+        return self.task.model_folder
 
     @property
     def eval_records(self) -> str:
@@ -171,7 +180,18 @@ class Job:
     def divide(self) -> None:
         """Divide the layers; callbacks resolve what is `auto`."""
         self.division = self.task.divide(self.config)
-        self.callbacks.on_divide(self)
+        for callback in self.callbacks:
+            for choice in callback.on_divide(self) or ():
+                self._take(choice)
+                if choice.keys:  # a checkpoint keeps them, as they decide what is computed
+                    self.progress = replace(self.progress, config=self.config)
+                    self.task.make_batches(self.config)
+
+    def _take(self, choice: Choice) -> None:
+        """Let what a callback chose take effect."""
+        self.config = self.config.model_copy(update=dict(choice.keys))
+        self.division = choice.division or self.division
+        self.report += choice.report
 
     def run(self) -> bool:
         """Train, from the beginning or from the newest checkpoint; return whether the processes are to start over."""
@@ -197,17 +217,20 @@ class Job:
             progress.leave(progress.done, stop)
 
         set_numerics(config)
-        self.callbacks.on_build(self)
+        for callback in self.callbacks:
+            for choice in callback.on_build(self) or ():
+                self._take(choice)
         lines = [*task.describe_model(self), *self.division.report, *self.report]
         for line in [*lines, *describe_ignored_keys(config, task.in_stages), *describe_numerics(config)]:
             log.print(line)
         task.describe_data(self)
 
         self.config = self.config.with_parts(self.division.topology.parts)
-        with self.callbacks.around(self):
+        with within(callback.around(self) for callback in self.callbacks):
             phases.enter("building the model and loading its weights")
             run = self._build(stop)
-            self.callbacks.on_start(run)
+            for callback in self.callbacks:
+                callback.on_start(run)
             done = run_steps(run)
 
         if run.restart and done < progress.total_steps and not stop.agreed(False)[0]:
@@ -244,7 +267,7 @@ class Job:
             learning_rate=LearningRate(trainer.engine.basic_optimizer, config.scheduler, progress.total_steps),
             callbacks=self.callbacks,
             stop=stop,
-            mark=self.monitor.mark,
+            mark=self.mark,
             origin=task.origin,
             evaluation=task.evaluation,
         )
@@ -253,4 +276,5 @@ class Job:
         """Check that the last checkpoint of the whole run is there, and let callbacks use it."""
         checkpoint = self.progress.last_checkpoint()
         self.log.print(f"saved: {checkpoint}")
-        self.callbacks.on_finish(self, checkpoint)
+        for callback in self.callbacks:
+            callback.on_finish(self, checkpoint)

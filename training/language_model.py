@@ -19,7 +19,6 @@ from models.checkpoint.hub import find_model
 from models.checkpoint.layout import MANIFEST, resolve
 from models.spec import ModelSpec
 from training.checkpoint.folder import DataOrder, check_weights
-from training.checkpoint.resume import check_same_model
 from training.checkpoint.side_files import read_side_files
 from training.config.deepspeed_config import (
     check_device,
@@ -35,9 +34,17 @@ from training.distributed.processes import agreed, set_threads
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.job import Job, Task
+from training.option import options_of
 from training.preflight import check_model
 from training.topology import Division
-from training.trained import adapter_file, check_same_base, describe_start, describe_trained, with_trained
+from training.trained import (
+    adapter_file,
+    check_same_base,
+    check_same_model,
+    describe_start,
+    describe_trained,
+    with_trained,
+)
 
 
 class LanguageModel(Task):
@@ -85,7 +92,7 @@ class LanguageModel(Task):
         check_length(config, spec)
         check_sharing(config, spec)
         reader = RecordReader(config, folder, log)
-        self.other_models = config.objective.other_models(spec, reader, self._read_spec)
+        self.other_models = config.objective.other_models(spec, folder, reader.tokenizer, self._read_spec)
         self.dataset, self.held_out = self._sets(config, reader)
         self.spec, self._shows = spec, not log.quiet
         self.make_batches(config)
@@ -186,7 +193,7 @@ class LanguageModel(Task):
 
 def language_model_of(config: TrainConfig) -> type[LanguageModel]:
     """Return the task by which a config trains a language model."""
-    for option in config.options:
+    for option in options_of(config):
         if kind := option.language_model(config):
             return kind
     return LanguageModel

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import phases
+from training.callbacks import Callback, within
 from training.checkpoint.folder import step_folder
 from training.errors import ConfigError, RunRefused
 from training.metrics.peak_memory import peak_memory_by_stage
@@ -17,7 +18,6 @@ from training.metrics.step_metrics import StepMetrics
 
 if TYPE_CHECKING:  # the parts of a run, which a job builds
     from data.loader import Loader
-    from training.callbacks import Callbacks
     from training.checkpoint.saving import Checkpointer
     from training.config.keys import TrainConfig
     from training.distributed.signals import StopRequest
@@ -46,7 +46,7 @@ class Run:
     loader: Loader
     checkpointer: Checkpointer
     learning_rate: LearningRate
-    callbacks: Callbacks
+    callbacks: Sequence[Callback]
     stop: StopRequest
     mark: Callable[[str], None]
     origin: Callable[[int], str]
@@ -66,7 +66,8 @@ def run_steps(run: Run) -> int:
         with suppress(ConfigError):
             run.checkpointer.settle()
         raise
-    run.callbacks.on_end(run, done)
+    for callback in run.callbacks:
+        callback.on_end(run, done)
     return done
 
 
@@ -117,7 +118,8 @@ def evaluate(run: Run, step: int) -> float | None:
     losses = run.evaluation.run(run.trainer, run.mark, lambda: not last and run.stop.agreed(False)[0])
     if losses is None:
         return None
-    run.callbacks.on_evaluation(run, step, losses)
+    for callback in run.callbacks:
+        callback.on_evaluation(run, step, losses)
     return losses[run.evaluation.best_by]
 
 
@@ -127,7 +129,7 @@ def train_step(run: Run, step: int) -> None:
     with run.trainer.timings("data"):
         batch = run.loader.batch(step - 1)
     lr = run.learning_rate.set(step)
-    with run.callbacks.around_step(run, step, batch):
+    with within(callback.around_step(run, step, batch) for callback in run.callbacks):
         loss = run.trainer.train_step(run.loader, batch)
     seconds = time.monotonic() - begin
     norm = run.trainer.engine.get_global_grad_norm()
@@ -147,4 +149,5 @@ def train_step(run: Run, step: int) -> None:
         times=run.trainer.timings.take(),
         peak_memory=peak_memory_by_stage(run.trainer.stage, run.topology.stages),
     )
-    run.callbacks.on_step_end(run, metrics, batch)
+    for callback in run.callbacks:
+        callback.on_step_end(run, metrics, batch)

@@ -18,13 +18,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from data.collation import Collation
-from data.sample_set import Sample, SampleSet, documents
+from data.sample_set import KeptSamples, Sample, SampleSet, documents
 from data.settings import Wanted
 from models.loss.micro_batch import MicroBatchLoss
 from models.parallel.groups import RankGroup
@@ -32,9 +32,47 @@ from models.spec import ModelSpec
 from training.callbacks import Callback
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from data.loader import Loader
     from training.config.keys import TrainConfig
-    from training.data_setup import RecordReader
-    from training.language_model import LanguageModel
+    from training.engine.trainer import Trainer
+    from training.evaluation import Evaluation
+
+
+class ModelAndRecords(Protocol):
+    """What the callbacks of an objective may ask of the task: its model, and its records once they are read.
+
+    Attributes:
+        spec: of the model that is trained.
+        model_folder: where its weights to begin with come from.
+        in_stages: whether its layers are divided into pipeline stages.
+        kind: how it is spread over processes.
+        other_models: that the objective needs, by the config's key.
+        dataset: the records to train on.
+        held_out: those to evaluate on, if any.
+        loader: of the global batches to train on.
+        evaluation: on the global batches to evaluate on, if any.
+    """
+
+    in_stages: bool
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def model_folder(self) -> Path: ...
+    @property
+    def kind(self) -> type[Trainer]: ...
+    @property
+    def other_models(self) -> dict[str, tuple[Path, ModelSpec]]: ...
+    @property
+    def dataset(self) -> KeptSamples: ...
+    @property
+    def held_out(self) -> KeptSamples | None: ...
+    @property
+    def loader(self) -> Loader: ...
+    @property
+    def evaluation(self) -> Evaluation | None: ...
 
 
 class Objective(ABC):
@@ -75,13 +113,18 @@ class Objective(ABC):
         return spec
 
     def other_models(
-        self, spec: ModelSpec, reader: RecordReader, read_spec: Callable[[Path], ModelSpec]
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        read_spec: Callable[[Path], ModelSpec],
     ) -> dict[str, tuple[Path, ModelSpec]]:
         """Read and check the other models it needs, each with its folder, by the config's key; nothing is communicated.
 
         Args:
             spec: of the model that is trained.
-            reader: of the records.
+            folder: of that model.
+            tokenizer: which the records are read with.
             read_spec: reads a model folder's config.json and finds its family.
 
         Raises:
@@ -98,16 +141,21 @@ class Objective(ABC):
             rows: who have the other tokens of the same rows.
         """
 
-    def callbacks(self, task: LanguageModel) -> list[Callback]:
+    def callbacks(self, task: ModelAndRecords) -> list[Callback]:
         """List what is done before the first step and before each, and what adds measures to the metrics."""
         return []
+
+    @property
+    def rate_share(self) -> float:
+        """How large its usual learning rate is, as a share of fine-tuning's."""
+        return 1.0
 
     def logit_copies(self, on_gpu: bool) -> int:
         """Count the copies of a chunk of logits (`models.loss.lean`) that its loss holds beyond the cross-entropy's."""
         return 0
 
     def unplanned(self) -> list[str]:
-        """List lines for a plan, on what it does that is not planned."""
+        """List lines for a plan and the log, on what it does that is not planned."""
         return []
 
     @abstractmethod

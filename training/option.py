@@ -10,10 +10,10 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
-from training.config.changes import MayChange
 from training.config.keys import TrainConfig
+from training.config.option_keys import Keys, OptionKeys
 
 if TYPE_CHECKING:
     from training.callbacks import Callback
@@ -71,7 +71,7 @@ class Hosts(Protocol):
         """What names the hosts on the command line."""
 
     def launch(self, config: TrainConfig, reload: Callable[[str], TrainConfig]) -> NoReturn:
-        """Start the run there in place of this process; `reload` returns the config with one more override."""
+        """EntryPoint the run there in place of this process; `reload` returns the config with one more override."""
 
 
 class EntryPoint(NamedTuple):
@@ -90,7 +90,6 @@ class EntryPoint(NamedTuple):
     hosts: Hosts | None
 
 
-Keys = TypeVar("Keys", bound=TrainConfig)
 Action = Callable[[Keys, Namespace, EntryPoint], None]
 IsOverride = Callable[[str], bool]
 
@@ -103,14 +102,10 @@ class RankAction(Protocol):
 
 
 @dataclass(frozen=True)
-class Option(Generic[Keys]):
-    """One option; what it does not need it leaves out.
+class Option(OptionKeys[Keys]):
+    """One option: its keys, and what it does; what it does not need it leaves out.
 
     Attributes:
-        keys: the core's keys and its own, with a docstring each; `TrainConfig` where it has none. A method
-            `contradictions` of the class may yield lines beside those of `super()`.
-        before: the key of the core before which its own stand, on the pages of the docs and in config.yml.
-        rules: how its keys may change between two starts; a key without a rule must stay the same.
         callbacks: makes its callbacks of a run, none where the config does not ask for it. They are called after the
             core's, in the order of the list.
         first_callbacks: makes those that are called before all others, the objective's too: the planner's, which
@@ -133,9 +128,6 @@ class Option(Generic[Keys]):
             steps of a user's own run, which it can do only from inside.
     """
 
-    keys: type[Keys]
-    before: str = ""
-    rules: Mapping[str, MayChange] = field(default_factory=dict)
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     first_callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
@@ -151,6 +143,11 @@ class Option(Generic[Keys]):
     acts: Mapping[str, Action[Keys]] = field(default_factory=dict)
     on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)
     wrap_trainer: Callable[[Namespace, type[Trainer]], type[Trainer]] = lambda arguments, kind: kind
+
+
+def options_of(config: TrainConfig | type[TrainConfig]) -> tuple[Option[Any], ...]:
+    """List the options of a config, which itself knows no more of them than their keys."""
+    return cast("tuple[Option[Any], ...]", config.options)
 
 
 def add_to_export(options: Sequence[Option[Any]], checkpoint: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ import yaml
 from common.whole_files import replace_text
 from data.inspection import summary
 from models.checkpoint.publish import writing
-from training.callbacks import Callback
+from training.callbacks import Callback, JobView
 from training.distributed.processes import agreed
 from training.metrics.reporter import Reporter
 from training.metrics.run_info import CONFIG_FILE, write_run_info
@@ -21,7 +21,6 @@ from training.metrics.tracking import open_trackers
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch
-    from training.job import Job
     from training.language_model import LanguageModel
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
@@ -33,7 +32,7 @@ class DataSummary(Callback):
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
 
-    def on_build(self, job: Job) -> None:
+    def on_build(self, job: JobView) -> None:
         model, records = self._model, self._model.known_records
         if not job.log.quiet and records is not None:
             what = "an epoch" if model.known_loader else "this window"
@@ -52,7 +51,7 @@ class Reporting(Callback):
         self._reporter: Reporter | None = None
 
     @contextmanager
-    def around(self, job: Job) -> Iterator[None]:
+    def around(self, job: JobView) -> Iterator[None]:
         try:
             yield
         finally:

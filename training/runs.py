@@ -20,6 +20,7 @@ from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
 from training.job import Job, Task
 from training.language_model import LanguageModel, language_model_of
+from training.option import options_of
 from training.reporting import DataSummary, Reporting
 
 
@@ -43,7 +44,7 @@ def train_language_model(
 
 def pipeline_trainer(config: TrainConfig) -> type[Trainer]:
     """Return how a config's stages work: as DeepSpeed's pipeline, unless an option has another way."""
-    kinds = (option.trainer(config) for option in config.options)
+    kinds = (option.trainer(config) for option in options_of(config))
     return next(filter(None, kinds), PipelineTrainer)
 
 
@@ -62,7 +63,7 @@ def run_callbacks(config: TrainConfig, task: Task, of_objective: Sequence[Callba
     """List the callbacks of any run."""
     first: list[Callback] = []
     last: list[Callback] = []
-    for option in config.options:
+    for option in options_of(config):
         first += option.first_callbacks(config, task)
         last += option.callbacks(config, task)
     return [*first, *of_objective, Reporting(), BadSteps(), *last, BoundedMemory()]

@@ -25,16 +25,19 @@ from models.checkpoint.digest import DIGEST, model_digest
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import first_few, open_source
-from models.config_json import QUANTIZATION, read_json
+from models.config_json import QUANTIZATION, model_fields, read_json
 from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
 from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import FP8, NF4, PACKAGE
 from models.scores import SCORE, check_labels, labels_of, padding_problem
 from models.spec import ModelSpec
+from training.config.changes import differs
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
+# Keys of config.json that do not affect the computation.
+UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", QUANTIZATION}
 few = partial(first_few, most=12)  # names that fit into a message
 
 
@@ -126,6 +129,14 @@ def adapter_file(spec: ModelSpec, base: Path, notes: Path | None = None) -> dict
     source = open_source(base, spec.language or spec.base)
     settings = peft_config(spec, str(base.resolve())) | {DIGEST: model_digest(source, notes)}
     return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
+
+
+def check_same_model(spec: ModelSpec, folder: Path) -> None:
+    """Raise a ConfigError where a model's config.json is not the one that a checkpoint was trained with."""
+    then, now = model_fields(folder / "config.json")[0], spec.raw
+    for key in sorted((then.keys() | now.keys()) - UNUSED):
+        if then.get(key) != now.get(key):
+            raise differs(f"model_path: config.json: {key}", now.get(key), then.get(key), folder)
 
 
 def check_same_base(adapter: Path, base: Path, spec: ModelSpec, notes: Path) -> None:

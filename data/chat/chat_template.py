@@ -7,7 +7,7 @@ words (`data.chat.word_marks`), which tells where they are. From the marks follo
 A record is refused if it cannot be masked exactly, or if the template drops words, calls or thoughts of the last
 answer.
 
-Features that a template does not support are rewritten or refused for all records alike (`data.chat.fallbacks`).
+Features that a template does not support are rewritten or refused for all records alike (`data.chat.fitting`).
 
 Cost: a rendering a record, 15 to 150 microseconds, and two and more where there are calls, thoughts or tools.
 """
@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,36 +27,18 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.answer_form import KNOWN_ANSWER, KNOWN_CALLS, AnswerForm, CallForm, learn_answer, learn_calls
 from data.chat.control_tokens import one_of
-from data.chat.fallbacks import (
-    ANSWER,
-    CALLING,
-    EXAMPLE_TOOL,
-    FEATURES,
-    LONG_ID,
-    QUESTION,
-    TRIED_TOOL,
-    Feature,
-    with_short_ids,
-)
-from data.chat.loss_mask import (
-    MOST_KNOWN,
-    TurnFinder,
-    Unplaceable,
-    Vocabulary,
-    generated,
-    trained_ranges,
-)
-from data.chat.messages import JSON, Call, Form, Said, as_dicts, in_questions
+from data.chat.fallbacks import ANSWER, CALLING, EXAMPLE_TOOL, FEATURES, QUESTION
+from data.chat.fitting import Fitting
+from data.chat.loss_mask import MOST_KNOWN, TurnFinder, Unplaceable, Vocabulary, generated, trained_ranges
+from data.chat.messages import JSON, Call, Said, in_questions
 from data.chat.prompts import Prompts, end_of_sequence, template_in_file
 from data.chat.rendered import RenderedText, joined
-from data.chat.sandbox import SlowTemplate, generated_spans, render
-from data.chat.template_check import agreement, check_order, check_survival, named_by_id
-from data.chat.word_marks import NAME, TOOL, Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
+from data.chat.rendering import Rendering
+from data.chat.template_check import agreement, check_order, check_survival
+from data.chat.word_marks import Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.errors import DataError
 from data.settings import CHAT_TEMPLATE
 
-REFUSED = "the chat template refuses the record: {reason}"
-NOT_TAKEN = "the chat template takes no {feature}; template_fallback: rewrite says it {replacement}"
 IN_PIECES = (
     "the chat template writes {tokens}, no tokens of this tokenizer, so that they are trained in pieces; expected a "
     "tokenizer that has them (added_tokens), or the template of this one"
@@ -66,22 +47,16 @@ UNPLACED = (
     "the chat template changes the words of an answer, or what stands before it is not how a server's prompt ends; use "
     "prompt_format: plain"
 )
-NEEDS_TOOLS = "the chat template is for dialogues with tools; expected some"
 NO_TOKEN = "the chat template ends an answer with {token}, which is no token of this tokenizer"
 NO_FORM = "the chat template writes calls in a form that cannot be read back; expected names and JSON objects"
-REWRITTEN = "rewritten: {feature}, which the chat template does not take, is said {replacement}"
-NEW_IDS = "rewritten: calls got ids of nine letters and digits, as the chat template takes no others"
 DATED = (
     "the chat template writes the date of the day on which they are tokenized: once the cache is gone they become "
     "other samples, and no stopped run goes on; expected a fixed date (by template_args, mostly date_string)"
 )
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 CONTROL = re.compile(r"\s*(<[|｜][^<>|｜]{1,40}[|｜]>|<\w*(?:end|eot|eos|eom|turn)\w*>|</s>)")
 MARK = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]?>|<[^<>|｜\s/]{1,40}[|｜]>")  # such as <|call>, <call|> and <|call|>
-FORMS = [Form(parts, text, none) for none, text, parts in product((False, True), repeat=3)]
 MOST_TEMPLATES = 100  # kept for a tokenizer: records may bring arguments of their own
-EXAMPLE = 200  # characters of a rewritten dialogue
 
 _templates: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, ChatTemplate]] = WeakKeyDictionary()
 
@@ -130,28 +105,16 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, prompts: Prompts) -> None:
-        self._text = text
-        self._fallback = prompts.template_fallback
+        self._rendering = Rendering(tokenizer, text, prompts)
+        self._fitting = Fitting(self._rendering, prompts.template_fallback)
         self._eos_token = tokenizer.eos_token
-        self._date = ""  # that was asked for last
-        self._names = dict(tokenizer.special_tokens_map) | {"strftime_now": self._today} | prompts.template_args
         self._tracks = bool(GENERATION.search(text))
 
         added = [token for token in tokenizer.added_tokens_decoder.values() if not token.content.isspace()]
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._vocabulary = Vocabulary(one_of(special), one_of(special | {token.content for token in added}))
         self._finder = TurnFinder(self._vocabulary)
-        self._taken: dict[str, bool] = {}
         self._frames: dict[tuple[str, ...] | None, Frame | None] = {}
-
-        # In which form the template takes messages is tried: words alone first, then calls.
-        short = [QUESTION, ANSWER]
-        plain = next((form for form in FORMS[:2] if self._writes_in(form, short)), FORMS[0])
-        forms = [form for form in FORMS if form.parts == plain.parts]
-        self._form = next((form for form in forms if self._writes_in(form, CALLING)), plain)
-
-        self._needs_tools = not self._writes(short, []) and self._writes(short, [EXAMPLE_TOOL])
-        self._short_ids = self._accepts(CALLING) and not self._accepts(LONG_ID)
         self._finder.end_of_turn = self._end_of_turn()
 
         vocabulary = set(tokenizer.get_vocab())
@@ -169,13 +132,13 @@ class ChatTemplate:
         said, tools = in_questions(said), tools or []
         key = None if tools else frame_key(said)
         if key not in self._frames:  # else the template takes such dialogues as they are
-            said, tools, notes = self._fitted(said, tools)
+            said, tools, notes = self._fitting.fit(said, tools)
             key = None if tools else frame_key(said)
 
-        self._date = ""
-        text = self._render(said, tools)
-        if self._date and self._date in text:
-            notes[DATED] = self._date
+        self._rendering.date = ""
+        text = self._rendering.text(said, tools)
+        if self._rendering.date and self._rendering.date in text:
+            notes[DATED] = self._rendering.date
         if self._in_pieces and (pieces := [mark for mark in sorted(self._in_pieces) if mark in text]):
             notes[IN_PIECES.format(tokens=", ".join(pieces))] = pieces[0]
 
@@ -199,8 +162,8 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the dialogue.
         """
-        fitted, tools, _ = self._fitted([*in_questions(said), ANSWER], tools or [])
-        return self._render(fitted[:-1], tools, asking=opened)
+        fitted, tools, _ = self._fitting.fit([*in_questions(said), ANSWER], tools or [])
+        return self._rendering.text(fitted[:-1], tools, asking=opened)
 
     @property
     def end(self) -> str:
@@ -210,7 +173,7 @@ class ChatTemplate:
     @cached_property
     def turn(self) -> str:
         """Return what stands between a question and its answer."""
-        text = self._render([QUESTION, ANSWER, QUESTION, ANSWER], [])
+        text = self._rendering.text([QUESTION, ANSWER, QUESTION, ANSWER], [])
         return text.partition(QUESTION.text)[2].partition(ANSWER.text)[0].strip()
 
     def call_form(self) -> CallForm | None:
@@ -219,7 +182,7 @@ class ChatTemplate:
         Raises:
             DataError: they are written in a form that cannot be read back.
         """
-        if not all(self._takes(feature) for feature in FEATURES if feature.present(CALLING, [EXAMPLE_TOOL])):
+        if not all(self._fitting.takes(feature) for feature in FEATURES if feature.present(CALLING, [EXAMPLE_TOOL])):
             return None
         for words in (ANSWER.text, ""):  # words keep apart what stands before an answer; some templates take none there
             one, two = (self._called(words, KNOWN_CALLS[:count]) for count in (1, 2))
@@ -229,7 +192,7 @@ class ChatTemplate:
 
     def answer_form(self) -> AnswerForm:
         """Return how thoughts and words are written."""
-        tools = [EXAMPLE_TOOL] if self._needs_tools else []
+        tools = [EXAMPLE_TOOL] if self._rendering.needs_tools else []
         return learn_answer(
             *(self._answer(said, tools) or "" for said in (KNOWN_ANSWER._replace(reasoning=""), KNOWN_ANSWER))
         )
@@ -242,50 +205,9 @@ class ChatTemplate:
     def _answer(self, said: Said, tools: list[JSON]) -> str | None:
         """Render what follows the prompt for this answer; None if the template refuses."""
         with suppress(DataError):
-            text = self._render([QUESTION, said], tools)
-            return text[agreement(self._render([QUESTION], tools, asking=True), text) :]
+            text = self._rendering.text([QUESTION, said], tools)
+            return text[agreement(self._rendering.text([QUESTION], tools, asking=True), text) :]
         return None
-
-    def _fitted(self, said: Sequence[Said], tools: list[JSON]) -> tuple[Sequence[Said], list[JSON], dict[str, str]]:
-        """Rewrite what the template does not support; return the dialogue and what was rewritten."""
-        if self._needs_tools and not tools:
-            raise DataError(NEEDS_TOOLS)
-        notes = {}
-        if self._short_ids and not all(map(SHORT_ID.fullmatch, _call_ids(said))):
-            said = with_short_ids(said)
-            notes[NEW_IDS] = next(_call_ids(said))
-
-        for feature in FEATURES:
-            if not feature.present(said, tools) or self._takes(feature):
-                continue
-            if (self._fallback or feature.default) == "refuse":
-                raise DataError(NOT_TAKEN.format(feature=feature.name, replacement=feature.replacement))
-            said, tools = feature.rewrite(said, tools)
-            example = " ".join(f"{message.role}: {message.text!r}" for message in said)
-            notes[REWRITTEN.format(feature=feature.name, replacement=feature.replacement)] = example[:EXAMPLE]
-        return said, tools, notes
-
-    def _takes(self, feature: Feature) -> bool:
-        """Test whether the template writes all words of a dialogue with this feature."""
-        if feature.name not in self._taken:
-            enough = any if feature.any_of else all
-            self._taken[feature.name] = enough(self._writes(said, tools) for said, tools in feature.tried)
-        return self._taken[feature.name]
-
-    def _writes_in(self, form: Form, said: Sequence[Said]) -> bool:
-        self._form = form
-        return self._writes(said, []) or self._writes(said, [EXAMPLE_TOOL])
-
-    def _writes(self, said: Sequence[Said], tools: list[JSON]) -> bool:
-        markers = Markers(said, "")
-        with suppress(DataError):
-            text, marks = markers.read(self._render(markers.said, tools))
-            missing = set(markers.leaves) - {mark.leaf for mark in marks}
-            return (not tools or TRIED_TOOL in text) and all(
-                leaf.part == TOOL or (leaf.part == NAME and named_by_id(said[leaf.message].calls[leaf.call], text))
-                for leaf in missing
-            )
-        return False
 
     def _turns(
         self, said: Sequence[Said], tools: list[JSON], text: str, key: tuple[str, ...] | None
@@ -314,18 +236,18 @@ class ChatTemplate:
         if any(message.role == "tool" and number not in marked for number, message in enumerate(said)):
             found = [message._replace(text="Found.") if message.role == "tool" else message for message in said]
             plain = Markers(found, text)
-            check_order(plain.read(self._render(plain.said, tools)).marks, said)
+            check_order(plain.read(self._rendering.text(plain.said, tools)).marks, said)
 
     def _turns_by_marks(
         self, said: Sequence[Said], tools: list[JSON], text: str, markers: Markers, everybody: bool
     ) -> tuple[list[Turn], dict[str, str], Marked]:
         def rendered(part: Sequence[Said], asking: bool = False) -> Marked | None:
             try:
-                return markers.read(self._render(part, tools, asking))
+                return markers.read(self._rendering.text(part, tools, asking))
             except DataError:  # not every beginning of a dialogue is one that the template takes
                 return None
 
-        whole = markers.read(self._render(markers.said, tools))
+        whole = markers.read(self._rendering.text(markers.said, tools))
         if whole.text != text:
             raise Unplaceable
         check_order(whole.marks, said)
@@ -334,41 +256,17 @@ class ChatTemplate:
         notes |= check_survival(said, tools, whole, markers.leaves, turns)
 
         if self._tracks:
-            spans = generated_spans(self._text, **self._given(said, tools), add_generation_prompt=False)
+            spans = self._rendering.generated(said, tools)
             turns, marked = generated(turns, spans, text, self._vocabulary)
             notes |= marked
         return turns, notes, whole
-
-    def _render(self, said: Sequence[Said], tools: list[JSON], asking: bool = False) -> str:
-        # What render_jinja_template does, without its copy of the messages, which takes longer than the rendering.
-        try:
-            return render(self._text, **self._given(said, tools), add_generation_prompt=asking)
-        except SlowTemplate:
-            raise
-        except Exception as error:  # a template may raise anything
-            raise DataError(REFUSED.format(reason=" ".join(str(error).split()))) from None
-
-    def _today(self, form: str) -> str:
-        """Return today's date as transformers gives it to templates."""
-        self._date = datetime.now().strftime(form)
-        return self._date
-
-    def _given(self, said: Sequence[Said], tools: list[JSON]) -> dict[str, Any]:
-        """Collect the variables that a template can see."""
-        return {"messages": as_dicts(said, self._form), "tools": tools or None, "documents": None, **self._names}
-
-    def _accepts(self, said: Sequence[Said]) -> bool:
-        with suppress(DataError):
-            self._render(said, [])
-            return True
-        return False
 
     def _end_of_turn(self) -> str | None:
         """Find the tokens that end an answer in the middle of a dialogue."""
         said = [QUESTION, ANSWER, QUESTION]
         with suppress(Unplaceable, DataError):
             markers = Markers(said, "")
-            (turn,), _, whole = self._turns_by_marks(said, [], self._render(said, []), markers, everybody=True)
+            (turn,), _, whole = self._turns_by_marks(said, [], self._rendering.text(said, []), markers, everybody=True)
             if turn.ended and turn.words:
                 return whole.text[turn.words[1] : turn.parts[-1][1]].strip()
         return None
@@ -378,19 +276,15 @@ class ChatTemplate:
         marks: set[str] = set()
         for said, tools in (([QUESTION, KNOWN_ANSWER], []), (CALLING, [EXAMPLE_TOOL])):
             with suppress(DataError):
-                marks.update(MARK.findall(self._render(said, tools)))
+                marks.update(MARK.findall(self._rendering.text(said, tools)))
         return marks
 
     def _lacking_end(self, vocabulary: set[str]) -> str | None:
         """Return the end of an answer if this tokenizer would cut it into pieces."""
         markers = Markers([QUESTION, ANSWER], "")
         with suppress(DataError):
-            text, marks = markers.read(self._render(markers.said, []))
+            text, marks = markers.read(self._rendering.text(markers.said, []))
             end = CONTROL.match(text, marks[-1].at) if marks else None
             if end and end[1] not in vocabulary and not self._vocabulary.any.match(end[1]):
                 return str(end[1])
         return None
-
-
-def _call_ids(said: Sequence[Said]) -> Iterator[str]:
-    return chain.from_iterable(message.ids for message in said)

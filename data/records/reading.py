@@ -1,14 +1,14 @@
 """Parse raw records and handle bad ones as `on_bad_record` says.
 
-A bad record is logged in one line: file, number, field and what was expected. At most 20 lines are shown. `stop`
-looks for as many before it gives up, so that a person mends them all in one go; `skip` goes on without the bad ones and
-counts them.
+A bad record is told in one line: file, number, field and what was expected; those of one file with the same fault share
+a line. At most 20 records are shown. `stop` looks for as many before it gives up, so that a person mends them all in
+one go; `skip` goes on without the bad ones and counts them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -23,6 +23,9 @@ from data.settings import TEXT_FILE, OnBadRecord, Wanted
 
 SHOWN = 20
 LONGEST_LINE = 1000
+PLACE = re.compile(r"(.*?): record (\d+): (.*)", re.DOTALL)
+# What Chinese text in GB18030 is made of: ideographs, CJK punctuation, full-width forms.
+CHINESE = re.compile(r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef\u2010-\u2027\u00b7]+")
 NAN = re.compile(rb'"(\w+)"\s*:\s*(?:\[\s*)?(-?(?:NaN|Infinity))\b')
 
 
@@ -79,7 +82,19 @@ def _decoded(text: bytes) -> str:
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
+        if _is_gb18030(text):
+            how = "iconv -f GB18030 -t UTF-8 FILE > NEW writes it so"
+            raise DataError(f"in GBK or GB18030; expected text in UTF-8: {how}") from None
         raise DataError(f"byte {error.start + 1} is not UTF-8; expected text in UTF-8") from None
+
+
+def _is_gb18030(text: bytes) -> bool:
+    """Say whether bytes are Chinese text in GB18030, of which GBK is a part."""
+    try:
+        characters = text.decode("gb18030")
+    except UnicodeDecodeError:
+        return False
+    return CHINESE.fullmatch("".join(each for each in characters if not each.isascii())) is not None
 
 
 class BadRecords:
@@ -103,14 +118,10 @@ class BadRecords:
         self.count += 1
         if self.count > SHOWN:
             return
-        line = safe_line(line, LONGEST_LINE)
-        if self.on_bad_record == "skip":
-            self.log(f"skipped: {line}")
-            return
-        self._lines.append(line)
-        if self.count == SHOWN:
-            self._lines.append(f"{SHOWN} bad records; there may be more, as no further ones were looked for")
-            raise DataError(*self._lines)
+        self._lines.append(safe_line(line, LONGEST_LINE))
+        if self.on_bad_record == "stop" and self.count == SHOWN:
+            more = f"{SHOWN} bad records; there may be more, as no further ones were looked for"
+            raise DataError(*joined(self._lines), more)
 
     def finish(self) -> None:
         """Sum up, after the last record.
@@ -118,9 +129,32 @@ class BadRecords:
         Raises:
             DataError: with `stop`, when there was any.
         """
-        if self._lines:
-            raise DataError(*self._lines, *([] if self.count == 1 else [f"{self.count} bad records"]))
-        if self.count:
-            unseen = f", {self.count - SHOWN} of them not shown" if self.count > SHOWN else ""
-            records = "record" if self.count == 1 else "records"
-            self.log(f"{self.count} bad {records} skipped{unseen}")
+        if not self.count:
+            return
+        lines = joined(self._lines)
+        if self.on_bad_record == "stop":
+            raise DataError(*lines, *([] if self.count == 1 else [f"{self.count} bad records"]))
+        for line in lines:
+            self.log(f"skipped: {line}")
+        unseen = f", {self.count - SHOWN} of them not shown" if self.count > SHOWN else ""
+        records = "record" if self.count == 1 else "records"
+        self.log(f"{self.count} bad {records} skipped{unseen}")
+
+
+def joined(lines: Sequence[str]) -> list[str]:
+    """Join the lines of records of one file with the same fault: `records 1 to 8: ...`."""
+    faults: dict[tuple[str, str], list[int]] = {}
+    for line in lines:
+        found = PLACE.fullmatch(line)
+        file, number, fault = found.groups() if found else ("", "0", line)
+        faults.setdefault((file, fault), []).append(int(number))
+    return [f"{file}: {_numbers(numbers)}: {fault}" if file else fault for (file, fault), numbers in faults.items()]
+
+
+def _numbers(numbers: list[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"record {first}"
+    if numbers == list(range(first, last + 1)):
+        return f"records {first} to {last}"
+    return f"records {', '.join(map(str, numbers))}"

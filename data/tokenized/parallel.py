@@ -13,188 +13,35 @@ import gc
 import json
 import multiprocessing
 import os
-import re
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from common.parent import end_with_parent
 from common.whole_files import replace_text
-from data.chat.control_tokens import ControlWords, words_of
 from data.errors import DataError
-from data.records.pairs import WRONG_WAY, Judged
 from data.records.raw_records import RawRecord, read_file
-from data.records.reading import BadRecords, origin, parse
-from data.records.record import Record, type_of
-from data.tokenized.columns import Encoded, Tallies, Tally, fit, has_empty_answer, pack_samples
+from data.records.reading import BadRecords, origin
+from data.tokenized.columns import Tally
+from data.tokenized.encoder import Chunk, EncodedChunk, Encoder
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleFile, SampleWriter
-from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
-from data.tokenized.tokenizer import load_tokenizer
 
 META = "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
-# Where datasets with pictures or sound put them; said, not refused, as a text about HTML may hold the same words.
-PLACEHOLDER = re.compile("<(?:image|video|audio|bbox|ref-object)>")
-PLACEHOLDER_HINT = re.compile(rb"<(?:image|video|audio|bbox|ref-object)>|\\u003c", re.IGNORECASE)
-IN_WORDS = "hold a placeholder such as <image>, which is trained as text, as Pipetune trains on text alone"
-MENDED = "have comments, or commas before a closing bracket, which are no JSON and were passed over"
 OTHERWISE = "the same as another one, but marked or classed otherwise"
 AHEAD = 4  # chunks under way for each worker
 
 # Takes progress: what is being done, how many of how many bytes are done, and how many records.
 Tell = Callable[[str, int, int, int], None]
-
-
-class Chunk(NamedTuple):
-    """Hold raw records for a worker."""
-
-    end: tuple[int, int]  # file and place of the last record, counted from 1 among that file's records
-    # Which of the recipe's files each is from, and what a `RawRecord` has; bare, they cost a third to send.
-    records: list[tuple[Any, ...]]
-
-
-@dataclass
-class EncodedChunk:
-    """Hold a worker's results for a chunk, or the sum of several."""
-
-    end: tuple[int, int]  # of the last chunk
-    bad: list[str] = field(default_factory=list)  # a line for each record that cannot be used
-    unused: Counter[str] = field(default_factory=Counter)  # how many records have which fields that were not used
-    columns: set[str] = field(default_factory=set)  # which of the names that columns gives a record has
-    # Notes to report on how records were written, and of how many.
-    notes: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)  # of each of these, the first
-    samples: tuple[bytes, NDArray[Any]] | None = None  # of the records, unless these were only checked
-    tallies: Tallies = field(default_factory=dict)  # what became of the records
-
-    def add(self, later: EncodedChunk) -> None:
-        """Add the counts of a later chunk."""
-        self.unused.update(later.unused)
-        self.notes.update(later.notes)
-        self.examples = later.examples | self.examples
-        for group, tally in later.tallies.items():
-            self.tallies[group] = self.tallies.get(group, Tally()) + tally
-
-
-class Encoder:
-    """Turn chunks of raw records into samples.
-
-    Raises:
-        DataError: the tokenizer cannot be used.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._prompts = recipe, recipe.prompts
-        self._scored = recipe.preference is not None and recipe.preference.scored
-        if recipe.preference is not None:
-            if recipe.preference.kind == "classes":
-                self._prompts = replace(recipe.prompts, mask="all")
-            elif recipe.prompts.mask == "all":
-                raise DataError("mask: a preference is one of answers, so prompts never count; expected another mask")
-        self._tokenizer = load_tokenizer(recipe.tokenizer)
-        self._control_words = ControlWords(self._tokenizer)
-
-    def encode(self, chunk: Chunk, only_check: bool) -> EncodedChunk:
-        """Parse the records and, unless they are only to be checked, tokenize and cut them."""
-        answer = EncodedChunk(chunk.end)
-        parsed = self._parse(chunk, answer)
-        if only_check:
-            return answer
-
-        # All documents of the chunk at once, as the tokenizer is fastest so.
-        encoded = []
-        documents = chain.from_iterable(judged.documents for *_, judged in parsed)
-        tokenized = iter(encode_many(list(documents), self._tokenizer, self._prompts))
-        for file, raw, judged in parsed:
-            whole = [next(tokenized) for _ in judged.documents]
-            try:
-                encoded.append(self._fitted(file, raw, judged, whole))
-            except DataError as error:
-                answer.bad.append(self._complaint(file, raw, error))
-
-        _add_notes(answer, encoded)
-        numbers, index, answer.tallies = pack_samples(encoded, self._recipe.max_seq_len)
-        answer.samples = numbers, index
-        return answer
-
-    def _parse(self, chunk: Chunk, answer: EncodedChunk) -> list[tuple[int, RawRecord, Judged]]:
-        """Parse the records, each with its file's number; what is wrong or unused goes into the answer."""
-        recipe = self._recipe
-        parsed: list[tuple[int, RawRecord, Judged]] = []
-        for file, *fields in chunk.records:
-            raw = RawRecord(*fields)
-            try:
-                _, format_name, columns = recipe.files[file]
-                converted = parse(raw, format_name, columns, recipe.preference)
-            except DataError as error:
-                answer.bad.append(self._complaint(file, raw, error))
-            else:
-                alone = (Judged(type_of(record), (record,)) for record in converted.records)
-                parsed += [(file, raw, judged) for judged in converted.judged or alone]
-                answer.unused.update(converted.unused)
-                answer.columns.update(converted.columns)
-        return parsed
-
-    def _fitted(self, file: int, raw: RawRecord, judged: Judged, whole: Sequence[Tokens | DataError]) -> Encoded:
-        """Shorten a sample's documents where they are too long, and note what is odd about them.
-
-        Raises:
-            DataError: one of the documents is bad, or too long.
-        """
-        recipe = self._recipe
-        kind, records, value = judged
-        tokens = fit(records, list(map(_good, whole)), recipe.max_seq_len, recipe.truncate, self._tokens)
-
-        # The raw bytes are searched first, in a fraction of the time; a row of a table has none.
-        control = self._control_words.possible(raw.value) and any(map(self._control_words.found, records))
-        found = None
-        if not isinstance(raw.value, bytes) or PLACEHOLDER_HINT.search(raw.value):
-            words = chain.from_iterable(map(words_of, records))
-            found = next(filter(None, map(PLACEHOLDER.search, words)), None)
-
-        place = origin(recipe.files[file].path, raw.number)
-        notes = {}
-        if raw.kind == "mended":
-            notes[MENDED] = place
-        if found:
-            notes[IN_WORDS] = f"{found.group()} in {place}"
-        if kind == "pair" and value < 0:
-            notes[WRONG_WAY] = f"{place} ({value:g})"
-        tokens[0] = tokens[0]._replace(notes=tokens[0].notes | notes)
-
-        empty = any(map(has_empty_answer, records))
-        return Encoded(file, raw.number, kind, empty, control, tokens, value, self._scored)
-
-    def _complaint(self, file: int, raw: RawRecord, error: DataError) -> str:
-        return f"{origin(self._recipe.files[file].path, raw.number)}: {error}"
-
-    def _tokens(self, record: Record) -> Tokens:
-        return encode_tokens(record, self._tokenizer, self._prompts)
-
-
-def _add_notes(answer: EncodedChunk, encoded: Sequence[Encoded]) -> None:
-    """Count how many samples have which note, and keep the first one's words as an example."""
-    for sample in encoded:
-        notes: dict[str, str] = {}
-        for document in reversed(sample.documents):
-            notes |= document.notes
-        answer.notes.update(notes.keys())
-        answer.examples = notes | answer.examples
-
-
-def _good(encoded: Tokens | DataError) -> Tokens:
-    if isinstance(encoded, DataError):
-        raise encoded
-    return encoded
 
 
 def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:

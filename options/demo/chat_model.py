@@ -23,7 +23,7 @@ from data.settings import PLAIN
 from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question
 from data.tokenized.tokenizer import load_tokenizer
-from models import load_model
+from models.api import load_model
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import RECORD, resolve
 from models.config_json import stop_ids

@@ -22,6 +22,7 @@ from common.terminal import safe_line, safe_text, typed_name
 from data.chat.prompts import Prompts, check_prompt_format
 from data.errors import DataError
 from data.settings import GDGPT, PLAIN, TemplateArguments
+from training.config.mistakes import in_our_words
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def template_args_of(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         return TypeAdapter(TemplateArguments).validate_json(arguments.template_args or "{}")
     except ValidationError as error:
-        reason = error.errors()[0]["msg"].replace("Input should be", "expected")
+        reason = in_our_words(error.errors()[0]["msg"])
         raise ConfigError(f"--template-args: {reason}") from None
 
 

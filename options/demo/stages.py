@@ -32,8 +32,7 @@ import torch
 from torch import Tensor, distributed
 
 from common.quantities import counted
-from models import CausalLM, load_model
-from models.api import load_share, read_spec
+from models.api import CausalLM, load_model, load_share, read_spec
 from models.checkpoint.hub import find_model
 from models.spec import ModelSpec
 from options.demo.generation import Pass, Passes

@@ -4,4 +4,4 @@ from options.distillation.keys import KEY, DistillationKeys
 from training.config.changes import NEXT, MayChange
 from training.option import Option
 
-OPTION = Option(DistillationKeys, before="freeze", rules={KEY: MayChange(True, NEXT)})
+OPTION = Option(DistillationKeys, before="freeze", rules={KEY: MayChange(True, NEXT)}, objective_key=KEY)

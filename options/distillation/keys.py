@@ -49,10 +49,6 @@ class DistillationKeys(TrainConfig):
 
         return Distillation(self, self.distillation)
 
-    @property
-    def objective_keys(self) -> list[str]:
-        return [*super().objective_keys, *([KEY] if self.distillation else [])]
-
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if not self.distillation:

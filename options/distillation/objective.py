@@ -14,13 +14,13 @@ from options.distillation.loss import DistillationLoss
 from training.callbacks import Callback
 from training.errors import ConfigError
 from training.fine_tuning import FineTuning
-from training.objective import Formula
+from training.objective import Formula, ModelAndRecords
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from options.distillation.keys import DistillationSection
     from training.config.keys import TrainConfig
-    from training.data_setup import RecordReader
-    from training.language_model import LanguageModel
 
 
 class Distillation(FineTuning):
@@ -34,17 +34,21 @@ class Distillation(FineTuning):
         return TaughtCollation(data)
 
     def other_models(
-        self, spec: ModelSpec, reader: RecordReader, read_spec: Callable[[Path], ModelSpec]
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        read_spec: Callable[[Path], ModelSpec],
     ) -> dict[str, tuple[Path, ModelSpec]]:
         from options.distillation.teacher import TEACHER, read_teacher
 
-        return {TEACHER: read_teacher(self.config, self.section, spec, reader, read_spec)}
+        return {TEACHER: read_teacher(self.config, self.section, spec, folder, tokenizer, read_spec)}
 
     def loss(self, router_loss_weight: float, rows: RankGroup) -> DistillationLoss:
         mix = self.section.weight, self.section.temperature
         return DistillationLoss(*mix, self.config.aux_max_z_loss.weight, router_loss_weight, rows)
 
-    def callbacks(self, task: LanguageModel) -> list[Callback]:
+    def callbacks(self, task: ModelAndRecords) -> list[Callback]:
         from options.distillation.teaching import Teaching  # imports DeepSpeed, so only in a run
 
         return [Teaching(task, self.section)]

@@ -17,10 +17,11 @@ from training.config.deepspeed_config import check_length, check_sharing
 from training.config.keys import TrainConfig
 from training.config.objective import RouterLoss
 from training.config.precision import FP8
-from training.data_setup import RecordReader
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from options.distillation.keys import DistillationSection
 
 TEACHER = "distillation.teacher"
@@ -30,31 +31,36 @@ def read_teacher(
     config: TrainConfig,
     section: DistillationSection,
     spec: ModelSpec,
-    reader: RecordReader,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
     read_spec: Callable[[Path], ModelSpec],
 ) -> tuple[Path, ModelSpec]:
     """Find the teacher of the model of `spec`: its folder, and its own spec.
+
+    Args:
+        folder: of the student.
+        tokenizer: the student's.
 
     Raises:
         ConfigError: it is no language model of the same vocabulary, or does not fit this run's topology.
     """
     try:
-        folder = find_model(section.teacher)
-        teacher = read_spec(folder)
-        teacher.check_writes(folder)
+        place = find_model(section.teacher)
+        teacher = read_spec(place)
+        teacher.check_writes(place)
         config.with_parts([]).parts_for(teacher.n_layers)
         check_length(config, teacher)
         check_sharing(config, teacher)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"{TEACHER}: {error}") from None
-    if unlike := reader.tokenizer.get_vocab().items() ^ load_tokenizer(folder).get_vocab().items():
+    if unlike := tokenizer.get_vocab().items() ^ load_tokenizer(place).get_vocab().items():
         raise ConfigError(
-            f"{TEACHER}: {folder}: another vocabulary than that of {reader.folder}: {min(unlike)} and "
+            f"{TEACHER}: {place}: another vocabulary than that of {folder}: {min(unlike)} and "
             f"{counted(len(unlike) - 1, 'other word')} are in only one of them; expected the same tokenizer"
         )
     if (top_k := section.top_k) > (words := shared_words(spec, teacher)):
         raise ConfigError(f"distillation.top_k: {top_k}; expected at most the {words:,} words that there are")
-    return folder, teacher
+    return place, teacher
 
 
 def shared_words(spec: ModelSpec, teacher: ModelSpec) -> int:

@@ -43,21 +43,21 @@ from options.distillation.collation import taught
 from options.distillation.loss import TeacherWords
 from options.distillation.teacher import TEACHER, config_of_teacher, frozen, shared_words
 from options.planner.resources import check_resources
-from training.callbacks import Callback
+from training.callbacks import Callback, JobView
 from training.config.deepspeed_config import training_dtype
 from training.data_setup import build_loader
 from training.distributed.processes import agreed, from_first, gather
 from training.engine.building import for_a_while
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
-from training.language_model import LanguageModel, split_as_configured
+from training.language_model import split_as_configured
 from training.measures import measures_of
+from training.objective import ModelAndRecords
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch
     from models.spec import ModelSpec
     from options.distillation.keys import DistillationSection
-    from training.job import Job
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
 
@@ -65,14 +65,14 @@ if TYPE_CHECKING:
 class Teaching(Callback):
     """Give the loader what the teacher finds, computed where no earlier start has done so; add measures."""
 
-    def __init__(self, model: LanguageModel, section: DistillationSection) -> None:
+    def __init__(self, model: ModelAndRecords, section: DistillationSection) -> None:
         self._model, self._section = model, section
 
     @property
     def _teacher(self) -> tuple[Path, ModelSpec]:
         return self._model.other_models[TEACHER]
 
-    def on_build(self, job: Job) -> None:
+    def on_build(self, job: JobView) -> None:
         task, given = self._model, self._section
         folder, spec = self._teacher
         limit = shared_words(task.spec, spec)
@@ -99,7 +99,7 @@ class Teaching(Callback):
         metrics.measures |= measures_of(run.trainer)
 
     @contextmanager
-    def _alone(self, job: Job, place: KeptArray) -> Iterator[bool]:
+    def _alone(self, job: JobView, place: KeptArray) -> Iterator[bool]:
         """Say whether the file is on every host's disk; if not, let no other run ask the same teacher meanwhile.
 
         All ranks call it together. One rank of each host looks at its disk; rank 0 has the lease.
@@ -126,7 +126,7 @@ class Teaching(Callback):
                 place.sweep()
                 lease.release()
 
-    def _compute(self, job: Job, words: TeacherWords, place: KeptArray) -> None:
+    def _compute(self, job: JobView, words: TeacherWords, place: KeptArray) -> None:
         """Load the teacher, write the file, and free the teacher; all ranks call it together."""
         (folder, teacher), begin = self._teacher, time.monotonic()
         phases.enter(f"teacher: log-probabilities of the data by {folder}")
@@ -166,7 +166,7 @@ class Teaching(Callback):
         job.log.print(f"teacher: log-probabilities of the data computed in {took}; {covered}")
 
     def _write(
-        self, job: Job, trainer: Trainer, words: TeacherWords, file: BinaryIO | None, shape: tuple[int, ...]
+        self, job: JobView, trainer: Trainer, words: TeacherWords, file: BinaryIO | None, shape: tuple[int, ...]
     ) -> float:
         """Write what the teacher finds of all samples; return how much of the probability that is, on average."""
         loader, row = build_loader(self._model.dataset, job.config), 4 * int(numpy.prod(shape[1:]))
@@ -196,7 +196,7 @@ class Teaching(Callback):
                         file.write(done[: end - first].tobytes())
                         done = done[end - first :]
                 bar.update()
-                job.monitor.mark("a batch of the teacher")
+                job.mark("a batch of the teacher")
         return mass / max(shape[0], 1)
 
 

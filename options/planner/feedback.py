@@ -37,9 +37,8 @@ from data.loader import GlobalBatch
 from options.planner.inputs import Basis, Workload, layer_kinds
 from options.planner.measurements import MEASURED_FILE, Measured
 from options.planner.plan import Plan
-from training.callbacks import Callback
+from training.callbacks import Callback, JobView
 from training.distributed.processes import gather
-from training.job import Job
 from training.language_model import LanguageModel
 from training.loop import Run
 from training.metrics.devices import Device, this_device
@@ -107,7 +106,7 @@ class Feedback(Callback):
     def __init__(self, task: LanguageModel, rebalance: bool) -> None:
         self._task, self._rebalance = task, rebalance
 
-    def on_build(self, job: Job) -> None:
+    def on_build(self, job: JobView) -> None:
         progress = job.progress
         self._config, self._division, self._log = progress.config, job.division, job.log  # the user's config
         self._before = 0 if torch.cuda.is_available() else peak_memory()

@@ -7,6 +7,7 @@ the smallest device. On a CPU none recomputes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -23,11 +24,10 @@ from options.planner.own_plan import own_planner
 from options.planner.plan import Plan
 from options.planner.resources import check_resources, explain_out_of_memory
 from options.planner.search import Feed, feed_of
-from training.callbacks import Callback
+from training.callbacks import Callback, Choice, JobView
 from training.checkpoint.folder import CheckpointRecord
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed, gather
-from training.job import Job
 from training.language_model import LanguageModel, split_as_configured
 from training.metrics.devices import Device, this_device
 from training.topology import Division
@@ -39,26 +39,26 @@ class Planning(Callback):
     def __init__(self, task: LanguageModel) -> None:
         self._task = task
 
-    def on_divide(self, job: Job) -> None:
+    def on_divide(self, job: JobView) -> Iterator[Choice]:
         task = self._task
         if job.config.train_micro_batch_size_per_gpu == "auto":
-            self._choose_rows(job)
+            yield self._rows(job.config, job.progress.known)
         elif ROWS not in job.config.model_fields_set and torch.distributed.get_rank() == 0:
             inputs = task.spec, this_device(), self._feed(), task.in_stages
-            job.report += filter(None, [advice(job.config, *inputs)])
-        if leaves_open(job.config, task.spec, task.in_stages):
-            job.division = divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known)
+            if line := advice(job.config, *inputs):
+                yield Choice(report=[line])
 
-    def _choose_rows(self, job: Job) -> None:
-        """Choose the rows of a micro-batch, and make the batches anew; a run that resumes keeps what it has."""
-        config, known = job.config, job.progress.known
+        # The rows have taken effect, so the loader has them too.
+        if leaves_open(job.config, task.spec, task.in_stages):
+            yield Choice(division=divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known))
+
+    def _rows(self, config: TrainConfig, known: CheckpointRecord | None) -> Choice:
+        """Choose the rows of a micro-batch; a run that resumes keeps what it has."""
         rows = known.settings.get(ROWS) if known else None
-        if rows is None or config.train_batch_size % (rows * config.model_topo.row_replicas):
-            rows, line = self._fastest_rows(config)
-            job.report.append(line)
-        job.config = config.model_copy(update={ROWS: rows})
-        job.progress = replace(job.progress, config=job.config)  # so that a checkpoint says how many
-        self._task.make_batches(job.config)
+        if rows is not None and config.train_batch_size % (rows * config.model_topo.row_replicas) == 0:
+            return Choice({ROWS: rows})
+        rows, line = self._fastest_rows(config)
+        return Choice({ROWS: rows}, report=[line])
 
     def _fastest_rows(self, config: TrainConfig) -> tuple[int, str]:
         """Ask the planner on rank 0."""
@@ -73,13 +73,12 @@ class Planning(Callback):
         """Say what a config's rows are."""
         return feed_of(self._task.dataset, self._task.spec) if self._task.known_loader else Workload.assumed
 
-    def on_build(self, job: Job) -> None:
+    def on_build(self, job: JobView) -> list[Choice]:
         check_resources(job.config, self._task.spec, job.layers, job.disk)
         kernels = choose_kernels(job.config, self._task.spec, self._task.known_loader)
-        job.report += kernels.report
-        job.config = job.config.model_copy(update={"compile": kernels.compile})
+        return [Choice({"compile": kernels.compile}, report=[*kernels.report, *job.config.objective.unplanned()])]
 
-    def around(self, job: Job) -> AbstractContextManager[None]:
+    def around(self, job: JobView) -> AbstractContextManager[None]:
         return explain_out_of_memory(job.config, self._task.spec, job.stage, self._task.known_loader)
 
 

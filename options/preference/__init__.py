@@ -4,4 +4,4 @@ from options.preference.keys import KEY, PreferenceKeys
 from training.config.changes import MayChange
 from training.option import Option
 
-OPTION = Option(PreferenceKeys, before="freeze", rules={KEY: MayChange(False)})
+OPTION = Option(PreferenceKeys, before="freeze", rules={KEY: MayChange(False)}, objective_key=KEY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,8 @@ UNPAIRED = ("kto", "apo_zero_unpaired")
 
 class PreferenceSection(Section):
     """`preference`: learn from pairs of answers, or from good and bad ones (docs/preferences.md)."""
+
+    short_for: ClassVar[str | None] = "loss"
 
     loss: Literal["dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "apo_zero_unpaired", "reward"] = "dpo"
     """`dpo` (arXiv:2305.18290), `cdpo` (dpo with `label_smoothing`), `ipo` (arXiv:2310.12036), `simpo`
@@ -113,10 +115,6 @@ class PreferenceKeys(TrainConfig):
         if self.preference.loss == REWARD:
             raise ConfigError("preference.loss: reward is trained by the option scores, which is not here")
         return (MarkedAnswers if self.preference.unpaired else PairedAnswers)(self, self.preference)
-
-    @property
-    def objective_keys(self) -> list[str]:
-        return [*super().objective_keys, *([KEY] if self.preference else [])]
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -36,8 +36,7 @@ from common.kept_arrays import KeptArray
 from common.quantities import duration
 from common.terminal import paused
 from data.loader import GlobalBatch, Loader
-from data.sample_set import SampleSet
-from data.tokenized.dataset import Dataset
+from data.sample_set import KeptSamples, SampleSet
 from data.tokenized.recipe import digest_of
 from data.tokenized.store import digests_folder
 from models.checkpoint.digest import model_digest
@@ -46,6 +45,7 @@ from models.checkpoint.publish import writing
 from models.checkpoint.source import open_source
 from options.preference.collation import judged
 from options.preference.mismatch import Mismatched
+from training.callbacks import JobView
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader
@@ -53,11 +53,10 @@ from training.distributed.processes import agreed, from_first
 from training.engine.trainer import Trainer
 from training.errors import RunRefused
 from training.measures import Measures, loss_of
+from training.objective import ModelAndRecords
 
 if TYPE_CHECKING:
     from options.preference.keys import PreferenceSection
-    from training.job import Job
-    from training.language_model import LanguageModel
     from training.loop import Run
 
 FP32_ROUNDING, ROUNDING = 1e-3, 5e-2  # of log-probabilities, in another division of the model or by other kernels
@@ -68,16 +67,16 @@ Sums = NDArray[numpy.float32]
 class Preferences(Measures):
     """Give the loaders the reference's log-probabilities, and the metrics what is counted over pairs."""
 
-    def __init__(self, model: LanguageModel, section: PreferenceSection, right: str) -> None:
+    def __init__(self, model: ModelAndRecords, section: PreferenceSection, right: str) -> None:
         super().__init__(right)
         self._model, self._section = model, section
-        self._missing: list[tuple[str, Dataset, Sequence[Loader]]] = []
-        self._unproven: list[tuple[str, Dataset, Loader]] = []  # taken from an earlier run
+        self._missing: list[tuple[str, KeptSamples, Sequence[Loader]]] = []
+        self._unproven: list[tuple[str, KeptSamples, Loader]] = []  # taken from an earlier run
 
-    def on_build(self, job: Job) -> None:
+    def on_build(self, job: JobView) -> None:
         if not self._section.needs_reference:
             return
-        task, evaluation = self._model, job.task.evaluation
+        task, evaluation = self._model, self._model.evaluation
         self._missing = [("data", task.dataset, [task.loader])]
         if task.held_out is not None and evaluation:
             self._missing += [("evaluation data", task.held_out, list(evaluation.loaders.values()))]
@@ -129,7 +128,7 @@ class Preferences(Measures):
             estimate_kl(run.trainer, run.loader, batch)
         yield
 
-    def _place(self, folder: Path, dataset: Dataset, loaders: Sequence[Loader]) -> KeptArray:
+    def _place(self, folder: Path, dataset: KeptSamples, loaders: Sequence[Loader]) -> KeptArray:
         """Name what is kept in a folder."""
         others = judged(loaders[0]).mismatched
         cut = [int(others.data.lengths.sum())] if others else []  # max_seq_len cuts more than in the samples
@@ -137,7 +136,7 @@ class Preferences(Measures):
         name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
         return KeptArray(folder / f"reference-{name}.bin", made_of, "float32", (len(dataset), 2))
 
-    def _use(self, sums: Sums, dataset: Dataset, loaders: Sequence[Loader]) -> None:
+    def _use(self, sums: Sums, dataset: KeptSamples, loaders: Sequence[Loader]) -> None:
         """Give the loaders log-probabilities, and keep them for later starts; all ranks call it together."""
         for loader in loaders:
             known = judged(loader)
@@ -179,7 +178,7 @@ def log_probabilities(
     return result
 
 
-def _balance(data: Dataset, section: PreferenceSection) -> str:
+def _balance(data: KeptSamples, section: PreferenceSection) -> str:
     """Say how many answers of each class there are, and how they weigh against each other."""
     good = int(data.values.sum(dtype=numpy.float64))
     bad = len(data) - good
@@ -257,7 +256,7 @@ def check_reference(trainer: Trainer, loader: Loader, known: Loader, what: str, 
             )
 
 
-def _digest_start(config: TrainConfig, model: LanguageModel) -> list[Any]:
+def _digest_start(config: TrainConfig, model: ModelAndRecords) -> list[Any]:
     """Digest what the start weights, and what is computed with them, depend on."""
     lora = config.lora
     weights = model_digest(open_source(model.model_folder, model.spec.base), digests_folder(config.cache_dir))

@@ -24,7 +24,7 @@ from torch import Tensor
 from models.attention.positions import LINEAR
 from models.checkpoint.adapter import LayerFiles
 from models.checkpoint.source import open_source
-from options.proof.launches import Start
+from options.proof.launches import LaunchedRun
 from options.proof.recorder import Recorded
 from options.proof.reference import Reference
 from options.proof.small_run import SAVED, STEPS, SmallRun
@@ -75,7 +75,7 @@ class Comparison:
         run: the uninterrupted run.
     """
 
-    def __init__(self, small: SmallRun, run: Start) -> None:
+    def __init__(self, small: SmallRun, run: LaunchedRun) -> None:
         self._small, self._run, self._dtype = small, run, training_dtype(small.config)
         recurrent = LINEAR in small.spec.positions().kinds
         mean_bound, gradient_bound = choose_bounds(self._dtype, small.spec.n_layers, recurrent)
@@ -130,7 +130,7 @@ class Comparison:
                 compare_bits(self.saved, place, saved, rounded | fixed)
             show(step)
 
-    def compare_resumed(self, run: Start) -> None:
+    def compare_resumed(self, run: LaunchedRun) -> None:
         """Compare the killed and resumed run with the uninterrupted one."""
         expected, found = self._run.read_numbers()["loss"], run.read_numbers()["loss"]
         for step in range(SAVED + 1, STEPS + 1):

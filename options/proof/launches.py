@@ -23,7 +23,7 @@ MAX_ERROR = 300  # characters of a run's error message
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchedRun:
     """A run of the proof that can be started, and started again to resume.
 
     Attributes:

@@ -230,7 +230,7 @@ def own_rate(config: TrainConfig, step: int) -> float:
     if config.scheduler is None:
         return rate
     kind, params, total = config.scheduler.type, config.scheduler.params.model_dump(), config.max_steps or 1
-    top = start = max(1, params["warmup_num_steps"])
+    top = start = max(1, params["warmup_num_steps"] or math.ceil(params["warmup_ratio"] * total))
     if step < top:
         rise = step / top if params["warmup_type"] == "linear" else math.log(step + 1, top + 1)
         rate *= params["warmup_min_ratio"] * (1 - rise) + rise

@@ -35,7 +35,7 @@ from models.derived.shrink import is_dropout, shrunk_fields
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.quantized_base import FP8
 from models.spec import ModelSpec
-from options.proof.launches import Start
+from options.proof.launches import LaunchedRun
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
@@ -129,9 +129,9 @@ class SmallRun:
             for name, content in adapter_file(self.spec, model).items():
                 (adapter / name).write_bytes(content)
 
-    def start(self, script: str, name: str, **changes: Any) -> Start:
+    def start(self, script: str, name: str, **changes: Any) -> LaunchedRun:
         """Prepare a run with a `save_path` of its own, and with `changes` of the config."""
-        start = Start(script, self.folder / f"{name}.yml", self.folder / name, self.folder / f"{name}-notes")
+        start = LaunchedRun(script, self.folder / f"{name}.yml", self.folder / name, self.folder / f"{name}-notes")
         values = self.config.dump() | {"save_path": str(start.folder)} | changes
         start.config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         return start

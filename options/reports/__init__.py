@@ -1,11 +1,23 @@
-"""Draw a run's curves, and write the model card of what is exported (docs/resuming.md)."""
+"""Say what a run came to, draw its curves, and write the model card of what is exported (docs/resuming.md)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from training.config.keys import TrainConfig
 from training.option import Option
+
+if TYPE_CHECKING:
+    from training.callbacks import Callback
+    from training.job import Task
+
+
+def _callbacks(_: TrainConfig, __: Task) -> Sequence[Callback]:
+    from options.reports.totals import Totals
+
+    return [Totals()]
 
 
 def _add_to_export(checkpoint: Path, folder: Path) -> None:
@@ -14,4 +26,4 @@ def _add_to_export(checkpoint: Path, folder: Path) -> None:
     write_card(checkpoint, folder)
 
 
-OPTION = Option(TrainConfig, add_to_export=_add_to_export)
+OPTION = Option(TrainConfig, callbacks=_callbacks, add_to_export=_add_to_export)

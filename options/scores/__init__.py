@@ -4,4 +4,4 @@ from options.scores.keys import KEY, ScoresKeys
 from training.config.changes import MayChange
 from training.option import Option
 
-OPTION = Option(ScoresKeys, before="freeze", rules={KEY: MayChange(False)})
+OPTION = Option(ScoresKeys, before="freeze", rules={KEY: MayChange(False)}, objective_key=KEY)

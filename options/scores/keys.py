@@ -32,10 +32,6 @@ class ScoresKeys(TrainConfig):
             return Reward(self, self.preference.center_weight)
         return super().objective
 
-    @property
-    def objective_keys(self) -> list[str]:
-        return [*super().objective_keys, *([KEY] if self.labels else [])]
-
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if not self.labels:

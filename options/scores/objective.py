@@ -14,11 +14,10 @@ from options.scores.formula import ClassesFormula, RewardsFormula
 from options.scores.loss import ACCURACY, ScoreLoss
 from training.callbacks import Callback
 from training.measures import Measures
-from training.objective import Formula, Objective
+from training.objective import Formula, ModelAndRecords, Objective
 
 if TYPE_CHECKING:
     from training.config.keys import TrainConfig
-    from training.language_model import LanguageModel
 
 
 class Scores(Objective):
@@ -41,7 +40,7 @@ class Scores(Objective):
     def model(self, spec: ModelSpec) -> ModelSpec:
         return spec.scoring(self.names)
 
-    def callbacks(self, task: LanguageModel) -> list[Callback]:
+    def callbacks(self, task: ModelAndRecords) -> list[Callback]:
         return [Measures(self.right)]
 
 
@@ -54,6 +53,10 @@ class Reward(Scores):
     def __init__(self, config: TrainConfig, center_weight: float) -> None:
         super().__init__(config, ["reward"])
         self._center_weight = center_weight
+
+    @property
+    def rate_share(self) -> float:
+        return 0.5  # 9e-6 at 6B in arXiv:2203.02155, appendix C
 
     @property
     def wanted(self) -> Wanted:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import field_validator
 
 from training.config.changes import FREE
 from training.config.keys import TrainConfig
@@ -32,6 +34,14 @@ class TrackerKeys(TrainConfig):
     """Where the numbers of metrics.jsonl are drawn as well: `tensorboard` (in `save_path/tensorboard`), `wandb`
     (Weights & Biases), `swanlab`, `mlflow`, each with `pip install` of that name
     (docs/configuration.md#curves-in-a-tracker). A resumed run goes on in the same curves."""
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _one(cls, trackers: Any) -> Any:
+        """Read `trackers: wandb`, and `none`, as other tools take them."""
+        if not isinstance(trackers, str):
+            return trackers
+        return [] if trackers == "none" else [trackers]
 
     wandb: TrackerProject = TrackerProject()
     swanlab: TrackerProject = TrackerProject()

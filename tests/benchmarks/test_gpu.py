@@ -44,7 +44,12 @@ def layers_of(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("device_name", "asked", "free"),
-    [("H200", 8, None), ("H100", 8, None), ("H100", 8, 30e9), ("A100-40G", 8, None), ("H200", None, None)],
+    [
+        ("H200", 8, None),
+        ("H100", 8, 30e9),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("H100", 8, None), ("A100-40G", 8, None))),
+        pytest.param("H200", None, None, marks=pytest.mark.slow),
+    ],
 )
 def test_as_many_layers_as_fit_with_room(
     device_name: str, asked: int | None, free: float | None, tmp_path: Path
@@ -166,6 +171,7 @@ def rows_of(module: str, out: Path, *names: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_a_way_runs_on_a_cpu(tmp_path: Path) -> None:
     (row,) = rows_of("benchmarks.gpu", tmp_path / "out", "profile")
     assert row["tokens_per_s"] > 0 and row["planned_bytes"] > 0 and row["measured_bytes"] > 0
@@ -210,6 +216,7 @@ def test_a_check_fails_by_its_limit() -> None:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_exactness_checks_hold_on_a_cpu(tmp_path: Path) -> None:
     rows = rows_of("benchmarks.gpu", tmp_path / "out", "attention", "race")
     assert rows[0]["sdpa_by_document window"] < 1e-5 and rows[1]["wrong"] == 0

@@ -67,6 +67,7 @@ def test_failures_are_rows_and_the_others_go_on(tmp_path: Path, capsys: pytest.C
     assert "    | noise" in printed
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     hanging, after = run([job("hangs", HANGS, minutes=3 / 60 / SLACK), job("writes", WRITES)], tmp_path)
     assert hanging["reason"].startswith("killed after 3 s")
@@ -79,6 +80,7 @@ def ended(process: int) -> bool:
     return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_a_job_ends_with_the_command_that_is_terminated(tmp_path: Path) -> None:
     script = f"""
 import sys
@@ -130,7 +132,7 @@ def test_nothing_is_imported_that_the_wheels_would_bring() -> None:
     assert {"torch", "transformers", "pydantic", "yaml", "psutil", "rich"}.isdisjoint(loaded.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["benchmarks.gpu", "benchmarks.gpus"])
+@pytest.mark.parametrize("module", ["benchmarks.gpu", pytest.param("benchmarks.gpus", marks=pytest.mark.slow)])
 def test_too_few_gpus_are_refused_in_a_line(module: str) -> None:
     found = launching.run(sys.executable, "-m", module, CUDA_VISIBLE_DEVICES="")
     assert found.returncode == 1

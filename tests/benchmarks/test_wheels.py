@@ -116,6 +116,7 @@ def test_what_is_missing_or_broken_ends_it_once_by_its_name(
         wheels.check_imports()
 
 
+@pytest.mark.slow
 def test_a_private_module_that_a_package_only_lists_is_not_asked_for(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:

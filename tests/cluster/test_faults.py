@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import tiered
 from tests.cluster.hosts import Host, deepspeed, host_errors, in_two_stages
 from tests.launching import Launch, eventually, metrics, run, start
 
@@ -48,9 +49,7 @@ FAULTS: dict[str, tuple[Callable[[Host], None], Callable[[Host], None], str]] = 
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow if each == "cable" else pytest.mark.longest) for each in FAULTS]
-)
+@pytest.mark.parametrize("name", tiered(FAULTS, quick=(), slow=["cable"]))
 def test_a_lost_host_ends_the_run(
     name: str, hosts: list[Host], make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from torch import Tensor
 
+from tests.cases import tiered
 from tests.cluster.hosts import Host, hostfile_of
 from tests.cluster.test_faults import begun, get_power, lose_power, refuse_the_key, take_the_key
 from tests.conftest import FAQ, ROOT
@@ -228,9 +229,7 @@ WRONG: dict[str, tuple[str, Callable[[Host], None], Callable[[Host], None], str]
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow if each == "key" else pytest.mark.longest) for each in WRONG]
-)
+@pytest.mark.parametrize("name", tiered(WRONG, quick=(), slow=["key"]))
 def test_what_is_wrong_with_hosts_is_named(name: str, hosts: list[Host], model: Path, tmp_path: Path) -> None:
     text, fault, mended, message = WRONG[name]
     config = configured(tmp_path / "run.yml", model)

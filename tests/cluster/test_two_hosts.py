@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
+from tests.cases import tiered
 from tests.cluster.hosts import Host, deepspeed, host_errors, hostfile_of
 from tests.launching import metrics, run, start, topology, write_config
 
@@ -57,9 +58,7 @@ STARTS = {
 MEETING, DETECTOR = 29610, 29611
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow if each == "stages" else pytest.mark.longest) for each in STARTS]
-)
+@pytest.mark.parametrize("name", tiered(STARTS, quick=(), slow=["stages"]))
 def test_two_hosts_train_as_one(
     name: str, hosts: list[Host], disks: list[Path], alone: list[float], tmp_path: Path
 ) -> None:

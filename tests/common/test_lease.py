@@ -160,6 +160,7 @@ def rounds(pipe: Any, folder: Path, barrier: Any) -> None:
         barrier.wait()
 
 
+@pytest.mark.slow
 def test_one_of_many_processes_gets_it(tmp_path: Path) -> None:
     barrier = FORK.Barrier(STARTS)
     pipes, children = [], []

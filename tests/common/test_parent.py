@@ -57,6 +57,7 @@ def test_a_builder_ends_whose_parent_was_killed_right_after_its_start() -> None:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("entry_point", ["train_ds.py", "train_ds_zero.py"])
 def test_a_rank_ends_whose_launcher_was_killed_in_its_imports(entry_point: str, tmp_path: Path) -> None:
     """Else it would wait for another rank for half an hour."""

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from models import load_model
 from options import load_config
+from tests.cases import tiered
 from tests.conftest import FAQ, ROOT
 from tests.docs.pages import blocks
 from tests.launching import metrics, run, topology, write_config
@@ -77,7 +78,7 @@ def test_what_one_process_does(
 
 @pytest.mark.launched
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(LAUNCHED)))
+@pytest.mark.parametrize("number", tiered(range(len(LAUNCHED)), quick=(), longest=["[02-5]"]))
 def test_what_trains(number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "script.py"
     path.write_text(f"import os\n\nos.chdir({str(folder)!r})\n{LAUNCHED[number]}")

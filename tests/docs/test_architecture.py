@@ -22,6 +22,16 @@ def test_every_room_is_named() -> None:
         assert [room for room in rooms if f"`{room}/`" not in TEXT] == []
 
 
+def test_tests_mirror_the_packages() -> None:
+    """Each folder of tests/ has the tests of the package with its name, but for those that architecture.md names."""
+    others = {"cluster", "docs", "pretend", "workers"}
+    folders = [path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").glob("**/__init__.py")]
+    named = next(line for line in TEXT.splitlines() if line.startswith("tests/ "))
+    assert all(f"{name}/" in named for name in others)
+    lacking = {folder.as_posix() for folder in folders if not (ROOT / folder / "__init__.py").exists()}
+    assert lacking - {"."} <= others
+
+
 def test_reading_path_fits_an_evening() -> None:
     path = re.findall(r"`([\w/]+\.py)`", TEXT.partition("## An evening's reading")[2])
     assert 0 < len(path) <= FILES

@@ -95,6 +95,8 @@ class Checker:
             found = importlib.util.find_spec(words[1])
             assert found and found.origin, words[1]
             source = Path(found.origin).read_text(encoding="utf-8")
+            if (main := Path(found.origin).with_name("__main__.py")).is_file():
+                source += main.read_text(encoding="utf-8")
             for shared in ("report.py", "unattended.py"):  # which have the options of several benchmarks
                 source += (ROOT / "benchmarks" / shared).read_text(encoding="utf-8")
             assert [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in source] == []

@@ -35,6 +35,7 @@ from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
 from models.spec import ModelSpec
+from tests.cases import tiered
 from tests.closeness import assert_near
 from tests.conftest import ORIGINALS
 from tests.models.adapters import save_adapter, save_run
@@ -71,7 +72,7 @@ NOT_DENSE = {"targets": (*ATTENTION.split(), "experts.gate_up_proj", "experts.do
 ALL = {
     name: (case.model_type, case.changes) for name, case in CASES.items() if case.model_type not in ORIGINALS
 } | OTHERS
-UNDER_TEST = [name if name in (*OFTEN, *OTHERS) else pytest.param(name, marks=pytest.mark.longest) for name in ALL]
+UNDER_TEST = tiered(ALL, (*OFTEN, *OTHERS), slow=())
 
 
 def adapted(folder: Path, **settings: Any) -> ModelSpec:

@@ -24,8 +24,19 @@ LATER = [[[24, 8, 8, 16]], [[72]], [[100, 4]], [[11, 13], [24]], [[5, 3], [1, 1,
 BLOCKS = frozenset({1, 2, 3})
 # Without gemma2's flex attention: the form that torch has for a CPU traces the derivative of a capped score while the
 # tensors that it saves go to the recomputation, whose copies of them are never filled. Compiled, on a GPU, it does not.
-KERNELS: list[Any] = [("llama-tied", None), ("mixtral", None), ("bloom", None), ("gemma2", None), ("llama-tied", FLEX)]
+KERNELS: list[Any] = [("llama-tied", None)]
+KERNELS += [pytest.param(name, None, marks=pytest.mark.slow) for name in ("mixtral", "bloom", "gemma2")]
+KERNELS += [pytest.param("llama-tied", FLEX, marks=pytest.mark.slow)]
 KERNELS += [pytest.param(name, FLEX, marks=pytest.mark.longest) for name in ("mixtral", "bloom")]
+COMPILED = [
+    pytest.param("llama-tied", BLOCKS, id="llama-tied-recomputed", marks=pytest.mark.slow),
+    pytest.param("llama-tied", frozenset(), id="llama-tied-kept", marks=pytest.mark.longest),
+]
+for each in ("mixtral", "gemma2", "mistral-window"):
+    COMPILED += [
+        pytest.param(each, frozenset(), id=f"{each}-kept", marks=pytest.mark.longest),
+        pytest.param(each, BLOCKS, id=f"{each}-recomputed", marks=pytest.mark.longest),
+    ]
 
 
 def build(folder: Path, options: BlockOptions, kernel: str | None = None) -> CausalLM:
@@ -154,14 +165,7 @@ def test_what_several_operations_keep_goes_and_comes_once(
     assert len(watched.sizes) == len(fetched) == 4  # what the first three products share, and three inputs
 
 
-@pytest.mark.parametrize("recompute", [frozenset(), BLOCKS], ids=["kept", "recomputed"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "mixtral")),
-        *(pytest.param(name, marks=pytest.mark.longest) for name in ("gemma2", "mistral-window")),
-    ],
-)
+@pytest.mark.parametrize(("name", "recompute"), COMPILED)
 def test_compiled_blocks_are_exact_and_are_not_compiled_again(
     name: str, recompute: frozenset[int], make_case: Callable[..., Path]
 ) -> None:

@@ -181,6 +181,7 @@ def test_the_requirements_have_the_version_that_is_named() -> None:
         assert [line.split()[0] for line in lines if line.startswith("torchao")] == [FP8_PACKAGE]
 
 
+@pytest.mark.slow
 def test_torchao_logs_nothing() -> None:
     """In a process of its own, as it is loaded here already; other logs pass."""
     words = "import logging; logging.basicConfig(); from torch import nn; from models.block_options import to_fp8; "
@@ -189,7 +190,7 @@ def test_torchao_logs_nothing() -> None:
     assert (done.stdout, done.stderr) == ("", "WARNING:root:mine\n")
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_compiled_it_rounds_the_same(make_checkpoint: Callable[..., Path]) -> None:
     """Rounded at other places before, a number may fall on the other side of a step of fp8, of 6 % or of 12 %."""
     folder = make_checkpoint("llama")

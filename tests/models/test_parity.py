@@ -19,6 +19,7 @@ from models import CausalLM, load_model
 from models.attention.rope import depends_on_length
 from models.loss.micro_batch import token_loss
 from models.router import experts_implementation, router_loss
+from tests.cases import tiered
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES, PADDING
 from tests.models.helpers import (
@@ -34,6 +35,7 @@ from tests.models.helpers import (
 )
 
 LENGTH = 40  # longer than the windows
+ALIKE = ["*13b", "baichuan-7b", "*window*", "opt*"]  # in all that is looked at here
 
 
 class Expected(NamedTuple):
@@ -62,7 +64,7 @@ def rough_checkpoint(make_case: Callable[..., Path]) -> Callable[[str], Path]:
     return make
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=tiered(CASES, slow=ALIKE))
 def expected(
     request: pytest.FixtureRequest, rough_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Expected:
@@ -173,7 +175,9 @@ def test_bf16_loading_gives_bf16_parameters(
     assert {parameter.dtype for parameter in load_model(folder).parameters()} == {stored}
 
 
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.model_type not in ORIGINALS])
+@pytest.mark.parametrize(
+    "case", [case for case in tiered(CASES, slow=ALIKE) if CASES[str(case.id)].model_type not in ORIGINALS]
+)
 def test_bf16_logits_equal_transformers(case: str, rough_checkpoint: Callable[[str], Path]) -> None:
     folder = rough_checkpoint(case)
     ids = random_ids(2, LENGTH)

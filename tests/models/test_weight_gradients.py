@@ -90,7 +90,7 @@ def test_layers_with_adapters_leave_nothing(make_checkpoint: Callable[..., Path]
     }
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_compiled_layers_leave_them_too(make_checkpoint: Callable[..., Path]) -> None:
     """All of a block's are left for later, and are what a block gives that nobody compiles."""
     torch._dynamo.reset()

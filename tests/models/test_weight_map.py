@@ -82,6 +82,7 @@ def consistent(weight_map: WeightMap, disk_name: str) -> bool:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(names, depths, st.integers(1, 9))
 def test_both_sides_look_up_the_same_binding_and_each_tensor_has_one(name: str, depth: int, n_experts: int) -> None:

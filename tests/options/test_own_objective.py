@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from models import load_model
 from models.causal_lm import CausalLM
 from tests.closeness import assert_near
 from tests.launching import metrics, topology, write_config
-from tests.ranks import Ranks
+from tests.ranks import Ranks, samples_of
 from tests.workers.own_objective import WithSlanted, counts, shifts
+from training.config.keys import TrainConfig
+from training.option import Option
 
 STEPS, LR = 3, 0.2
 LENGTHS = (9, 40, 17, 5, 31, 22, 12, 27)
@@ -28,11 +29,7 @@ LENGTHS = (9, 40, 17, 5, 31, 22, 12, 27)
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    generator, made = random.Random(0), list[Sample]()
-    for length in LENGTHS:
-        ids = [generator.randrange(3, 512) for _ in range(length)]
-        made.append({"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 :]})
-    return made
+    return samples_of(LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +110,14 @@ def test_it_is_trained_as_one_process_does(
     assert "eval_perplexity" not in evaluations[0] and "eval_count" in evaluations[0]
 
 
-class WithAnother(WithSlanted):
+class AnotherKeys(TrainConfig):
     """A run that another key asks for another objective, too."""
 
-    @property
-    def objective_keys(self) -> list[str]:
-        return [*super().objective_keys, "another"]
+    another: bool = True
+
+
+class WithAnother(AnotherKeys, WithSlanted):
+    options = (*WithSlanted.options, Option(AnotherKeys, before="freeze", objective_key="another"))
 
 
 def test_a_key_of_it_goes_with_no_other_objective() -> None:

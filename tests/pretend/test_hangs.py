@@ -12,11 +12,12 @@ import pytest
 from tests.conftest import FAQ
 from tests.pretend.conftest import MakeCase, Run, end_together
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 WAITS = {"ForwardPass": False, "BackwardPass": False, "ReduceGrads": True, "OptimizerStep": True}
 
 
+@pytest.mark.longest
 def test_a_gpu_in_a_computation_waits_for_nobody(run_pretended: Run, make_case: MakeCase) -> None:
     found = run_pretended([make_case(name, "llama-tied", "hang", hang=name) for name in WAITS], 1)
     places = {name: ranks[0]["place"] for name, ranks in found.items()}
@@ -25,6 +26,7 @@ def test_a_gpu_in_a_computation_waits_for_nobody(run_pretended: Run, make_case: 
         assert place["text"].endswith(f"its GPU in {name}")
 
 
+@pytest.mark.longest
 def test_a_gpu_that_shares_rows_may_wait_for_its_peer(run_pretended: Run, make_case: MakeCase) -> None:
     rows = {"model_topo": {"process_topology": {"axes": ["pipe", "data"], "dims": [1, 2]}, "sequence": 2}}
     found = run_pretended([make_case("shared", "llama-tied", "hang", hang="ForwardPass", **rows)], 2)

@@ -10,7 +10,7 @@ from tests.pretend.allowed import unexpected
 from tests.pretend.conftest import MakeCase, Run
 from tests.pretend.planted import PLANTED
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 
 from models.attention.flex import FLEX
 from models.attention.packed import VARLEN
+from tests.cases import tiered
 from tests.conftest import FAQ
 from tests.launching import topology
 from tests.models.cases import CASES
@@ -139,19 +140,12 @@ OF_TWO |= {
     for cell, keys in SHARED.items()
     if "layers" in cell or model != ODD_HEADS
 }
-ALWAYS = {  # one of each kind; all others take minutes
-    *(f"llama-tied-{cell}" for cell in ("fp16", "offloaded-recomputed", "unsharded-clipped", "optimizer-on-cpu")),
-    *(f"llama-tied-{cell}" for cell in ("unpacked", "zero-3", "generation", "varlen", "weight-streaming")),
-    *("bloom-fp32", "bloom-flex", "llama-dynamic-bf16", "mixtral-router-loss"),
-    *("llama-tied-dualpipev-bf16", "llama-tied-replicas-bf16"),
-    *("llama-tied-sums-on-cpu", "llama-tied-1f1b-sums-on-cpu"),
-    *("llama-tied-lora", "llama-tied-nf4", "llama-tied-fp8"),
-    *("llama-tied-rows-bf16-recomputed", "llama-tied-layers-bf16-recomputed", "mixtral-spread"),
-}
-
-
-def cases(names: dict[str, Any]) -> list[Any]:
-    return [pytest.param(name, id=name, marks=() if name in ALWAYS else pytest.mark.longest) for name in names]
+# One of each kind; all others take minutes.
+SLOW = [
+    *(f"llama-tied-{cell}" for cell in ("fp16", "offloaded-recomputed", "zero-3", "varlen", "weight-streaming")),
+    *("bloom-fp32", "llama-dynamic-bf16", "mixtral-router-loss", "llama-tied-dualpipev-bf16"),
+    *("llama-tied-sums-on-cpu", "llama-tied-lora", "llama-tied-rows-bf16-recomputed", "mixtral-spread"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +159,7 @@ def found(run_pretended: Run, make_case: MakeCase, asked: set[str]) -> dict[str,
     return outcomes
 
 
-@pytest.mark.parametrize("name", cases(OF_ONE | OF_TWO))
+@pytest.mark.parametrize("name", tiered(OF_ONE | OF_TWO, quick=(), slow=SLOW))
 def test_nothing_waits_or_is_refused(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     for rank in found[name]:
         assert not unexpected(rank)
@@ -176,6 +170,7 @@ def test_nothing_waits_or_is_refused(name: str, found: dict[str, list[dict[str, 
             assert all(0 < seconds < rank["seconds"] for seconds in rank["stage_seconds"])
 
 
+@pytest.mark.slow
 def test_all_that_a_run_does_for_a_step(run_pretended: Run, make_case: MakeCase) -> None:
     """The whole job, with evaluation, checkpoint and export."""
     keys = {"eval_data_path": str(FAQ), "max_steps": STEPS, "export_hf": True, "max_seq_len": 256, "pack_len": None}

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.checkpoint.layout import layer_file
+from tests import ranks
 from tests.conftest import FAQ
 from tests.launching import metrics
 from training.checkpoint.folder import CheckpointRecord, step_folder
@@ -98,28 +99,25 @@ def write_records(folder: Path) -> None:
 
 def describe(job: Job, models: dict[str, Path], folder: Path) -> dict[str, Any]:
     spoilt = job.model == "nan"
-    config: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "model_path": str(models[job.model]),
         "data_path": str(folder / ("spoilt.json" if spoilt else "records.json")),
         "save_path": str(folder / job.folder),
-        "cache_dir": str(folder / "cache"),
-        "max_seq_len": 200,
         "max_steps": STEPS,
         "train_batch_size": 2 if spoilt else 8,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "eps": 1.0e-6}},
         "scheduler": COSINE,
-        "tensorboard": {"enabled": False},
         "prompt_format": "plain",
     }
-    config |= job.keys
+    keys |= job.keys
     if "eval_interval" in job.keys:
-        config["eval_data_path"] = str(folder / ("spoilt.json" if spoilt else "evaluation.json"))
+        keys["eval_data_path"] = str(folder / ("spoilt.json" if spoilt else "evaluation.json"))
     if job.keys.get("eval_data_path"):
-        config["eval_data_path"] = job.keys["eval_data_path"].format(one=folder / "one.json")
+        keys["eval_data_path"] = job.keys["eval_data_path"].format(one=folder / "one.json")
     if job.source:
-        config["resume"] = str(step_folder(folder / job.source, TAKEN_UP_AT))
+        keys["resume"] = str(step_folder(folder / job.source, TAKEN_UP_AT))
     events = {step: event.format(removed=models["removed"]) for step, event in job.events.items()}
-    return {"name": job.name, "kind": job.kind, "config": config, "events": events}
+    return ranks.job(folder, job.name, job.kind, **{"keep_last": 2} | keys) | {"events": events}
 
 
 def steps(run: Path) -> dict[int, dict[str, Any]]:

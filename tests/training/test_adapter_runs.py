@@ -29,8 +29,6 @@ from tests.launching import (
     deepspeed,
     error_lines,
     metrics,
-    start_supervised,
-    steps_done,
     supervised,
     topology,
     write_config,
@@ -222,23 +220,6 @@ def test_demo_answers_with_an_adapter(run: Path, exported: Path, base: Path) -> 
     assert expected
     for answer in answers:
         assert safe_line(expected) in answer.stdout
-
-
-@pytest.mark.longest  # tests/training/test_chaos.py kills, and below a run goes on
-def test_a_killed_run_goes_on_to_the_last_bit(
-    run: Path, folder: Path, base: Path, start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is killed in the middle of a step, and then in the middle of the save of another."""
-    keys = {"save_path": str(folder / "killed"), "save_async": False}
-    path = config(folder / "killed.yml", folder, base, start, **keys)
-    monkeypatch.setenv("SLOW_STEP", str(STEPS))
-    monkeypatch.setenv("SLOW_SECONDS", "60")
-    for accident in (lambda: steps_done(path) >= 4, lambda: list((folder / "killed").glob(f".step-{STEPS:06d}.part*"))):
-        launch = start_supervised(2, "tests/workers/slow_disk.py", "--config", path)
-        launch.until(accident)
-        launch.kill()
-        assert (folder / "killed" / "latest").read_text() == "step-000003"
-    assert_equals_straight(path, run)
 
 
 def test_a_base_in_fp8_trains_as_what_it_stands_for(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -7,13 +7,10 @@ file that only the second stage reads) end all ranks as well.
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,33 +55,11 @@ def assert_refused(result: subprocess.CompletedProcess[str], *words: str, code: 
     assert "Traceback" not in result.stdout + result.stderr
 
 
-class RunsCode:
-    """Unpickled, it would run a command."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.marker}",)
-
-
-def plant_pickle(layer_file: Path, marker: Path) -> None:
-    """Replace the pickle inside a torch archive by one that runs code."""
-    with zipfile.ZipFile(layer_file) as archive:
-        contents = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(layer_file, "w") as archive:
-        for name, data in contents.items():
-            archive.writestr(name, pickle.dumps(RunsCode(marker)) if name.endswith("data.pkl") else data)
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         pytest.param({"modle_path": "x"}, ("run.yml", "modle_path", "model_path?"), id="unknown_key"),
         pytest.param({"model_topo": topology((4, 1))}, ("dims", "[4, 1]", "2 were started"), marks=pytest.mark.longest),
-        pytest.param(
-            {"model_topo": topology((2, 1), [3, 3])}, ("parts", "sums to 6", "5 layers"), marks=pytest.mark.longest
-        ),
     ],
 )
 def test_mistakes_found_by_a_launched_run(
@@ -93,29 +68,11 @@ def test_mistakes_found_by_a_launched_run(
     assert_refused(deepspeed(2, "train_ds.py", "--config", config(tmp_path, model, **keys)), *words)
 
 
-@pytest.mark.longest
-def test_a_wrong_record_names_file_number_and_field(tmp_path: Path, model: Path) -> None:
-    path = config(tmp_path, model)
-    records = json.loads(FAQ.read_text(encoding="utf-8"))[:3]
-    records[1] = {"type": "conversation", "rounds": [["ask", "?"], ["answer", "!"]]}
-    (tmp_path / "data.json").write_text(json.dumps(records))
-    result = supervised(2, "train_ds.py", "--config", path)
-    assert_refused(result, "data.json", "record 2", "rounds[1][0]", "expected 'ask' or 'ans'")
-
-
 @pytest.mark.slow
 def test_a_layer_that_only_the_second_stage_misses(tmp_path: Path, pipeline_model: Path) -> None:
     (pipeline_model / "layer_04-model_states.pt").unlink()
     path = config(tmp_path, pipeline_model)
     assert_refused(supervised(2, "train_ds.py", "--config", path), "layer_04-model_states.pt", "not found")
-
-
-@pytest.mark.longest
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, pipeline_model: Path) -> None:
-    plant_pickle(pipeline_model / "layer_03-model_states.pt", tmp_path / "ran")
-    path = config(tmp_path, pipeline_model)
-    assert_refused(supervised(2, "train_ds.py", "--config", path), "layer_03-model_states.pt", "refused")
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.longest
@@ -136,26 +93,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"dataloader_drop_last": True, "train_batch_size": 32},
         ("train_batch_size", "32", "16 samples"),
     ),
-    "optimizer option": (
-        {"optimizer": {"params": {"lr": 1e-3, "learning_rate": 1}}},
-        ("optimizer.params", "learning_rate"),
-    ),
-    "fp16 without ZeRO": (
-        {"fp16": {"enabled": True}, "zero_optimization": {"stage": 0}},
-        ("zero_optimization.stage", "does not scale the loss"),
-    ),
     "processes without end": (
         {"model_topo": topology((4096, 1))},
         ("dims", "[4096, 1]", "4096 processes", "this machine"),
     ),
     "a file in the way": ({"save_path": "LICENSE", "data_path": "none.json"}, ("save_path", "LICENSE", "folder")),
 }
-QUICK = ("data file", "processes without end")
+TIERS: dict[str, Any] = {"processes without end": (), "data file": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
-    [pytest.param(*MISTAKES[name], id=name, marks=() if name in QUICK else pytest.mark.longest) for name in MISTAKES],
+    [pytest.param(*MISTAKES[name], id=name, marks=TIERS.get(name, pytest.mark.longest)) for name in MISTAKES],
 )
 def test_mistakes_found_by_a_run_that_starts_itself(
     tmp_path: Path, model: Path, keys: dict[str, Any], words: tuple[str, ...]

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from tests.cases import tiered
 from tests.conftest import FAQ
 from tests.launching import TORCHRUN, Launch, catches, start, start_deepspeed, topology, write_config
 from training.distributed.processes import free_port
@@ -28,14 +30,21 @@ LAUNCHERS: dict[str, Callable[..., Launch]] = {
 TOLD = "stopped before step 1 of this start: this start trained nothing"
 
 
-@pytest.mark.parametrize("rank", ["0", None], ids=["rank", "launches"])
-@pytest.mark.parametrize("entry_point", ["train_ds.py", "train_ds_zero.py"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_request_in_the_imports_ends_in_a_line(
-    number: signal.Signals, entry_point: str, rank: str | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("number", "entry_point", "who"),
+    tiered(
+        product(
+            (signal.SIGTERM.value, signal.SIGINT.value, signal.SIGHUP.value),
+            ("train_ds.py", "train_ds_zero.py"),
+            ("rank", "launches"),
+        ),
+        quick=["15-train_ds.py-launches", "2-train_ds_zero.py-rank"],
+        slow=["15-train_ds.py-rank", "2-train_ds_zero.py-launches", "1-train_ds.py-rank"],
+    ),
+)
+def test_a_request_in_the_imports_ends_in_a_line(number: int, entry_point: str, who: str, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yml", model_path="m", data_path=str(FAQ))
-    place = {"RANK": rank, "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if rank else {}
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if who == "rank" else {}
     launch = start(sys.executable, entry_point, "--config", config, **place)
     launch.until(lambda: catches(launch.pid, number) and catches(launch.pid, signal.SIGUSR1), pause=0.0)
     launch.family()[0].send_signal(number)
@@ -45,6 +54,7 @@ def test_a_request_in_the_imports_ends_in_a_line(
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "loading"),
     [(signal.SIGUSR1, False), pytest.param(signal.SIGTERM, True, id="while_weights_load")],
@@ -70,6 +80,7 @@ def test_a_request_before_the_first_step_is_heeded(
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_ranks_of_a_launcher_that_are_asked_in_the_imports_end_without_a_traceback(
     launcher: str, tmp_path: Path
@@ -88,6 +99,7 @@ def test_ranks_of_a_launcher_that_are_asked_in_the_imports_end_without_a_traceba
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("asks", [True, False], ids=["asks for rank 0", "waits for others"])
 def test_a_request_while_a_rank_waits_for_the_others_ends_it(

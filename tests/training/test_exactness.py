@@ -6,21 +6,20 @@ every gradient of one process that runs them one by one.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from data.sample_set import Sample
 from data.settings import Packing
-from tests.launching import topology
-from tests.ranks import Ranks
-from tests.training.engine.test_gradients import Outcome, folder, reference, samples  # noqa: F401
+from models import load_model
+from tests.cases import tiered
+from tests.matrix import Outcome, step, take
+from tests.ranks import Ranks, write_samples
+from tests.training.engine.test_gradients import outcome_of
 
 pytestmark = pytest.mark.launched
 
@@ -45,21 +44,6 @@ class Row(NamedTuple):
     zero_stage: int = 1
     batch: int = 8
     packing: Packing = False
-
-    @property
-    def long(self) -> bool:
-        """Four processes take longest: of those a few are in each `make test`; of the packed by ZeRO both ends.
-
-        Of one process by ZeRO both ends too; `batch` packed into micro-batches of 2 is what `tied-fp32` of
-        tests/training/engine/test_gradients.py trains. Of unequal parts each goes with one of the micro-batches.
-        """
-        if not self.parts and (self.packing or self.dims == (1, 1)) and self.zero_stage in (1, 2):
-            return True
-        if self.parts and self.packing == "batch" and self.micro_batch == 2:
-            return True
-        if self.dims == (2, 1) and (self.parts, self.micro_batch) in (([1, 4], 4), ([4, 1], 1)):
-            return True
-        return math.prod(self.dims) == 4 and (self.packing == "batch" or self.micro_batch != 2 or not self.zero_stage)
 
     @property
     def name(self) -> str:
@@ -91,6 +75,17 @@ TABLE = [
     *(Row((1, 4), 3, [], stage, batch=12) for stage in range(4)),
     *(Row((1, 2), 1, [], stage, packing=packing) for stage in range(4) for packing in PACKED),
 ]
+# Four processes take longest. Of unequal parts each goes with one of the micro-batches, and of ZeRO both ends go with
+# packing; `batch` packed into micro-batches of 2 is what `tied-fp32` of tests/training/engine/test_gradients.py trains.
+QUICK = ["1x2-5-stage1-micro1of8-padded", "1x1-5-stage0-micro2of8-padded", "1x1-5-stage1-micro2of8-dataset"]
+QUICK += ["2x1-3+2-stage1-micro1of8-batch", "2x1-3+2-stage1-micro3of12-padded"]
+QUICK += ["1x2-zero-stage0-micro2of8-padded", "1x2-zero-stage3-micro2of8-padded"]
+SLOW = ["1x1-5-stage1-micro2of8-padded", "1x1-5-stage1-micro8of8-padded", "2x1-3+2-stage1-micro1of8-padded"]
+SLOW += ["2x1-4+1-stage1-micro4of8-padded", "4x1-1+2+1+1-stage1-micro2of8-padded", "1x4-5-stage1-micro2of8-padded"]
+SLOW += ["2x1-3+2-stage0-micro2of8-padded", "2x1-3+2-stage1-micro1of8-dataset", "2x2-3+2-stage1-micro2of8-dataset"]
+SLOW += ["1x2-5-stage1-micro3of12-padded", "1x1-zero-stage3-micro4of8-padded", "1x2-zero-stage1-micro2of8-padded"]
+SLOW += ["1x2-zero-stage2-micro1of8-padded", "1x2-zero-stage3-micro4of8-padded"]
+SLOW += ["1x2-zero-stage0-micro1of8-dataset", "1x2-zero-stage3-micro1of8-batch"]
 
 
 @pytest.fixture(scope="module")
@@ -99,63 +94,47 @@ def model(make_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, samples: list[Sample]) -> Outcome:  # noqa: F811
-    return reference(model, samples, micro_batch=2, row_length=None)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exactness")
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    ranks: Ranks,
-    folder: Path,  # noqa: F811
-    model: Path,
-    samples: list[Sample],  # noqa: F811
-    asked: set[str],
-) -> dict[str, dict[str, float]]:
-    """Loss and norm of every row that this session asks for."""
+def samples(folder: Path) -> list[Sample]:
+    return write_samples(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, samples: list[Sample]) -> Outcome:
+    return outcome_of(load_model(model, torch.float32), samples, micro_batch=2, row_length=None)
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Ranks, folder: Path, model: Path, samples: list[Sample], asked: set[str]) -> dict[str, Outcome]:
+    """Those of every row that this session asks for."""
     del samples  # already on disk
-    chosen = [row for row in TABLE if row.name in asked]
-    for processes in sorted({math.prod(row.dims) for row in chosen}):
-        rows = [row for row in chosen if math.prod(row.dims) == processes]
-        described = [
-            {"name": row.name, "kind": "pipeline" if row.parts else "zero", "config": config(row, model, folder)}
-            for row in rows
-        ]
-        ranks.run(processes, "gradients", described, folder)
-    return {row.name: json.loads((folder / f"{row.name}.json").read_text()) for row in chosen}
+    return take(ranks, [described(row, model, folder) for row in TABLE if row.name in asked], folder)
 
 
-def config(row: Row, model: Path, folder: Path) -> dict[str, Any]:  # noqa: F811
+def described(row: Row, model: Path, folder: Path) -> dict[str, Any]:
     sharding = {"stage3_param_persistence_threshold": 0} if row.zero_stage == 3 else {}
-    return {
-        "model_path": str(model),
-        "data_path": str(folder / "samples.json"),
-        "save_path": str(folder),
+    keys = {
         "train_batch_size": row.batch,
         "train_micro_batch_size_per_gpu": row.micro_batch,
-        "model_topo": topology(row.dims, row.parts),
+        "gradient_clipping": 1.0,
         "zero_optimization": {"stage": row.zero_stage} | sharding,
         "packing": row.packing,
-        "pack_len": 64,
     }
+    return step(row.name, row.dims, model, folder, keys, row.parts, "pipeline" if row.parts else "zero")
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=pytest.mark.longest if row.long else ()) for row in TABLE]
-)
+@pytest.mark.parametrize("row", tiered(TABLE, QUICK, SLOW))
 def test_loss_and_gradients_are_those_of_the_global_batch(
-    row: Row,
-    outcomes: dict[str, dict[str, float]],
-    expected: Outcome,
-    folder: Path,  # noqa: F811
+    row: Row, outcomes: dict[str, Outcome], expected: Outcome
 ) -> None:
     found = outcomes[row.name]
-    norm = torch.stack([gradient.square().sum() for gradient in expected.gradients.values()]).sum().sqrt()
-    assert found["loss"] == pytest.approx(expected.loss, rel=TOLERANCE)
-    assert found["grad_norm"] == pytest.approx(norm.item(), rel=TOLERANCE)
-    gradients: dict[str, torch.Tensor] = {}
-    for stage in range(row.dims[0]):
-        gradients |= load_file(folder / f"{row.name}.stage{stage}.safetensors")
-    assert expected.gradients.keys() <= gradients.keys()
+    assert found.loss == pytest.approx(expected.loss, rel=TOLERANCE)
+    assert found.norm == pytest.approx(expected.norm, rel=TOLERANCE)
+    assert expected.gradients.keys() <= found.gradients.keys()
     for name, gradient in expected.gradients.items():
-        error = (gradients[name] - gradient).norm() / gradient.norm()
+        error = (found.gradients[name] - gradient).norm() / gradient.norm()
         assert error < TOLERANCE, f"{name} differs by {error:.2e}"

@@ -18,9 +18,9 @@ from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import FAQ
 from tests.launching import metrics, topology
 from tests.models.helpers import joined, read_weights
-from tests.ranks import Ranks
+from tests.ranks import Ranks, job
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS, SAVED = 8, 5
 NEAR = 2e-3  # relative, of the losses of so few steps
@@ -37,17 +37,10 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:24]), encoding="utf-8")
     shared: dict[str, Any] = {
         "model_path": str(make_checkpoint("llama", tie_word_embeddings=True)),
-        "data_path": str(records),
-        "cache_dir": str(folder / "cache"),
-        "max_seq_len": 200,
         "max_steps": STEPS,
         "save_interval": SAVED,
-        "keep_last": 9,
-        "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
         "bf16": {"enabled": True},
-        "tensorboard": {"enabled": False},
         "prompt_format": "plain",
         "export_hf": True,
         "model_topo": topology([2, 1]),
@@ -57,12 +50,7 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
         "fp8": {"fp8": {"enabled": True}},
         "back": {"resume": str(folder / "fp8" / f"step-{SAVED:06d}")},
     }
-    cases = [
-        {"name": name, "kind": "pipeline", "events": {}, "config": shared | {"save_path": str(folder / name)} | keys}
-        for name, keys in changes.items()
-    ]
-    ranks.run(2, "fp8", cases, folder)
-    found: dict[str, dict[str, Any]] = {each: json.loads((folder / f"{each}.json").read_text()) for each in changes}
+    found = ranks.jobs([job(folder, name, **shared | keys) for name, keys in changes.items()], folder, "fp8")
     assert not any(outcome["error"] or outcome["code"] for outcome in found.values()), found
     return found
 

@@ -21,7 +21,7 @@ STAGES = {"model_topo": topology((2, 1))}
     ("keys", "door", "ignored"),
     [
         (PIPELINE | STAGES, "train_ds.py", "no effect here: fp16.auto_cast, fp16.fused_optimizer\n"),
-        (ZERO, "train_ds_zero.py", "no effect here: fp16.auto_cast\n"),
+        pytest.param(ZERO, "train_ds_zero.py", "no effect here: fp16.auto_cast\n", marks=pytest.mark.longest),
     ],
     ids=["pipeline", "zero"],
 )

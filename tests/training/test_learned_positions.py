@@ -21,9 +21,9 @@ from data.tokenized.sample_file import SampleFile
 from models.conversion.to_huggingface import pp_to_hg
 from tests.launching import metrics, topology
 from tests.models.cases import GPT2, OPT
-from tests.ranks import Ranks
+from tests.ranks import Ranks, job
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS, LR, LONGEST = 6, 1e-4, 48
 ADAMW: dict[str, Any] = {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-6}
@@ -56,22 +56,18 @@ def run(ranks: Ranks, folder: Path, models: dict[str, Path]) -> Callable[..., di
 
     def train(model: str, dims: tuple[int, int], **keys: Any) -> dict[str, Any]:
         name = f"{model}-{dims[0]}x{dims[1]}" + "".join(f"-{key}" for key in keys)
-        config = {
+        own: dict[str, Any] = {
             "model_path": str(models[model]),
-            "data_path": str(folder / "records.json"),
-            "save_path": str(folder / name),
             "cache_dir": str(folder / f"cache-{model}"),
             "max_seq_len": LONGEST,
             "pack_len": 2 * LONGEST,
             "n_epoches": STEPS,
-            "train_batch_size": 8,
             "gradient_clipping": 0,
             "scheduler": None,
             "optimizer": {"type": "AdamW", "params": ADAMW},
-            "tensorboard": {"enabled": False},
             "model_topo": topology(dims),
-        } | keys
-        ranks.run(math.prod(dims), "jobs", [{"name": name, "kind": "pipeline", "config": config, "events": {}}], folder)
+        }
+        ranks.run(math.prod(dims), "jobs", [job(folder, name, **own | keys)], folder)
         outcome: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
         return outcome | {"folder": folder / name}
 

@@ -49,6 +49,7 @@ def architecture(folder: Path, width: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_differs_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     same, twin = model(tmp_path / "same"), model(tmp_path / "twin")
     other = model(tmp_path / "other", model_safetensors=bytes(range(255, -1, -1)) * 4096)

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import metrics, topology
+from tests.cases import tiered
+from tests.launching import OFFLOAD, metrics, topology
 from tests.ranks import Ranks
 from tests.training.starts import (
     COSINE,
@@ -49,10 +50,6 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 2.0e-4, "weight_decay": 0.1}, "no_wd_kws": ["norm"]}}
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1.0e-2}}} | PLAIN
 ROUTER = {"aux_router_loss": {"weight": 0.5}}
-OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 
 
 # What goes on to the last bit: keys, model, engine.
@@ -70,7 +67,6 @@ EXACT: dict[str, tuple[dict[str, Any], str, str]] = {
     "zero-2-dropout": (DATA | {"zero_optimization": {"stage": 2}}, "bloom", "zero"),
     "zero-3-dropout": (DATA | {"zero_optimization": {"stage": 3}} | BF16, "bloom", "zero"),
 }
-QUICK = {"packed", "fp16", "moe"}
 # What goes on after a change: the source, the change, the engine, the relative tolerance of the losses.
 CHANGED: dict[str, tuple[str, dict[str, Any], str, float]] = {
     "moe-to-1x2": ("moe", DATA, "pipeline", 1e-5),
@@ -79,7 +75,6 @@ CHANGED: dict[str, tuple[str, dict[str, Any], str, float]] = {
     "lion-unpacked": ("lion", {"packing": False, "train_micro_batch_size_per_gpu": 2}, "pipeline", 1e-5),
     "sgd-offload": ("sgd", OFFLOAD, "pipeline", 1e-5),
 }
-QUICK_CHANGES = {"moe-to-1x2"}
 # A step whose gradient is no number: by engine and precision.
 LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline-0": (PIPE | PLAIN, "pipeline"),
@@ -90,7 +85,6 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "zero-2": (DATA | {"zero_optimization": {"stage": 2}}, "zero"),
     "zero-3": (DATA | {"zero_optimization": {"stage": 3}}, "zero"),
 }
-QUICK_LEFT_OUT = {"pipeline-0", "pipeline-1"}
 EVALUATED = PIPE | {"eval_interval": 2}
 EVALUATING = "a batch of an evaluation"  # as the failure detector hears of it
 
@@ -121,10 +115,6 @@ def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path], request: pytes
     return lambda name: json.loads((folder / f"{name}.json").read_text())
 
 
-def marked(names: dict[str, Any], quick: set[str]) -> list[Any]:
-    return [pytest.param(name, id=name, marks=() if name in quick else pytest.mark.slow) for name in names]
-
-
 def straight(name: str) -> Job:
     """The job of `EXACT` whose checkpoints others take up."""
     keys, model, kind = EXACT[name]
@@ -138,7 +128,7 @@ def again(name: str, source: str, change: dict[str, Any], kind: str = "pipeline"
 
 
 @needs(**{name: again(f"{name}-again", name, {}, EXACT[name][2]) for name in EXACT})
-@pytest.mark.parametrize("name", marked(EXACT, QUICK))
+@pytest.mark.parametrize("name", tiered(EXACT, quick=["packed"], longest=["lion", "zero-1-dropout"]))
 def test_a_run_goes_on_to_the_last_bit(name: str, outcomes: Outcomes, folder: Path) -> None:
     straight, again = folder / name, folder / f"{name}-again"
     assert outcomes(f"{name}-again")["error"] is None, outcomes(name)["error"]
@@ -155,7 +145,7 @@ def test_a_run_goes_on_to_the_last_bit(name: str, outcomes: Outcomes, folder: Pa
 
 
 @needs(**{name: again(name, source, change, kind) for name, (source, change, kind, _) in CHANGED.items()})
-@pytest.mark.parametrize("name", marked(CHANGED, QUICK_CHANGES))
+@pytest.mark.parametrize("name", tiered(CHANGED, quick=["moe-to-1x2"], longest=["lion-unpacked", "moe-to-zero-2"]))
 def test_a_run_goes_on_after_a_change(name: str, outcomes: Outcomes, folder: Path) -> None:
     source, _, _, tolerance = CHANGED[name]
     message = outcomes(name)
@@ -168,6 +158,7 @@ def test_a_run_goes_on_after_a_change(name: str, outcomes: Outcomes, folder: Pat
 
 
 @needs(*again("fp16-to-1x2", "fp16", DATA))
+@pytest.mark.slow
 def test_the_loss_scale_moves_to_another_topology(outcomes: Outcomes, folder: Path) -> None:
     """Where a replica's own gradients overflow earlier: at half the scale, and not at what a run starts with."""
     outcome = outcomes("fp16-to-1x2")
@@ -180,6 +171,7 @@ def test_the_loss_scale_moves_to_another_topology(outcomes: Outcomes, folder: Pa
 
 
 @needs(*(job for number, change in enumerate(OTHER_ROWS) for job in again(f"packed-{number}", "packed", change)))
+@pytest.mark.slow
 def test_other_rows_of_packed_epochs_are_refused(outcomes: Outcomes) -> None:
     where = "but .*step-000003 was trained with"
     refusals = (
@@ -204,7 +196,9 @@ def left_out(name: str) -> Job:
 
 
 @needs(**{name: [left_out(name)] for name in LEFT_OUT})
-@pytest.mark.parametrize("name", marked(LEFT_OUT, QUICK_LEFT_OUT))
+@pytest.mark.parametrize(
+    "name", tiered(LEFT_OUT, quick=["pipeline-1"], longest=["pipeline-0-bf16", "zero-0", "zero-2"])
+)
 def test_a_left_out_step_does_not_hold_back_the_learning_rate(name: str, outcomes: Outcomes, folder: Path) -> None:
     outcome = outcomes(f"left-out-{name}")
     assert outcome["error"] is None
@@ -217,16 +211,18 @@ def test_a_left_out_step_does_not_hold_back_the_learning_rate(name: str, outcome
     assert used == {step: line["lr"] for step, line in run.items() if step not in left_out}
 
 
-@needs(*map(left_out, QUICK_LEFT_OUT))
+@needs(left_out("pipeline-0"), left_out("pipeline-1"))
+@pytest.mark.slow
 def test_left_out_steps_leave_the_same_weights_in_every_stage(outcomes: Outcomes, folder: Path) -> None:
     del outcomes  # they have run
-    runs = [folder / f"left-out-{name}" for name in sorted(QUICK_LEFT_OUT)]
+    runs = [folder / f"left-out-{name}" for name in ("pipeline-0", "pipeline-1")]
     expected, found = (weights(run, max(steps(run))) for run in runs)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 @needs(straight("fp16"))
+@pytest.mark.slow
 def test_finding_the_scale_does_not_hold_back_the_learning_rate(outcomes: Outcomes, folder: Path) -> None:
     outcome = outcomes("fp16")
     assert rates(folder / "fp16") == expected_rates(STEPS)
@@ -244,6 +240,7 @@ def test_finding_the_scale_does_not_hold_back_the_learning_rate(outcomes: Outcom
     Job("linear", PIPE | {"scheduler": {"type": "linear", "params": {"min_ratio": 0.0}}}, run="linear"),
     Job("linear-to-eight", PIPE | {"scheduler": COSINE, "max_steps": 8}, run="linear"),
 )
+@pytest.mark.slow
 def test_an_extended_run_has_the_learning_rates_of_a_long_one(outcomes: Outcomes, folder: Path) -> None:
     ten = rates(folder / "ten")
     assert ten == expected_rates(10)
@@ -309,6 +306,7 @@ def test_evaluations_of_a_stopped_run_are_made_up_for(outcomes: Outcomes, folder
 
 
 @needs(*again("unmoved", "packed", {"eval_interval": TAKEN_UP_AT, "optimizer": {"params": {"lr": 0.0}}}))
+@pytest.mark.slow
 def test_the_best_checkpoint_is_one_of_the_run_s_own(outcomes: Outcomes, folder: Path) -> None:
     """The first evaluation is that of a checkpoint in another folder, and no later one is better."""
     assert outcomes("unmoved")["error"] is None
@@ -318,6 +316,7 @@ def test_the_best_checkpoint_is_one_of_the_run_s_own(outcomes: Outcomes, folder:
 
 
 @needs(Job("nan-evaluation", EVALUATED | {"max_steps": 2, "optimizer": {"params": {"lr": 0.0}}}, "nan"))
+@pytest.mark.slow
 def test_an_evaluation_that_is_no_number_is_never_the_best(outcomes: Outcomes, folder: Path) -> None:
     assert outcomes("nan-evaluation")["error"] is None
     assert list(evaluations(folder / "nan-evaluation").values()) == [None]
@@ -333,6 +332,7 @@ def test_a_short_row_is_refused_before_the_weights_are_read(outcomes: Outcomes) 
 
 
 @needs(Job("abandoned", PIPE | {"save_interval": 2}, "removed", events={1: "remove {removed}"}))
+@pytest.mark.slow
 def test_the_model_may_go_once_the_run_has_begun(outcomes: Outcomes, folder: Path, models: dict[str, Path]) -> None:
     assert outcomes("abandoned")["error"] is None
     assert not re.search("^warning: .*model", outcomes("abandoned")["printed"], re.MULTILINE)
@@ -346,6 +346,7 @@ def test_the_model_may_go_once_the_run_has_begun(outcomes: Outcomes, folder: Pat
     TEN,
     Job("axes", {"model_topo": {"process_topology": {"axes": ["data", "pipe"], "dims": [1, 2]}}, "max_steps": 10}),
 )
+@pytest.mark.slow
 def test_axes_in_the_other_order(outcomes: Outcomes, folder: Path) -> None:
     """One replica of two stages, said the other way round."""
     assert outcomes("axes")["error"] is None
@@ -360,6 +361,7 @@ def test_axes_in_the_other_order(outcomes: Outcomes, folder: Path) -> None:
         for name, topo in (("2x1", PIPE), ("1x2", DATA))
     )
 )
+@pytest.mark.slow
 def test_an_evaluation_set_smaller_than_the_replicas(outcomes: Outcomes, folder: Path) -> None:
     assert outcomes("one-1x2")["error"] is None
     one, other = (evaluations(folder / f"one-{name}") for name in ("2x1", "1x2"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +28,8 @@ from training.callbacks import Callback
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.measures import Measures
-from training.objective import Formula, Objective
+from training.objective import Formula, ModelAndRecords, Objective
 from training.option import Option
-
-if TYPE_CHECKING:
-    from training.language_model import LanguageModel
 
 SHIFT, SLOPE = 0.02, 0.25  # a place
 
@@ -107,7 +104,7 @@ class Slanted(Objective):
     def loss(self, router_loss_weight: float, rows: RankGroup) -> SlantedLoss:
         return SlantedLoss()
 
-    def callbacks(self, task: LanguageModel) -> list[Callback]:
+    def callbacks(self, task: ModelAndRecords) -> list[Callback]:
         return [Measures()]
 
     def formula(self) -> Formula:
@@ -124,15 +121,11 @@ class SlantedKeys(TrainConfig):
     def objective(self) -> Objective:
         return super().objective if self.slope is None else Slanted(self, self.slope)
 
-    @property
-    def objective_keys(self) -> list[str]:
-        return [*super().objective_keys, *(["slope"] if self.slope else [])]
-
 
 class WithSlanted(SlantedKeys, RunConfig):
     """A whole run, and a slanted loss."""
 
-    options = (*RunConfig.options, Option(SlantedKeys, before="freeze"))
+    options = (*RunConfig.options, Option(SlantedKeys, before="freeze", objective_key="slope"))
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:

@@ -12,19 +12,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from models.checkpoint.layout import ADAPTER
 from models.checkpoint.publish import publish_folder, try_publishing, writing
 from models.conversion.to_huggingface import Export, ExportOptions, pp_to_hg
-from training.callbacks import Callback
+from training.callbacks import Callback, JobView
 from training.distributed.processes import agreed, gather
-from training.option import add_to_export
-
-if TYPE_CHECKING:
-    from training.job import Job
+from training.option import add_to_export, options_of
 
 EXPORTED = "hf"  # in the run's folder
 
@@ -75,16 +71,16 @@ def export_run(
 class ExportHF(Callback):
     """Write the folder when the run is finished; options may add files to it."""
 
-    def on_build(self, job: Job) -> None:
+    def on_build(self, job: JobView) -> None:
         with agreed():
-            if job.process.rank == 0 and job.task.model_folder:  # fail now, not after days of training
-                try_publishing(job.save_path / EXPORTED, [job.task.model_folder])
+            if job.process.rank == 0 and job.model_folder:  # fail now, not after days of training
+                try_publishing(job.save_path / EXPORTED, [job.model_folder])
 
-    def on_finish(self, job: Job, checkpoint: Path) -> None:
-        assert job.task.model_folder is not None
+    def on_finish(self, job: JobView, checkpoint: Path) -> None:
+        assert job.model_folder is not None
         target = job.save_path / EXPORTED
-        add_files = partial(add_to_export, job.config.options)
-        export_run(checkpoint, target, job.layers, job.task.model_folder, add_files)
+        add_files = partial(add_to_export, options_of(job.config))
+        export_run(checkpoint, target, job.layers, job.model_folder, add_files)
         job.log.print(f"exported: {target}")
 
 

@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from common.whole_files import read_regular, regular, replace_text
 from models.checkpoint.layout import CARRIED, RECORD, FileName
@@ -119,16 +119,22 @@ class CheckpointRecord(BaseModel):
 
 
 class Best(BaseModel):
-    """`best.json`: the checkpoint with the lowest evaluation loss so far.
+    """`best.json`: the best checkpoint by evaluation so far.
 
     Attributes:
-        eval_loss: finite; null if written by an earlier version, then ignored.
+        measure: the number of an evaluation that decides, such as `eval_loss`; the smaller, the better.
+        value: finite; earlier versions call it eval_loss, whatever it is of, and may have null, which is ignored.
         records: fingerprint of the evaluation set; empty if written by an earlier version.
     """
 
     checkpoint: str
     step: int
-    eval_loss: Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+    measure: str = ""
+    value: Annotated[
+        float,
+        BeforeValidator(lambda value: math.nan if value is None else value),
+        Field(validation_alias=AliasChoices("value", "eval_loss")),
+    ]
     records: str = ""
 
     @classmethod
@@ -143,7 +149,7 @@ class Best(BaseModel):
         except ValidationError:  # without it the best checkpoint would be removed
             raise CheckpointError(f"{path}: damaged; remove it to go on without a best checkpoint so far") from None
         others = best.records and records and best.records != records
-        if others or best.step > step or not math.isfinite(best.eval_loss):
+        if others or best.step > step or not math.isfinite(best.value):
             return None
         return best if CheckpointRecord.read(save_path / best.checkpoint) else None
 

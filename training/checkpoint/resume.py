@@ -20,7 +20,6 @@ from torch import Tensor
 
 from data.tokenized.recipe import tokenizer_files
 from models.checkpoint.layout import flat
-from models.config_json import QUANTIZATION, model_fields
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from training.checkpoint.deepspeed_files import read_mapped
@@ -34,8 +33,6 @@ from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.topology import Topology
 
-# Keys of config.json that do not affect the computation.
-UNUSED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", QUANTIZATION}
 AXES = "model_topo.process_topology.axes"  # decide each rank's position in the grid
 
 
@@ -161,11 +158,3 @@ def check_resumable(
             raise differs("pack_len", data.packed_epoch, before.packed_epoch, folder)
         raise differs("packing", config.packing, "dataset" if before.packed_epoch else "batch or false", folder)
     return lines
-
-
-def check_same_model(spec: ModelSpec, folder: Path) -> None:
-    """Raise a ConfigError where a model's config.json is not the one that a checkpoint was trained with."""
-    then, now = model_fields(folder / "config.json")[0], spec.raw
-    for key in sorted((then.keys() | now.keys()) - UNUSED):
-        if then.get(key) != now.get(key):
-            raise differs(f"model_path: config.json: {key}", now.get(key), then.get(key), folder)

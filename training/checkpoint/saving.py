@@ -77,7 +77,7 @@ class Checkpointer:
         side_files: file name -> content of config and tokenizer (`read_side_files`), on the rank that owns the folder.
         record: what the records of all checkpoints have in common.
         eval_records: fingerprint of the evaluation set; empty without evaluation.
-        best: the checkpoint with the lowest evaluation loss, which is never removed.
+        best: the best checkpoint by evaluation, which is never removed.
         saved: step of the last checkpoint written.
     """
 
@@ -114,14 +114,15 @@ class Checkpointer:
 
     def is_best(self, eval_loss: float) -> bool:
         """Return whether the loss is finite and below that of all checkpoints so far."""
-        return math.isfinite(eval_loss) and (self.best is None or eval_loss < self.best.eval_loss)
+        return math.isfinite(eval_loss) and (self.best is None or eval_loss < self.best.value)
 
     def note(self, step: int, eval_loss: float) -> None:
         """Record a saved checkpoint in best.json if its evaluation loss is the best."""
         if not self.is_best(eval_loss):
             return
         name = step_folder(self.save_path, step).name
-        self.best = Best(checkpoint=name, step=step, eval_loss=eval_loss, records=self.eval_records)
+        measure = self.config.objective.best_by
+        self.best = Best(checkpoint=name, step=step, measure=measure, value=eval_loss, records=self.eval_records)
         on_each_disk(f"{BEST} could not be written", partial(self.best.write, self.save_path), self.disk, self.log)
 
     def save(self, step: int, eval_loss: float | None = None) -> None:

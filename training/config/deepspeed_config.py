@@ -17,6 +17,7 @@ from models.parallel.groups import RankGroup
 from models.spec import ModelSpec, key_heads
 from training.config.deepspeed_keys import IDLE
 from training.config.keys import TrainConfig
+from training.config.mistakes import in_our_words
 from training.config.section import suggest
 from training.errors import ConfigError
 
@@ -36,7 +37,8 @@ def check_device(config: TrainConfig) -> None:
         known = DeepSpeedZeroConfig.model_validate(config.zero_optimization.model_dump(exclude_none=True))
     except ValidationError as error:
         first = error.errors()[0]
-        reason = f"{first['msg']}, found {first['input']!r}" if first["loc"] else first["msg"]
+        reason = in_our_words(first["msg"])
+        reason += f", found {first['input']!r}" if first["loc"] else ""
         if first["type"] == "extra_forbidden":
             reason = f"DeepSpeed does not have it{suggest(first['loc'][-1], DeepSpeedZeroConfig.model_fields, ZERO)}"
         raise ConfigError(f"{'.'.join([ZERO, *map(str, first['loc'])])}: {reason}") from None

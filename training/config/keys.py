@@ -10,13 +10,14 @@ from importlib.util import find_spec
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self
 
 from training.config.changes import CHANGES, MayChange
 from training.config.contradictions import contradictions
 from training.config.deepspeed_keys import OVERRIDES, take_up
 from training.config.model_topo import ModelTopo
+from training.config.option_keys import OptionKeys
 from training.config.run_keys import RunKeys
 from training.config.section import expected
 from training.config.services import TrackerSwitch
@@ -26,7 +27,6 @@ from training.topology import Topology
 
 if TYPE_CHECKING:  # which need torch
     from training.objective import Objective
-    from training.option import Option
 
 # Keys of zero_optimization by which DeepSpeed itself sums the replicas' gradients.
 SUM_KEYS = {"reduce_scatter", "reduce_bucket_size", "contiguous_gradients", "use_multi_rank_bucket_allreduce"}
@@ -45,7 +45,7 @@ class TrainConfig(RunKeys):
         rules: how each key, or all of a section, may change between two starts.
     """
 
-    options: ClassVar[tuple[Option[Any], ...]] = ()
+    options: ClassVar[tuple[OptionKeys[Any], ...]] = ()
     rules: ClassVar[Mapping[str, MayChange]] = CHANGES
 
     model_topo: ModelTopo = ModelTopo()
@@ -119,6 +119,12 @@ class TrainConfig(RunKeys):
             fields |= {name: kind.model_fields[name] for name in get_annotations(kind) if name in kind.model_fields}
         cls.__pydantic_fields__ = {name: fields[name] for name in dict.fromkeys([*order, *fields])}
         cls.model_rebuild(force=True)
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _switch_resume(cls, resume: Any) -> Any:
+        """Read `resume: true` as `auto`, `false` as `none`."""
+        return {True: "auto", False: "none"}[resume] if isinstance(resume, bool) else resume
 
     @model_validator(mode="wrap")
     @classmethod
@@ -205,8 +211,9 @@ class TrainConfig(RunKeys):
 
     @property
     def objective_keys(self) -> list[str]:
-        """Name the keys that ask for another objective than fine-tuning: each option's class adds its own."""
-        return []
+        """Name the given keys that ask for another objective than fine-tuning."""
+        keys = [option.objective_key for option in self.options]
+        return [key for key in keys if key and getattr(self, key)]
 
     @property
     def sample_limit(self) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from training.config.section import PathText, Section, expected
 
 
 class LoraSection(Section):
     """`lora`: train low-rank adapters instead of the weights, with peft's meanings."""
+
+    short_for: ClassVar[str | None] = "targets"
 
     r: int = Field(default=8, ge=1)
     """The rank of the adapters; wherever `lora` is given they are trained instead of the weights (docs/adapters.md)."""
@@ -47,6 +49,11 @@ class LoraSection(Section):
 
     start_from: PathText | None = None
     """Start from this adapter instead of a fresh one: a folder of peft's, or the folder of a run."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _all(cls, targets: Any) -> Any:
+        return "all-linear" if targets in ("all", ["all"], ["all-linear"]) else targets  # LLaMA-Factory's, ms-swift's
 
 
 class ZLoss(Section):

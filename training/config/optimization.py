@@ -57,12 +57,21 @@ class WarmUp(Section):
     warmup_num_steps: int = Field(default=0, ge=0)
     """Steps until the full learning rate."""
 
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Instead of `warmup_num_steps`: the share of the run's steps that the warm-up takes, rounded up."""
+
     warmup_min_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where the warm-up starts, as a share of `lr`."""
 
     warmup_type: Literal["log", "linear"] = "log"
     """How the warm-up rises: in a straight line (`linear`), or with the logarithm of the step (`log`), as DeepSpeed
     does by default."""
+
+    @model_validator(mode="after")
+    def _check_length(self) -> WarmUp:
+        if self.warmup_num_steps and self.warmup_ratio:
+            raise ValueError("warmup_num_steps and warmup_ratio are one length; expected only one of them")
+        return self
 
 
 class WarmupCosineParams(WarmUp):

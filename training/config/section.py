@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -34,15 +34,27 @@ FEW = 12  # names that fit into a message
 
 
 class Section(BaseModel):
-    """Keys that belong together; others are refused."""
+    """Keys that belong together; others are refused.
 
+    Attributes:
+        short_for: the key whose value may stand for the section, as in `preference: dpo`; `true` is the section with
+            its defaults then. None where only keys are taken.
+    """
+
+    short_for: ClassVar[str | None] = None
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
     def _switch(cls, value: Any) -> Any:
-        """Read `bf16: true` as `bf16: {enabled: true}`."""
-        if "enabled" not in cls.model_fields or isinstance(value, (dict, cls)):
+        """Read `bf16: true` as `bf16: {enabled: true}`, `preference: dpo` as `preference: {loss: dpo}`."""
+        if isinstance(value, (dict, cls)):
+            return value
+        if cls.short_for is not None and isinstance(value, (bool, str)):
+            if value is False:
+                raise ValueError("expected keys, or the section left out")
+            return {} if value is True else {cls.short_for: value}
+        if "enabled" not in cls.model_fields:
             return value
         if not isinstance(value, bool):
             raise ValueError("expected true, false or {enabled: true}")
@@ -52,6 +64,8 @@ class Section(BaseModel):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Take the same in an editor."""
         schema = handler(core_schema)
+        if cls.short_for is not None:
+            return {"anyOf": [{"type": ["boolean", "string"]}, schema]}
         return {"anyOf": [{"type": "boolean"}, schema]} if "enabled" in cls.model_fields else schema
 
     @field_validator("*", mode="before")
@@ -92,8 +106,8 @@ def suggest(name: object, known: Iterable[str], section: str = "") -> str:
     """Suggest the key that was meant, or list those that there are."""
     known, prefix = list(known), f"{section}." if section else ""
     key, advice, _ = FOREIGN.get(str(name).lower().replace("-", "_"), (None, "", []))
-    if key == "" and not section:
-        return f"; no such thing here: {advice}"
+    if key == "":
+        return f"; {advice}"
     if key and key != f"{prefix}{name}" and section.partition(".")[0] in ("", key.partition(".")[0]):
         return f"; did you mean {key}?{f' ({advice})' if advice else ''}"
     if near := get_close_matches(str(name), known, n=1, cutoff=ALIKE):

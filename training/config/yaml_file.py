@@ -1,6 +1,6 @@
-"""Read a run's YAML file and its overrides from the command line; report what is wrong in one line.
+"""Read a run's YAML file and its overrides from the command line.
 
-An unknown key is refused with the nearest name. `key.sub=value` words on the command line override the file.
+What is wrong is said by `training.config.mistakes`. `key.sub=value` words on the command line override the file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pydantic import ValidationError
 
 from common.terminal import is_safe_line, reason_of
 from data.paths import read_small
-from training.config.deepspeed_keys import FILE, OVERRIDES, REFUSED, WHY_REFUSED
-from training.config.foreign_names import FOREIGN
+from training.config.deepspeed_keys import FILE, OVERRIDES
 from training.config.keys import ALIASES, TrainConfig
-from training.config.section import place_of, sections_in, suggest
+from training.config.mistakes import explain
+from training.config.section import place_of
 from training.errors import ConfigError
 
 MOST_VALUES = 100_000  # in a config, with aliases and merge keys expanded
@@ -60,7 +60,7 @@ def checked(kind: type[Config], raw: dict[str, Any], place: str = "", overridden
     try:
         return kind.model_validate(raw, context={OVERRIDES: overridden})
     except ValidationError as error:
-        raise ConfigError(f"{place}{_explain(error, kind)}") from None
+        raise ConfigError(f"{place}{explain(error, kind)}") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -151,30 +151,3 @@ def override(raw: dict[str, Any], word: str) -> str:
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
     return key
-
-
-def _explain(error: ValidationError, kind: type[TrainConfig]) -> str:
-    """Describe the first error, or the first unknown key: a misspelt key may be reported as missing, too."""
-    unknown = ("extra_forbidden", "invalid_key")
-    first = min(error.errors(), key=lambda each: each["type"] not in unknown)
-    steps = [str(step) for step in first["loc"] if step != "[key]"]
-    if steps and "data_path" in steps[0]:  # the entry's form follows its number
-        del steps[2:3]
-    place = ".".join(steps)
-    if first["type"] in unknown:
-        if place in REFUSED and place not in FOREIGN:
-            return f"{place}: {WHY_REFUSED}"
-        *sections, name = steps
-        around: Any = kind
-        for step in sections:
-            if step in around.model_fields:  # else it is a number in a list
-                around = sections_in(around.model_fields[step].annotation)[0]
-        return f"unknown key {place}{suggest(name, around.model_fields, '.'.join(sections))}"
-    if first["type"] == "missing":
-        return f"{place}: missing"
-    own = first["type"] == "value_error"
-    reason = str(first["ctx"]["error"]) if own else first["msg"]
-    if own and not reason.startswith("expected"):
-        return f"{place}.{reason}" if place else reason
-    auto = ", which HF Trainer would fill in" if first["input"] == "auto" else ""
-    return f"{place}: {reason}, found {first['input']!r}{auto}"

@@ -14,7 +14,7 @@ import os
 
 import torch
 
-from models.loss.lean import AMPERE
+from models.attention.kernels import AMPERE
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import cpu_has_bf16, this_device

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from training.config.keys import TrainConfig
+from training.option import options_of
 
 TENSORBOARD_FOLDER = "tensorboard"
 FLUSH_SECONDS = 10  # lag of TensorBoard's curves, and the most a kill can lose
@@ -59,7 +60,7 @@ def open_trackers(config: TrainConfig, folder: Path, first_step: int) -> list[Tr
         ConfigError: a tracker cannot be used.
     """
     trackers: list[Tracker] = []
-    for option in config.options:
+    for option in options_of(config):
         trackers += option.open_trackers(config, folder, first_step)
 
     # Last, as the others may refuse to begin.

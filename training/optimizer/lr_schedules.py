@@ -46,7 +46,8 @@ def lr_ratio(step: int, total_steps: int, scheduler: Scheduler) -> float:
     all steps, at least one: by 1 - sqrt(progress), which arXiv:2405.18392 finds better than a straight line.
     """
     params, done = scheduler.params, step + 1
-    top = max(1, params.warmup_num_steps)  # the step that reaches the full rate
+    warm_up = params.warmup_num_steps or math.ceil(params.warmup_ratio * total_steps)
+    top = max(1, warm_up)  # the step that reaches the full rate
     if done < top:
         risen = done / top if params.warmup_type == "linear" else math.log(done + 1) / math.log(top + 1)
         return _between(params.warmup_min_ratio, risen)

@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import yaml
 
 from common.terminal import safe_line
 from data.tokenized.columns import SPLIT_KIND
 from data.tokenized.dataset import Dataset
-from models.family import EMBEDDING_WEIGHT
 from models.spec import ModelSpec
+from training.config.commented_yaml import commented, nested
 from training.config.keys import TrainConfig
 from training.config.section import leaves
 from training.config.yaml_file import checked, override
 from training.metrics.devices import Device, cpu_has_bf16
+from training.usual_rate import usual_rate
 
 YOURS = "yours"
 LONGEST = 32_768  # tokens of a sample, where the model is made for more
 TEXT = 2048  # tokens of a piece of a long text
 STEPS, SMALLEST, LARGEST = 50, 8, 128  # steps of an epoch; least and most samples of a step
 EPOCHS = ((10_000, 3), (100_000, 2))  # for fewer samples than that
-LR, LR_OF, SLOWEST, FASTEST = 2e-5, 7e9, 5e-6, 2e-4
 WARM_UP = 0.03
 APART = "Adafactor needs the weights apart"
 EVALUATED, LEAST_EVALUATED, MOST_EVALUATED = 0.02, 200, 1000
@@ -80,34 +78,16 @@ class Choices:
         Args:
             heading: lines of a comment at the top.
         """
-        lines = [*(f"# {safe_line(line)}" for line in heading), ""]
-        self._write(self._raw(), "", lines)
-        return "\n".join(lines) + "\n"
+        why = {key: reason for key, (_, reason) in self._chosen.items() if key not in self.own}
+        lines = commented(self._raw(), why, otherwise=YOURS)
+        return "\n".join([*(f"# {safe_line(line)}" for line in heading), "", *lines]) + "\n"
 
     def _raw(self) -> dict[str, Any]:
         """Return all values, nested as in YAML."""
-        raw: dict[str, Any] = {}
-        for key, (value, _) in self._chosen.items():
-            *sections, last = key.split(".")
-            section = raw
-            for name in sections:
-                section = section.setdefault(name, {})
-            section[last] = value
+        raw = nested({key: value for key, (value, _) in self._chosen.items()})
         for word in self._words:
             override(raw, word)
         return raw
-
-    def _write(self, section: Mapping[str, Any], prefix: str, lines: list[str]) -> None:
-        indent = "  " * prefix.count(".")
-        for name, value in section.items():
-            key = f"{prefix}{name}"
-            if isinstance(value, dict) and value:
-                lines.append(f"{indent}{name}:")
-                self._write(value, f"{key}.", lines)
-                continue
-            _, reason = (None, YOURS) if key in self.own else self._chosen.get(key, (None, YOURS))
-            text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
-            lines.append(f"{indent}{name}: {text.splitlines()[0]}  # {safe_line(reason)}")
 
 
 def precision(device: Device) -> tuple[str | None, str]:
@@ -151,11 +131,6 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     Args:
         unit: a batch is a multiple of this.
     """
-    shapes = chain.from_iterable(spec.shapes(layer).values() for layer in range(spec.n_layers))
-    weights = sum(shape.numel() for shape in shapes)
-    if spec.tied:
-        weights -= spec.shapes(0)[EMBEDDING_WEIGHT].numel()
-
     # The batch by the number of samples, or of rows that are packed of them.
     samples = counted = len(data)
     config, what = choices.config(train_batch_size=unit), "samples"
@@ -170,10 +145,9 @@ def fill(choices: Choices, data: Dataset, spec: ModelSpec, unit: int) -> None:
     of = "texts: once" if texts else f"{samples:,} samples: 3 times below 10,000, twice below 100,000, else once"
     choices.add("n_epoches", epochs, of)
 
-    lr = min(max(LR * math.sqrt(LR_OF / weights), SLOWEST), FASTEST)
-    why = f"2e-5 at 7B weights, times the root of 7B / weights, at most 2e-4: {weights / 1e9:.2g}B here"
+    lr, why = usual_rate(choices.config(), spec)
     choices.add("optimizer.type", "AdamW", "the usual one; Lion takes a third less memory and another lr")
-    choices.add("optimizer.params.lr", float(f"{lr:.1g}"), why)
+    choices.add("optimizer.params.lr", lr, why)
     if not choices.is_own("optimizer.type"):  # which may have none
         choices.add("optimizer.params.betas", [0.9, 0.95], "usual for language models")
     choices.add("optimizer.params.weight_decay", 0.01, "little, as the model is trained already")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat_template import NEW_IDS
+from data.chat.fitting import NEW_IDS
 from data.chat.template_check import NO_THOUGHTS
 from data.errors import DataError
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens

@@ -16,6 +16,7 @@ from data.chat.native.families import MARK
 from data.chat.native.kinds import end_tokens, export_tokenizer, native_tokenizer
 from data.tokenized.tokenize import encode
 from data.tokenized.tokenizer import load_tokenizer
+from tests.cases import tiered
 from tests.conftest import FAQ
 from tests.data.helpers import chat
 from tests.data.published_tokenizers import (
@@ -172,6 +173,7 @@ def test_a_system_message_that_the_first_baichuan_does_not_know_stands_in_the_qu
     assert encode(chat(said), each.tokenizer, 1000) == expected
 
 
+@pytest.mark.parametrize("published", tiered(CLASSES, slow=["baichuan2", "chatglm3"]), indirect=True)
 def test_an_export_loads_everywhere_with_the_same_ids(published: Published, tmp_path: Path) -> None:
     tokenizer, vocabulary = published.tokenizer, tmp_path / published.vocabulary.name
     export_tokenizer(published.folder, tmp_path)
@@ -198,6 +200,7 @@ def test_an_export_loads_everywhere_with_the_same_ids(published: Published, tmp_
     assert not list(target.iterdir())
 
 
+@pytest.mark.parametrize("published", tiered(CLASSES, slow=["baichuan2", "chatglm3"]), indirect=True)
 def test_the_folders_settings_count(published: Published, tmp_path: Path) -> None:
     end = {"internlm2": "<|im_end|>", "qwen": "<|im_end|>"}.get(published.family, "<unk>")
     changes: dict[str, Any] = {

@@ -9,7 +9,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.chat_template import MOST_TEMPLATES, NEEDS_TOOLS
+from data.chat.chat_template import MOST_TEMPLATES
+from data.chat.fitting import NEEDS_TOOLS
 from data.chat.prompts import Prompts
 from data.chat.template_check import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.errors import DataError

@@ -21,6 +21,7 @@ from data.chat.sandbox import LargeTemplate, SlowTemplate, render
 from data.errors import DataError
 from data.tokenized.tokenize import encode_many, encode_question
 from tests.accidents import limited
+from tests.cases import tiered
 
 LOOP = "{% for _ in range(99999) %}"
 ENDLESS = LOOP * 4 + "{% endfor %}" * 4
@@ -48,7 +49,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "LIMIT", 0.5)
 
 
-@pytest.mark.parametrize("name", ENDLESS_TEMPLATES)
+@pytest.mark.parametrize("name", tiered(ENDLESS_TEMPLATES, slow=["macros", "slow filters"]))
 def test_an_endless_template_is_ended(name: str) -> None:
     with pytest.raises(SlowTemplate, match="the chat template is still at one dialogue after"):
         render(ENDLESS_TEMPLATES[name])
@@ -95,7 +96,7 @@ LARGE = {
 MEMORY = 100_000_000
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", tiered(LARGE, slow=["a macro's output", "piece by piece"]))
 def test_a_template_that_makes_far_more_than_it_is_given_is_ended_before_it_takes_the_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_template_that_makes_far_more_than_it_is_given_is_ended_before_it_take
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 * MEMORY / 1000  # kilobytes
 
 
+@pytest.mark.slow
 def test_a_number_that_grows_without_an_end_is_ended() -> None:
     with pytest.raises(SlowTemplate):
         render("{{ 9 ** (9 ** 9) }}")
@@ -145,9 +147,10 @@ def test_marks_of_what_is_generated_are_measured_too(monkeypatch: pytest.MonkeyP
         ("{{ range(3) | map('string') | join('-') }} {{ '-'.join(range(3) | map('string')) }}", "0-1-2 0-1-2"),
         ("{% for a, b in {'x': 1}.items() %}{{ a ~ b }}{% endfor %}{% set c, d = (3, 4) %}{{ d }}", "x14"),
         ("{{ 1700000000 | tojson }} {{ [1] | tojson(indent=2) }} {{ n | default(1700000000) }}", None),
-        (
+        pytest.param(
             "{% macro f(n) %}{{ n }}{% endmacro %}{{ f(1700000000) }}{{ 'a b' | title | center(7) }}",
             "1700000000  A B  ",
+            marks=pytest.mark.slow,
         ),
         ("{% set x %}{{ n }}{% endset %}{{ x }}{% filter upper %}a{{ n }}{% endfilter %}", "1000000A1000000"),
     ],

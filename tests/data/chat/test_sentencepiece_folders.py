@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from data.chat.native.pieces import CONTROLS
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.tokenized.tokenizer import load_tokenizer
+from tests.cases import tiered
 from tests.conftest import SHARED
 from tests.data.published_tokenizers import golden, refusal, sentencepiece_model, write
 from training.checkpoint.side_files import read_side_files
@@ -151,10 +153,10 @@ def by_sentencepiece(path: Path, text: str, legacy: bool) -> list[int]:
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [
-        *((layout, "mixtral-v1") for layout in LAYOUTS),
-        *((layout, name) for layout in ("not legacy", "another class") for name in ("baichuan2", "chatglm3")),
-    ],
+    tiered(
+        [*product(LAYOUTS, ["mixtral-v1"]), *product(["not legacy", "another class"], ["baichuan2", "chatglm3"])],
+        quick=["as published-mixtral-v1", "legacy-mixtral-v1"],
+    ),
 )
 def test_every_layout_has_the_published_ids_or_is_refused(tmp_path: Path, name: str, layout: str) -> None:
     vectors, path = golden()["vectors"], tmp_path / "tokenizer.model"

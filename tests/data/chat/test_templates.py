@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import chat_template
+from data.chat import rendering
 from data.chat.chat_template import DATED, NO_TOKEN
 from data.chat.prompts import Prompts, check_prompt_format
 from data.errors import DataError
@@ -168,7 +168,7 @@ class Clock(datetime.datetime):
 def test_a_template_that_writes_todays_date_is_noted(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_template, "datetime", Clock)
+    monkeypatch.setattr(rendering, "datetime", Clock)
     default = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     tokenizer.chat_template = default + "{{ 'Today: ' + date_string + '\\n' }}" + SMOLLM2.template
     for _ in range(2):

@@ -28,6 +28,7 @@ from data.tokenized.recipe import Recipe
 from data.tokenized.tokenize import encode
 from tests.data.caches import JUDGED_LIMIT, caches
 from tests.data.helpers import FIELDS, as_lists, runs_of, supervised, whole_text
+from tests.data.records.test_judged_sets import refusal
 
 JSON = dict[str, Any]
 PAIRS, MARKED, CLASSES = Wanted("pairs"), Wanted("marked"), Wanted("classes")
@@ -133,13 +134,6 @@ def listed(sample: Sample) -> Sample:
 
 def halves(sample: Sample) -> list[Sample]:
     return [document for _, document in documents(listed(sample))]
-
-
-def refusal(raw: JSON, wanted: Wanted = PAIRS) -> str:
-    with pytest.raises(DataError) as refused:
-        convert(raw, preference=wanted)
-    (line,) = str(refused.value).splitlines()
-    return line
 
 
 def check_pair(sample: Sample, prompt: list[JSON], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -152,7 +152,7 @@ def test_parquet_rows_become_the_same_records_as_json(tmp_path: Path) -> None:
 
 def test_stop_shows_what_is_wrong_in_all_files_up_to_twenty_records(tmp_path: Path) -> None:
     first, second, third = (tmp_path / f"{name}.jsonl" for name in "abc")
-    first.write_text('{"text": 1}\n{"text": "good"}\n{"text": 2}\n')
+    first.write_text('{"text": 1}\n{"text": "good"}\n{"txt": 2}\n')
     second.write_text('{"text": "good"}\n')
     third.write_text("{\n")
     *lines, last = stop(first, second, third)
@@ -163,11 +163,12 @@ def test_stop_shows_what_is_wrong_in_all_files_up_to_twenty_records(tmp_path: Pa
     ]
     assert last == "3 bad records"
     first.write_text('{"text": 1}\n' * 1000)
-    *lines, last = stop(first)
-    assert len(lines) == SHOWN == 20
+    line, last = stop(first)
+    assert line == f"{first}: records 1 to 20: field text: expected a string, found a number"
+    assert SHOWN == 20
     assert last == "20 bad records; there may be more, as no further ones were looked for"
     first.write_text('{"text": 1}\n' * 19)
-    assert stop(first)[19:] == ["19 bad records"]
+    assert stop(first)[1:] == ["19 bad records"]
 
 
 def test_skip_shows_twenty_and_counts_the_rest(tmp_path: Path) -> None:
@@ -175,8 +176,29 @@ def test_skip_shows_twenty_and_counts_the_rest(tmp_path: Path) -> None:
     path.write_text('{"text": 1}\n' * 1000 + '{"text": "good"}')
     found, log = skip(path)
     assert [number for (_, number), _ in found] == [1001]
-    assert len(log) == 21
+    assert log[0] == f"skipped: {path}: records 1 to 20: field text: expected a string, found a number"
+    assert log[1:-1] == []
     assert log[-1] == "1000 bad records skipped, 980 of them not shown"
+
+
+def test_records_with_one_fault_share_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": 1}\n{"text": "good"}\n{"text": 2}\n{"txt": "a"}\n{"text": 3}\n')
+    first, second, last = stop(path)
+    assert first == f"{path}: records 1, 3, 5: field text: expected a string, found a number"
+    assert second.startswith(f"{path}: record 4: no known format has the fields 'txt'")
+    assert last == "4 bad records"
+
+
+@pytest.mark.parametrize("text", ["中文的句子。", "第一行，有 English 和 123"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_chinese_text_in_an_older_encoding_is_named(suffix: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a{suffix}"
+    line = json.dumps({"text": text}, ensure_ascii=False) if suffix == ".jsonl" else text
+    path.write_bytes(line.encode("gb18030") + b"\n")
+    (refused,) = stop(path)
+    how = "iconv -f GB18030 -t UTF-8 FILE > NEW writes it so"
+    assert refused == f"{path}: record 1: in GBK or GB18030; expected text in UTF-8: {how}"
 
 
 def test_lines_are_cut_and_printable(tmp_path: Path) -> None:

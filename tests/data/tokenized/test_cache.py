@@ -247,7 +247,7 @@ def test_the_key_leaves_out_no_code_that_samples_depend_on_and_none_needs_torch(
     """What the builder loads counts, but for what is known to only carry and store."""
     script = (
         "import sys; sys.modules['torch'] = None; import data.tokenized.builder, data.tokenized.store; "
-        f"data.tokenized.parallel.load_tokenizer({str(tokenizer_folder)!r}); print(*sys.modules)"
+        f"data.tokenized.encoder.load_tokenizer({str(tokenizer_folder)!r}); print(*sys.modules)"
     )
     printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
     modules = printed.stdout.split()

@@ -51,6 +51,7 @@ def outcome(launch: Launch) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_processes_that_start_cold_at_once_make_one_build(tmp_path: Path, tokenizer_folder: Path) -> None:
     data = write(tmp_path / "a.jsonl", records(3000))
     results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3)]
@@ -62,6 +63,7 @@ def test_processes_that_start_cold_at_once_make_one_build(tmp_path: Path, tokeni
     assert all("waiting for it" in told and "data: process" in told for told in waited)
 
 
+@pytest.mark.slow
 def test_those_who_waited_fail_with_the_builders_words(tmp_path: Path, tokenizer_folder: Path) -> None:
     data = write(tmp_path / "a.jsonl", [*records(3000), {"type": "instruct", "instruct": 7, "output": ""}])
     results = [outcome(process) for process in start(tmp_path, tokenizer_folder, data, count=3)]
@@ -78,21 +80,6 @@ def wait_for_build(folder: Path, launch: Launch) -> Path:
     launch.until(lambda: list(builds.glob(f"*/{SAMPLES}")))
     (found,) = builds.glob(f"*/{SAMPLES}")
     return found
-
-
-def test_the_lease_of_a_killed_process_is_free(tmp_path: Path, tokenizer_folder: Path, load: Load) -> None:
-    data = write(tmp_path / "a.jsonl", records(20_000))
-    (killed,) = start(tmp_path, tokenizer_folder, data, count=1)
-    partial = wait_for_build(tmp_path, killed)
-    os.killpg(killed.pid, signal.SIGKILL)  # the builder and its workers too
-    killed.end()
-    assert partial.exists()  # it was killed in the middle
-    assert list((tmp_path / "cache" / "builds").glob("*.lease-*"))
-    assert not caches(tmp_path)
-    dataset = load(data)
-    assert len(dataset.samples) == 20_000
-    assert caches(tmp_path) == [dataset.folder]
-    assert not left_over(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", json.dumps(["node9", 17, "2020-01-01", "another kernel", "token"])])
@@ -114,6 +101,7 @@ def test_a_lease_of_somebody_silent_is_taken_over(
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_a_killed_builder_is_one_line_and_its_workers_leave(tmp_path: Path, tokenizer_folder: Path) -> None:
     data = write(tmp_path / "a.jsonl", records(20_000))
     (waiting,) = start(tmp_path, tokenizer_folder, data, count=1)

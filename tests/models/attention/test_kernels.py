@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,11 +25,15 @@ from models.attention import packed
 from models.attention.kernels import ALL, CUDNN, FLASH, FLASH_3, FLEX, VARLEN
 from models.attention.packed import Documents, unmarked
 from models.checkpoint.source import open_source
+from tests.cases import tiered
 from tests.closeness import assert_near
 from tests.models.helpers import gradients, random_ids
 
 NAMES = """llama-tied mistral-window mixtral-window qwen2-some-windows qwen3 qwen3_moe phi3 olmo2 glm glm4 gemma2 gemma3
     baichuan2-7b baichuan2-13b chatglm3 bloom""".split()
+# They give a kernel nothing that the others do not give it.
+ALIKE = "mixtral-window qwen2-some-windows qwen3_moe phi3 olmo2 glm glm4 baichuan2-7b chatglm3".split()
+KERNELS = [(FLEX, True), (CUDNN, True), (VARLEN, True), (VARLEN, False), (FLASH, True), (FLASH_3, True)]
 PACKED = [[5, 1, 22, 12], [24, 9, 3]]  # the last four tokens of the second row are padding
 WHOLE = [[40], [33]]
 
@@ -147,10 +151,13 @@ def stand_in(kernel: str, shares_keys: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    ("kernel", "shares_keys"),
-    [(FLEX, True), (CUDNN, True), (VARLEN, True), (VARLEN, False), (FLASH, True), (FLASH_3, True)],
+    ("name", "kernel", "shares_keys"),
+    tiered(
+        [(name, *kernel) for name, kernel in product(NAMES, KERNELS)],
+        quick=["llama-tied-*", "gemma2-*", "bloom-*"],
+        longest=map("-".join, product(ALIKE, (f"{CUDNN}-True", f"{VARLEN}-False", f"{FLASH_3}-True"))),
+    ),
 )
-@pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_equals_the_default(
     name: str, kernel: str, shares_keys: bool, make_case: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

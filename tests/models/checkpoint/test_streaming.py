@@ -66,7 +66,7 @@ def peak_memory(command: str, source: Path, target: Path) -> int:
 @pytest.mark.parametrize(
     ("model_type", "file"),
     [
-        ("llama", "pytorch_model.bin"),
+        pytest.param("llama", "pytorch_model.bin", marks=pytest.mark.longest),
         ("mixtral", "model.safetensors"),
         pytest.param("llama", "model.safetensors", marks=pytest.mark.longest),
         pytest.param("mixtral", "pytorch_model.bin", marks=pytest.mark.longest),

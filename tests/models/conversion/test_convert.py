@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 from models import load_model
 from models.conversion.to_huggingface import pp_to_hg
+from tests.cases import tiered
 from tests.data.chat.test_sentencepiece_folders import LLAMA, POINTER, TEXTS, folder_of
 from tests.models.cases import CASES
 from tests.models.helpers import (
@@ -30,6 +32,7 @@ from tests.models.helpers import (
 )
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+STORED = tiered(product(("safetensors", "bin"), DTYPES), slow=["bin-fp32", "bin-bf16"])
 FUSED = {  # what is one tensor in memory and several on disk, or the other way round
     "mixtral": ".0.block_sparse_moe.experts.",
     "chatglm": ".query_key_value.weight",
@@ -66,8 +69,7 @@ def keep_the_head_only(files: WeightFiles) -> None:
 
 
 @pytest.mark.parametrize("tying", ["tied", "untied", "repeated", "head-only"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize(("suffix", "dtype"), STORED)
 @pytest.mark.parametrize("division", SHARDED)
 def test_round_trip_is_exact(
     llama: Callable[..., Path], division: str, suffix: str, dtype: str, tying: str, tmp_path: Path
@@ -99,16 +101,17 @@ def test_a_tied_weight_may_be_stored_as_the_head_alone(llama: Callable[..., Path
         torch.testing.assert_close(load_model(folder)(ids), oracle(folder)(ids).logits)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiered(CASES, slow=["*13b"]))
 def test_every_family_comes_back(name: str, make_case: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_case(name, SHARDED["sharded"], dtype=torch.bfloat16)
     assert len(read_weights(folder)) > 1
     assert_round_trip(folder, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-@pytest.mark.parametrize("name", ["mixtral", "chatglm3", "baichuan2-7b", "baichuan2-13b"])
+@pytest.mark.parametrize(("suffix", "dtype"), STORED)
+@pytest.mark.parametrize(
+    "name", tiered(["mixtral", "chatglm3", "baichuan2-7b", "baichuan2-13b"], slow=["baichuan2-13b"])
+)
 def test_weights_that_are_cut_or_stacked_in_memory_come_back(
     name: str, suffix: str, dtype: str, make_case: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -145,6 +148,7 @@ def test_shard_alone_with_its_index_loads_in_plain_transformers(llama: Callable[
     assert_same_bits(oracle(assert_round_trip(folder, tmp_path)).state_dict(), expected)
 
 
+@pytest.mark.slow
 def test_an_export_that_no_run_wrote_has_the_models_ids(llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = copy_of(llama(torch.float32, "single", False), tmp_path / "original")
     config = (folder / "config.json").read_bytes()

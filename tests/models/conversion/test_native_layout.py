@@ -16,6 +16,7 @@ from data.tokenized.tokenizer import load_tokenizer
 from models import load_model
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
+from tests.cases import tiered
 from tests.data.published_tokenizers import END_TOKENS, Published
 from tests.models.command_line import convert, refusal
 from tests.models.helpers import (
@@ -69,7 +70,7 @@ def exported(folder: Path, workspace: Path, options: ExportOptions = NATIVE) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", tiered(CLASSES, slow=["baichuan2-7b"]))
 def test_plain_transformers_loads_it_with_the_same_logits(
     name: str, dtype: torch.dtype, make_case: Make, tmp_path: Path
 ) -> None:
@@ -92,7 +93,7 @@ def test_plain_transformers_loads_it_with_the_same_logits(
     assert "auto_map" not in config and not list(native.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", tiered(CLASSES, slow=["baichuan2-7b"]))
 def test_native_folder_is_a_checkpoint_like_any_other(name: str, make_case: Make, tmp_path: Path) -> None:
     """Fused projections are cut into their rows, Baichuan2's head is normalised, nothing else changed or kept."""
     folder = original(make_case, name)
@@ -128,7 +129,7 @@ def test_13b_has_no_native_layout(make_case: Make, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "layers"]
 
 
-@pytest.fixture(params=END_TOKENS)
+@pytest.fixture(params=tiered(END_TOKENS, slow=["baichuan2"]))
 def published(request: pytest.FixtureRequest, make_case: Make) -> tuple[str, Path]:
     """A family and a folder with its vocabulary, as it is published."""
     family: str = request.param
@@ -139,6 +140,7 @@ def published(request: pytest.FixtureRequest, make_case: Make) -> tuple[str, Pat
     return family, folder
 
 
+@pytest.mark.parametrize("published", tiered(END_TOKENS, slow=["baichuan2", "chatglm3"]), indirect=True)
 def test_tokenizer_needs_no_code_and_gives_the_same_ids(published: tuple[str, Path], tmp_path: Path) -> None:
     family, folder = published
     stated = {"eos_token_id": END_TOKENS[family][0], "top_k": 7, "user_token_id": 195}

@@ -29,6 +29,7 @@ from models.architectures import FAMILIES
 from models.derived.derive import small_model
 from models.derived.proof import BOUND, prove, roughen
 from models.loss.micro_batch import token_loss
+from tests.cases import tiered
 from tests.closeness import assert_near
 from tests.models.derived.cases import TRAITS, since, write_small
 from tests.models.helpers import (
@@ -55,13 +56,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     proven._families.update(known)
 
 
-@pytest.fixture(scope="module", params=TRAITS)
+LATER = ["biogpt", "cohere2", "deepseek_v3", "gpt_bigcode", "gpt_oss", "granite", "opt", "qwen3_5_moe_text"]
+
+
+@pytest.fixture(scope="module", params=tiered(TRAITS, slow=LATER))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, write_small(folder, request.param)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("checkpoint", tiered(TRAITS, slow=[*LATER, "gpt_neo"]), indirect=True)
 def test_logits_and_loss_equal_transformers(checkpoint: tuple[Path, Any], layout: str, tmp_path: Path) -> None:
     folder, model = checkpoint
     ids = random_ids(2, 40)
@@ -141,7 +146,7 @@ class Refused(NamedTuple):
     changes: dict[str, Any]
     told: str
     published: bool = True
-    newer: bool = False
+    marks: Any = ()
 
 
 REFUSED = [
@@ -152,14 +157,15 @@ REFUSED = [
         for each in ("qwen2_5_vl", "qwen3_vl")
     ),
     Refused("hrm_text", {}, "HrmTextModel has 0 lists of 4 blocks"),
-    Refused("inkling_text", {}, "does more to embeddings than to multiply them", newer=True),
+    Refused("inkling_text", {}, "does more to embeddings than to multiply them", marks=NEWER),
     Refused("gemma4_text", {"hidden_size_per_layer_input": 16}, "is an embedding of something else than words and"),
-    Refused("llama4_text", {}, "a mask of create_chunked_causal_mask, which is not known", newer=True),
+    Refused("llama4_text", {}, "a mask of create_chunked_causal_mask, which is not known", marks=NEWER),
     # As transformers 5.17 does with MiniMax-M2's, whose heads have 128 numbers.
     Refused(
         "minimax_m2",
         {"rope_parameters": config_of("minimax_m2")[1]["rope_parameters"] | {"partial_rotary_factor": 1.0}},
         f"rotary_dim is 64, but transformers {transformers.__version__} rotates 128 numbers of a head; expected a ",
+        marks=pytest.mark.slow,
     ),
     Refused(
         "gemma3_text",
@@ -168,7 +174,7 @@ REFUSED = [
     ),
     # Latent attention has as many heads of keys as of queries, and no router sends a token to more experts than exist.
     *(
-        Refused(each, SMALL | changes, f"config.json: {each}: deriving it failed at {where}", newer=True)
+        Refused(each, SMALL | changes, f"config.json: {each}: deriving it failed at {where}", marks=NEWER)
         for each, changes, where in (
             ("minicpm3", {"num_key_value_heads": 2}, "MiniCPM3Attention: The size of tensor"),
             ("youtu", {"num_key_value_heads": 2}, "YoutuAttention: The size of tensor"),
@@ -179,9 +185,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, id=each.model_type, marks=NEWER if each.newer else ()) for each in REFUSED]
-)
+@pytest.mark.parametrize("case", [pytest.param(each, id=each.model_type, marks=each.marks) for each in REFUSED])
 def test_what_does_not_fit_is_refused_in_one_line(case: Refused, tmp_path: Path) -> None:
     fields = {"model_type": case.model_type} | case.changes
     if case.published:
@@ -191,7 +195,7 @@ def test_what_does_not_fit_is_refused_in_one_line(case: Refused, tmp_path: Path)
     assert not (tmp_path / "cache").exists(), "a proof of what is refused is kept"
 
 
-@pytest.mark.parametrize("model_type", ["phi", "seed_oss"])
+@pytest.mark.parametrize("model_type", tiered(["phi", "seed_oss"], slow=["phi"]))
 def test_dropout_inside_of_blocks_is_kept_and_leaves_the_proof_exact(model_type: str, tmp_path: Path) -> None:
     """That of Seed-OSS is transformers' default, where config.json has none."""
     fields = {name: value for name, value in config_of(model_type)[1].items() if "drop" not in name}
@@ -245,7 +249,7 @@ def assert_computes_the_same(folder: Path, model: Any) -> None:
     assert_near(load_model(folder)(ids), model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", tiered(["qwen2_moe", "mixtral"], slow=["mixtral"]))
 def test_names_of_modules_are_read_as_transformers_reads_them(model_type: str, tmp_path: Path) -> None:
     model = write_small(tmp_path / "model", model_type)
     save_under_names_of_modules(model, tmp_path / "model")
@@ -262,7 +266,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # the part for text, and what 
 }
 
 
-@pytest.mark.parametrize("model_type", WHOLE)
+@pytest.mark.parametrize("model_type", tiered(WHOLE, slow=["qwen3_5_moe", "minimax_m3_vl"]))
 def test_the_part_for_text_is_trained_and_the_rest_comes_back(model_type: str, tmp_path: Path) -> None:
     """Also where the saver renames its blocks, with the tower's or for themselves."""
     part, own = WHOLE[model_type]
@@ -312,6 +316,7 @@ def test_what_no_gradient_reaches_is_left_alone(tmp_path: Path) -> None:
     assert_round_trip(tmp_path / "model", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "blocks", "spare"), [("deepseek_v3", 4, 61), ("glm4_moe", 48, 92)])
 def test_layers_that_only_transformers_ignores_are_carried(
     model_type: str, blocks: int, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -336,7 +341,7 @@ def test_layers_that_predict_further_ahead_are_carried_behind_any_number_of_bloc
     assert unexpected in error_line(lambda: load_model(folder))
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() & CONFIG_MAPPING.keys()))
+@pytest.mark.parametrize("model_type", tiered(sorted(FAMILIES.keys() & CONFIG_MAPPING.keys()), slow=["glm"]))
 def test_declared_families_hold_too(model_type: str) -> None:
     config, fields = config_of(model_type)
     found = prove(config, fields, FAMILIES[model_type])

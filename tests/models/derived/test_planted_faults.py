@@ -23,6 +23,7 @@ from models.derived.positions import DerivedPositions
 from models.derived.proof import BOUND, GENERATION, ROUTING, Proof, bound, compare_models, small_spec
 from models.family import Family, Rule
 from models.layers import Head
+from tests.cases import tiered
 from tests.models.derived.cases import write_small
 from tests.models.helpers import change_weights, read_config
 
@@ -110,7 +111,7 @@ def small(folder: Path, model_type: str, **changes: Any) -> tuple[Any, Any, dict
     return model, type(model.config).from_dict(raw), raw
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", tiered(FAULTS, slow=["order of experts"]))
 def test_a_fault_is_seen(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     model, config, raw = small(tmp_path, fault.model_type)

@@ -10,23 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss.micro_batch
-from models.layers import Head
 from models.loss.lean import linear_cross_entropy
 from models.loss.micro_batch import IGNORED, micro_batch_loss, token_loss
+from tests.models.loss.heads import Bare
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 7, 8, 11
-
-
-class Bare(Head):
-    """A head that multiplies with a given matrix."""
-
-    def __init__(self, weight: Tensor) -> None:
-        torch.nn.Module.__init__(self)
-        self.lm_head = torch.nn.Linear(WIDTH, WORDS, bias=False)
-        self.weight = weight
-
-    def projection(self) -> Tensor:
-        return self.weight
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from models.parallel.tensor import obstacle
+from tests.cases import tiered
 from tests.closeness import assert_near, bound
 from tests.launching import torchrun
 from tests.models.cases import CASES, EXPERTS, Case
@@ -78,7 +79,8 @@ SHARED |= {f"dropout-{model}": Shared(model, {"dropout": True}) for model in ("b
 FAULTS = {"copy": "llama-untied", "norm": "qwen3", "head": "llama-tied"}
 SHARED |= {f"fault-{fault}": Shared(model, {"fault": fault}) for fault, model in FAULTS.items()}
 SHARED["fault-factor"] = Shared("llama-untied", ADAPTED | {"fault": "factor"})
-OFTEN = (
+# tests/training/engine/test_tensor_axis.py has a dense model and one of experts in each `make test`.
+SLOW = (
     *("bloom", "llama-untied", "baichuan2-7b", "chatglm3", "mixtral", "spread", "spread-short", "biases", "head-norms"),
     *("adapted-biases", "adapted-spread", "adapted-mixtral"),
     *("baichuan2-13b", "uneven-bloom", "uneven-grouped", "own-loss", "phi3", "qwen3", "gemma2", "bf16", "recomputed"),
@@ -119,11 +121,7 @@ def outcomes(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory, as
 @pytest.mark.launched
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in OFTEN else pytest.param(name, marks=pytest.mark.longest)
-        for name in SHARED
-        if not name.startswith(("fault", "dropout"))
-    ],
+    tiered([name for name in SHARED if not name.startswith(("fault", "dropout"))], quick=(), slow=SLOW),
 )
 def test_shares_give_the_loss_and_gradients_of_the_whole_model(name: str, outcomes: dict[str, Any]) -> None:
     outcome = outcomes[name]
@@ -135,12 +133,14 @@ def test_shares_give_the_loss_and_gradients_of_the_whole_model(name: str, outcom
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [f"fault-{fault}" for fault in (*FAULTS, "factor")])
 def test_a_planted_fault_is_found(name: str, outcomes: dict[str, Any]) -> None:
     assert any(far > 1e-2 for far in outcomes[name]["far"].values())
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-untied", "bloom", "chatglm3", "mixtral"])
 def test_a_block_makes_two_sums_in_each_direction(name: str, outcomes: dict[str, Any]) -> None:
     blocks = 3
@@ -151,6 +151,7 @@ def test_a_block_makes_two_sums_in_each_direction(name: str, outcomes: dict[str,
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout-bloom", "dropout-llama-tied"])
 def test_heads_drop_apart_and_all_else_alike(name: str, outcomes: dict[str, Any]) -> None:
     (losses, drawn, same), (other_losses, other_drawn, other_same) = outcomes[name]["ranks"]

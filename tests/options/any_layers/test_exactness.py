@@ -16,6 +16,7 @@ from torch import nn
 from options.any_layers.config import PipelineConfig
 from options.any_layers.samples import SampleLoader
 from options.any_layers.stage import make
+from tests.cases import tiered
 from tests.launching import topology
 from tests.options.any_layers.nets import NETS
 from tests.ranks import Ranks
@@ -64,19 +65,17 @@ def folder(ranks: Ranks, asked: set[str], tmp_path_factory: pytest.TempPathFacto
     """Where the outcomes of all cases lie that this session asks for."""
     folder = tmp_path_factory.mktemp("any_model")
     chosen = [case for case in CASES if case.name in asked]
-    for processes in sorted({case.dims[0] * case.dims[1] for case in chosen}):
-        described = [
-            {
-                "name": case.name,
-                "net": case.net,
-                "steps": STEPS,
-                "keys": case.keys,
-                "config": {"model_path": "unused", "data_path": "unused", **case.keys},
-            }
-            for case in chosen
-            if case.dims[0] * case.dims[1] == processes
-        ]
-        ranks.run(processes, "any_layers", described, folder)
+    described = [
+        {
+            "name": case.name,
+            "net": case.net,
+            "steps": STEPS,
+            "keys": case.keys,
+            "config": {"model_path": "unused", "data_path": "unused", **case.keys},
+        }
+        for case in chosen
+    ]
+    ranks.run_all("any_layers", described, folder)
     return folder
 
 
@@ -124,13 +123,13 @@ def reference(case: Case) -> Outcome:
     return Outcome(losses, alone, evaluated, gradients, {name: weight.detach() for name, weight in all_names(model)})
 
 
-def marks(case: Case) -> Any:
-    """In each `make test` every net in two stages, and what else there is once; four processes take longest."""
-    often = case.dims[0] == 2 or case.net == "mixed"
-    return () if often and case.dims != (2, 2) and case.net != "t5_own_head" else pytest.mark.longest
+# In each `make test` two nets in two stages, in `make test-slow` every net, and what else there is once.
+QUICK = ["mixed-2x1", "tied-2x1"]
+SLOW = [f"{net}-2x1" for net in NETS if net not in ("mixed", "tied", "t5_own_head")]
+SLOW += ["mixed-1x[12]", "*-2x1-*"]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks(case)) for case in CASES])
+@pytest.mark.parametrize("case", tiered(CASES, QUICK, SLOW))
 def test_a_pipeline_computes_what_one_process_does(case: Case, folder: Path) -> None:
     expected = reference(case)
     tensors: dict[str, torch.Tensor] = {}

@@ -151,7 +151,7 @@ class TestConfig:
             ({"eval_data_path": "a.json"}, "eval_data_path: a key of language models"),
             ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: 3: each stage of a Pipeline holds its lay"),
             ({"train_batchsize": 8}, "unknown key train_batchsize; did you mean train_batch_size?"),
-            ({"optimizer": {"type": "Adm"}}, "optimizer.type: Input should be 'AdamW'"),
+            ({"optimizer": {"type": "Adm"}}, "optimizer.type: expected 'AdamW'"),
             ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size: 8 is not a multiple of 3"),
         ],
     )

@@ -26,6 +26,7 @@ from options.demo.chat import ChatSession
 from options.demo.chat_model import INCOMPLETE, AnswerOptions, ChatModel
 from options.demo.command_line import HELP
 from options.demo.generation import GREEDY, generate_many
+from tests.cases import tiered
 from tests.conftest import FAQ, ORIGINALS, VOCABULARY, save_original
 from tests.data.template_styles import HARMONY, STYLES
 from tests.launching import run, write_config
@@ -86,9 +87,7 @@ def test_a_chat_remembers_its_turns_and_ends_with_an_empty_line_or_the_input(
 ASKED = ("What is Pipetune?", "How many layers does it have?", "Name a colour.", "Who wrote this, and why?")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.longest) for name in NAMES]
-)
+@pytest.mark.parametrize("name", tiered(NAMES, USUAL, slow=()))
 def test_every_family_answers_what_transformers_generates(name: str, make_checkpoint: Make, tmp_path: Path) -> None:
     new, (model_type, changes) = 64, CASES[name]
     folder = make_checkpoint(model_type, **changes | {"initializer_range": 0.3, "tie_word_embeddings": name == TIED})
@@ -151,7 +150,7 @@ def make_chatglm3(shared: Path, folder: Path, stop: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("stop", tiered(STOPS, quick=["<|user|>"]))
 def test_chatglm3_drops_its_first_new_line_and_stops_where_it_hands_over(
     stop: str, shared: Path, tmp_path: Path
 ) -> None:

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.chat.answer_form import CallForm
-from data.chat.chat_template import EXAMPLE_TOOL, QUESTION, chat_template
+from data.chat.chat_template import chat_template
+from data.chat.fallbacks import EXAMPLE_TOOL, QUESTION
 from data.chat.messages import Call, Said
 from data.chat.prompts import Prompts
 from data.errors import DataError
@@ -29,6 +30,7 @@ from options.demo.chat import ChatSession, read_tools
 from options.demo.chat_model import Answer, AnswerOptions, ChatModel
 from options.demo.command_line import converse
 from options.demo.generation import GREEDY, generate_many
+from tests.cases import tiered
 from tests.conftest import save_original
 from tests.data.helpers import parse_record
 from tests.data.published_tokenizers import CLASSES, Published, flat
@@ -62,7 +64,7 @@ WITH_CALLS = {
 }
 
 
-@pytest.fixture(params=["chatml", "llama3.1", "chatglm3", "qwen", pytest.param("baichuan2", marks=pytest.mark.slow)])
+@pytest.fixture(params=tiered(["chatml", "llama3.1", "chatglm3", "qwen", "baichuan2"], quick=["llama3.1", "qwen"]))
 def rendered(request: pytest.FixtureRequest, make_checkpoint: Make, tmp_path: Path) -> tuple[Path, Ids]:
     """A model, and the ids of a dialogue: as transformers renders it, or the classes that transformers lacks."""
     if request.param in PUBLISHED:
@@ -103,6 +105,7 @@ def test_twenty_turns_are_asked_as_the_whole_dialogue_is_rendered(rendered: tupl
     assert len({message["content"] for message in messages[2::2]}) > 10, "too monotonous to show anything"
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(st.data())
 def test_an_answer_is_shown_as_it_comes_and_ends_before_a_stop_text_wherever_its_tokens_end(
@@ -257,8 +260,8 @@ def test_calls_are_read_back_as_a_template_writes_them(style: str, words: str, t
     assert isinstance(form, CallForm)
     for count in (1, 1 if style == "llama3.1" else 2):  # which takes one call at a time
         said = [QUESTION, Said("assistant", words, calls=tuple(KNOWN[:count]))]
-        written = template._render(said, [EXAMPLE_TOOL])
-        answer = written[len(template._render([QUESTION], [EXAMPLE_TOOL], asking=True)) :]
+        written = template._rendering.text(said, [EXAMPLE_TOOL])
+        answer = written[len(template._rendering.text([QUESTION], [EXAMPLE_TOOL], asking=True)) :]
         found, calls = form.read(answer, 1)
         assert list(calls) == KNOWN[:count]
         assert found.endswith(words) or style in ("llama3.1", "mistral")  # which leave out words beside a call

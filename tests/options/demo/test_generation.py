@@ -22,6 +22,7 @@ from models import CausalLM, load_model
 from models.attention.cache import KeyValueCache
 from models.errors import CheckpointError
 from options.demo.generation import Request, Sampling, choose, generate, generate_many
+from tests.cases import tiered
 from tests.conftest import ORIGINALS
 from tests.models.cases import CASES
 from tests.models.helpers import oracle, random_ids
@@ -29,6 +30,7 @@ from tests.models.test_scores import save_scoring
 
 NEW = 24  # more than the windows
 NAMES = [name for name in CASES if not name.endswith(("tied", "projected"))]
+ALIKE = ["baichuan*", "*window*", "opt", "phi3*", "glm4", "olmo2", "*dynamic", "*32k", "gemma3", "*some-dense"]
 DYNAMIC = ("llama-dynamic", "internlm2-dynamic")
 TURNING = ("phi3-long", *DYNAMIC)  # a text that grows past some length has other angles from its first token on
 PROMPT = random_ids(1, 12)[0].tolist()
@@ -48,7 +50,7 @@ def greedy_without_cache(model: CausalLM) -> list[int]:
     return ids[len(PROMPT) :]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiered(NAMES, slow=ALIKE))
 def test_greedy_with_cache_equals_full_forwards_and_transformers(name: str, make_case: Callable[..., Path]) -> None:
     folder = make_case(name, **WIDE)
     model = load_model(folder)
@@ -63,7 +65,7 @@ def test_greedy_with_cache_equals_full_forwards_and_transformers(name: str, make
         assert written == theirs[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in TURNING])
+@pytest.mark.parametrize("name", [case for case in tiered(NAMES, slow=ALIKE) if case.id not in TURNING])
 def test_logits_with_cache_equal_those_without(name: str, make_case: Callable[..., Path]) -> None:
     model = load_model(make_case(name))
     ids = random_ids(1, 36)
@@ -81,7 +83,7 @@ def test_generation_stops_before_a_stop_id(llama: Path) -> None:
     assert list(generate(model, PROMPT, 5, stop=set())) == written[:5]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiered(NAMES, slow=ALIKE))
 def test_prompts_at_once_get_the_answers_that_they_get_alone(name: str, make_case: Callable[..., Path]) -> None:
     model = load_model(make_case(name, **WIDE))
     prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (5, 30, 12, 1, 20, 40)]

@@ -46,13 +46,15 @@ from training.distributed.processes import ProcessInfo, free_port
 from training.errors import ConfigError
 
 STAGED = {"phi3-long": (2,), "bloom": (2, 4), "mixtral": (2, 4), "llama-dynamic": (4,), "mistral-window": (4,)}
-QUICK = ("phi3-long", 2)
+SLOW = ["phi3-long-2", "bloom-2x2", "mixtral-2x2"]
+TIERS: dict[str, Any] = dict.fromkeys(SLOW, pytest.mark.slow)
 UNDER_TEST = [
-    pytest.param(name, stages, 1, id=f"{name}-{stages}", marks=() if (name, stages) == QUICK else pytest.mark.longest)
+    pytest.param(name, stages, 1, id=f"{name}-{stages}", marks=TIERS.get(f"{name}-{stages}", pytest.mark.longest))
     for name, sizes in STAGED.items()
     for stages in sizes
 ] + [
-    pytest.param(name, 2, 2, id=f"{name}-2x2", marks=pytest.mark.slow) for name in ("bloom", "mixtral", "llama-dynamic")
+    pytest.param(name, 2, 2, id=f"{name}-2x2", marks=TIERS.get(f"{name}-2x2", pytest.mark.longest))
+    for name in ("bloom", "mixtral", "llama-dynamic")
 ]
 # Family, layers per stage or stages, processes to a stage, replicas.
 REPLICAS = [
@@ -249,9 +251,9 @@ def typing(path: Path, text: str, *words: str | Path) -> subprocess.CompletedPro
 @pytest.mark.parametrize(
     ("launcher", "processes", "how"),
     [
-        (deepspeed, 2, ()),
+        pytest.param(deepspeed, 2, (), marks=pytest.mark.longest),
         (torchrun, 2, ("--tensor-parallel",)),
-        (deepspeed, 4, ("--tensor-parallel", "2")),
+        pytest.param(deepspeed, 4, ("--tensor-parallel", "2"), marks=pytest.mark.longest),
         pytest.param(torchrun, 4, ("--parts", "4", "1"), marks=pytest.mark.longest),
     ],
     ids=["stages", "shares", "both", "replicas"],

@@ -10,6 +10,7 @@ import pytest
 
 from models import load_model
 from options.demo.generation import Request, generate_many
+from tests.cases import tiered
 from tests.models.cases import CASES
 from tests.models.helpers import random_ids
 from tests.models.parallel.test_tensor import WHOLE, Shared, run_shared
@@ -21,7 +22,7 @@ TEXTS |= {"odd-neurons": Shared("llama-untied", changes=WIDE | {"intermediate_si
 TEXTS |= {"biases": Shared("llama-untied", changes=WIDE | {"attention_bias": True, "mlp_bias": True})}
 TEXTS = {f"text-{name}": case._replace(asked={"prompts": PROMPTS, "count": NEW}) for name, case in TEXTS.items()}
 TEXTS["one-head"] = Shared("llama-untied", {"prompts": PROMPTS, "count": NEW}, changes={"num_key_value_heads": 1})
-TEXTS_OFTEN = ("text-mixtral", "text-baichuan2-13b")  # experts, and heads with slopes that do not divide
+SLOW = ("text-mixtral", "text-baichuan2-13b")  # experts, and heads with slopes that do not divide
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +34,7 @@ def outcomes(
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize(
-    "name",
-    [name if name in TEXTS_OFTEN else pytest.param(name, marks=pytest.mark.longest) for name in list(TEXTS)[:-1]],
-)
+@pytest.mark.parametrize("name", tiered(list(TEXTS)[:-1], quick=(), slow=SLOW))
 def test_two_processes_write_what_one_writes(name: str, outcomes: dict[str, Any]) -> None:
     outcome = outcomes[name]
     model = load_model(outcome["folder"])
@@ -50,6 +48,7 @@ def test_two_processes_write_what_one_writes(name: str, outcomes: dict[str, Any]
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one-head"])
 def test_what_cannot_be_shared_is_refused_by_every_rank(name: str, outcomes: dict[str, Any]) -> None:
     (line,) = {rank["refused"] for rank in outcomes[name]["ranks"]}

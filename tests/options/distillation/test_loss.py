@@ -10,23 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss.lean
-from models.layers import Head
 from models.loss.micro_batch import IGNORED, micro_batch_loss
 from options.distillation.loss import DistillationLoss, TeacherWords
+from tests.models.loss.heads import Bare
 
 WIDTH, WORDS, TOKENS = 8, 23, 12
-
-
-class Bare(Head):
-    """A head that multiplies with a given matrix."""
-
-    def __init__(self, weight: Tensor, cap: float | None = None) -> None:
-        torch.nn.Module.__init__(self)
-        self.lm_head = torch.nn.Linear(WIDTH, WORDS, bias=False)
-        self.weight, self.cap = weight, cap
-
-    def projection(self) -> Tensor:
-        return self.weight
 
 
 class Case:
@@ -130,7 +118,7 @@ def test_the_means_for_the_log() -> None:
 
 
 def test_an_evaluation_is_the_cross_entropy() -> None:
-    case, head = Case(), Bare(torch.zeros(0))
+    case, head = Case(), Bare(torch.zeros(WORDS, WIDTH))
     head.weight = case.weight
     labels = case.labels, torch.tensor(0.5), torch.ones(())
     loss = DistillationLoss(1.0, 2.0, z_loss_weight=0.5)

@@ -25,13 +25,13 @@ from options import RunConfig
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import metrics, topology
-from tests.ranks import Ranks
+from tests.ranks import Ranks, job
 from tests.training.kept_files import fill, flip, forge, parts_of
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
 from training.checkpoint.folder import step_folder
 from training.data_setup import RecordReader, build_loader
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 MADE, KNOWN = "log-probabilities of the data computed in", "log-probabilities of the data are known"
 ANOTHER = "nothing is kept of it (another than before, or an emptied cache)"
@@ -114,28 +114,21 @@ def models(make_checkpoint: Callable[..., Path], folder: Path) -> dict[str, Path
 
 
 def describe(name: str, kind: str, keys: dict[str, Any], models: dict[str, Path], folder: Path) -> dict[str, Any]:
-    keys = dict(keys)
-    config: dict[str, Any] = {
+    own: dict[str, Any] = {
         "model_path": str(models["student"]),
-        "data_path": str(folder / "records.json"),
-        "save_path": str(folder / name),
-        "cache_dir": str(folder / f"cache-{keys.pop('cache', name)}"),
+        "cache_dir": str(folder / f"cache-{keys.get('cache', name)}"),
         "distillation": WITHIN,
-        "max_seq_len": 200,
         "max_steps": STEPS,
         "save_interval": TAKEN_UP_AT,
-        "keep_last": 9,
-        "train_batch_size": 8,
         "eval_share": 0.2,
         "eval_interval": TAKEN_UP_AT,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
-        "tensorboard": {"enabled": False},
         "prompt_format": "plain",
-    } | keys
-    config["distillation"] = config["distillation"] | {"teacher": str(models[config["distillation"]["teacher"]])}
+    }
+    own |= {key: value for key, value in keys.items() if key != "cache"}
+    own["distillation"] = own["distillation"] | {"teacher": str(models[own["distillation"]["teacher"]])}
     if "resume" in keys:
-        config["resume"] = str(step_folder(folder / keys["resume"], TAKEN_UP_AT))
-    return {"name": name, "kind": kind, "config": config, "events": {}}
+        own["resume"] = str(step_folder(folder / keys["resume"], TAKEN_UP_AT))
+    return job(folder, name, kind, **own)
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,7 @@ def test_blocks_are_really_run(
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 def test_kernels_are_timed_as_the_run_computes(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """cuBLAS reads its variable once, at the first product, and torch refuses all of them without it."""
     keys = {"model_path": str(make_checkpoint("llama")), "data_path": str(FAQ), "deterministic": True}
@@ -169,7 +170,11 @@ def test_blocks_are_compiled_where_that_is_known_to_help(
 
 @pytest.mark.parametrize(
     ("failing", "message"),
-    [(None, None), ("forward", "out of shared memory"), ("backward", "out of shared memory")],
+    [
+        pytest.param(None, None, marks=pytest.mark.slow),
+        ("forward", "out of shared memory"),
+        pytest.param("backward", "out of shared memory", marks=pytest.mark.slow),
+    ],
 )
 def test_the_trial_compiles_both_passes_of_a_block(
     failing: str | None,

@@ -155,7 +155,7 @@ def test_scores_in_memory_grow_with_the_square_of_the_row() -> None:
     assert flops(flash.forward, "attention") and moved(flash.forward, "traffic") < moved(long.forward, "traffic") / 2
 
 
-@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("flash", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_attention_through_a_window_grows_with_the_row_alone(flash: bool) -> None:
     """A kernel skips half of what is counted, so a token counts twice the keys that it sees."""
     window = 1024
@@ -205,7 +205,7 @@ def test_bytes_kept_for_later_gradients_are_those_of_a_real_pass(family: str) ->
     assert saved_by(spec, LayerCase(1, ROWS, LENGTH, torch.float32)).waiting == measured
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_adapters_add_low_rank_products_and_take_gradients_of_weights_away(model_type: str) -> None:
     plain = spec_of(model_type, num_local_experts=4, num_experts_per_tok=2, head_dim=16)
     lora = plain.training(Trained(Lora(r=1)))

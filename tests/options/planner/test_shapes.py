@@ -12,6 +12,7 @@ import pytest
 import train_ds
 from models.api import read_spec
 from options.planner.shapes import shape_of
+from tests.cases import tiered
 from tests.conftest import ROOT
 
 CONFIGS = {
@@ -23,7 +24,7 @@ CONFIGS = {
 PUBLISHED = {"llama-7b": 6.74, "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.53, "deepseek-v3": 671.03, "bloom-7b1": 7.07}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", tiered(PUBLISHED, quick=["llama-7b", "mixtral-8x7b"]))
 def test_a_shape_has_the_published_parameters(name: str) -> None:
     found = shape_of(f"../llm/{name}/base")
     assert found and found[0] == name
@@ -40,7 +41,7 @@ def test_a_shape_stands_only_for_a_folder_that_is_not_there(tmp_path: Path) -> N
     assert shape_of("../llm/my-own-7b/base") is None
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", tiered(CONFIGS, quick=["llama-7b", "mixtral-8x7b"]))
 def test_a_config_is_planned_in_a_fresh_clone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,7 @@ def test_links_that_nobody_knows_are_refused(links: str) -> None:
         Fabric.named(links, DEVICE)
 
 
+@pytest.mark.slow
 def test_the_search_shares_long_rows(spec: ModelSpec, tmp_path: Path) -> None:
     """A row of 131,072 tokens on eight GPUs with 80 GB."""
     best = search(basis(spec, tmp_path, topo(1, 8), max_seq_len=131072), 8)
@@ -142,7 +143,8 @@ def test_the_search_shares_long_rows(spec: ModelSpec, tmp_path: Path) -> None:
     assert speeds == sorted(speeds, reverse=True)
 
 
-@pytest.mark.parametrize("name", [*list(LARGE)[:-1], pytest.param(list(LARGE)[-1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
 def test_the_search_proposes_what_holds_large_models(name: str, tmp_path: Path) -> None:
     """One row at a time, in 1f1b."""
     fields, rows, gpus = LARGE[name]

@@ -102,6 +102,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_peak_of_each_stages_largest_process() -> None:
     port = str(free_port())
     launches = [start(sys.executable, "-c", RANK, str(rank), port) for rank in range(3)]

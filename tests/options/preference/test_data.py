@@ -11,29 +11,19 @@ import pytest
 
 from common.log import Log
 from data.errors import DataError
-from data.tokenized.dataset import Dataset
 from options import load_config
 from options.planner.inputs import Workload
 from options.streamed_data.stream import StreamLoader
 from options.streamed_data.task import stream_of
 from tests.launching import write_config
+from tests.training.test_data_setup import SMALL, sets
 from training.command_line import inspect
 from training.data_setup import RecordReader, build_loader
-
-SMALL = 300  # tokens: special ones, bytes, and few of the merges
 
 
 @pytest.fixture(scope="module")
 def model(make_checkpoint: Callable[..., Path]) -> Path:
     return make_checkpoint("llama", vocab_size=SMALL)
-
-
-def sets(model: Path, tmp_path: Path, **keys: Any) -> tuple[Dataset, Dataset | None]:
-    """What a run with these keys trains on, and what it evaluates on."""
-    config = load_config(write_config(tmp_path / "run.yml", model_path=str(model), **keys))
-    data, held_out = RecordReader(config, model, Log(quiet=True)).read_sets()
-    assert isinstance(data, Dataset)
-    return data, held_out
 
 
 def pairs(path: Path, count: int) -> Path:

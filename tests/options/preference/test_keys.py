@@ -72,6 +72,12 @@ def test_what_contradicts_preferences_is_refused(keys: dict[str, Any], expected:
         config(**keys)
 
 
+def test_the_pass_of_kto_in_each_step_is_not_planned() -> None:
+    (line,) = config(preference={"loss": "kto"}).objective.unplanned()
+    assert line == "preference.loss: kto takes a forward pass more in each step, which is not planned"
+    assert not config(preference={"loss": "apo_zero_unpaired"}).objective.unplanned()
+
+
 def test_a_marked_answer_is_one_document() -> None:
     pairs, marked = config(), config(preference={"loss": "kto"})
     assert (pairs.objective.wanted, marked.objective.wanted) == (Wanted("pairs"), Wanted("marked"))

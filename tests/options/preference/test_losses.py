@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss.lean
-from models.layers import Head
 from models.loss.micro_batch import IGNORED
 from options.preference.losses import LOSSES, MEASURES, UNPAIRED_MEASURES, PairLoss, PreferenceLoss, UnpairedLoss
 from tests.closeness import assert_near
+from tests.models.loss.heads import Bare
 
 WIDTH, WORDS, PAIRS, BETA = 8, 11, 6, 0.3
 LENGTHS = torch.randint(3, 9, (PAIRS, 2), generator=torch.Generator().manual_seed(4)).tolist()
@@ -45,18 +45,6 @@ def oracle(name: str, chosen: Tensor, rejected: Tensor, chosen_reference: Tensor
         return -torch.log(torch.sigmoid(2.0 * (chosen.mean() - rejected.mean()) - 0.6))
     odds = [torch.exp(each.mean()) / (1 - torch.exp(each.mean())) for each in (chosen, rejected)]
     return -BETA * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
-
-
-class Bare(Head):
-    """A head that multiplies with a given matrix."""
-
-    def __init__(self, weight: Tensor) -> None:
-        torch.nn.Module.__init__(self)
-        self.lm_head = torch.nn.Linear(WIDTH, WORDS, bias=False)
-        self.weight = weight
-
-    def projection(self) -> Tensor:
-        return self.weight
 
 
 class Batch:

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.closeness import assert_near
 from tests.launching import metrics, topology
-from tests.ranks import Ranks
+from tests.ranks import Ranks, job
 from tests.training.kept_files import flip, parts_of, shift, swap
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
 from training.checkpoint.folder import BEST, step_folder
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 PIPE, DATA = ({"model_topo": topology(dims)} for dims in ((2, 1), (1, 2)))
 MADE, KNOWN = (
@@ -97,41 +97,33 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
     for name, weight in OTHERS.items():
         shutil.copytree(model, folder / name)
         save_file(state | {weight: state[weight] * 1.5}, folder / name / "model.safetensors", {"format": "pt"})
-    cases: list[dict[str, Any]] = []
-    for name, keys in JOBS.items():
-        config = {
-            "model_path": str(model),
-            "data_path": "pairs.json",
-            "save_path": str(folder / name),
-            "preference": {"loss": "dpo", "beta": 0.2},
-            "max_seq_len": 200,
-            "max_steps": STEPS,
-            "save_interval": TAKEN_UP_AT,
-            "keep_last": 9,
-            "train_batch_size": 8,
-            "eval_share": 0.2,
-            "eval_interval": TAKEN_UP_AT,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
-            "tensorboard": {"enabled": False},
-        } | keys
-        config["data_path"] = str(folder / str(config["data_path"]))
-        config["model_path"] = str(folder / str(config["model_path"]))
-        config["cache_dir"] = str(folder / keys.get("cache_dir", "cache"))
-        if "resume" in keys:
-            config["resume"] = str(step_folder(folder / keys["resume"], TAKEN_UP_AT))
-        cases.append({"name": name, "kind": "pipeline", "config": config, "events": {}})
-    ranks.run(2, "jobs", cases, folder)
+    cases = {name: describe(name, keys, model, folder) for name, keys in JOBS.items()}
+    found = ranks.jobs([*cases.values()], folder)
     spoilt: list[dict[str, Any]] = []
     for name, (origin, change) in SPOILT.items():
-        case = next(each for each in cases if each["name"] == origin)
         (cache := folder / f"cache-{name}").mkdir()
         shutil.copytree(folder / "cache" / "datasets", cache / "datasets")
         for path in cache.rglob("reference-*"):
             change(path)
-        config = case["config"] | {"save_path": str(folder / name), "cache_dir": str(cache)}
-        spoilt.append(case | {"name": name, "config": config})
-    ranks.run(2, "jobs", spoilt, folder)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in [*JOBS, *SPOILT]}
+        own = cases[origin]["config"] | {"save_path": str(folder / name), "cache_dir": str(cache)}
+        spoilt.append(cases[origin] | {"name": name, "config": own})
+    return found | ranks.jobs(spoilt, folder)
+
+
+def describe(name: str, keys: dict[str, Any], model: Path, folder: Path) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "model_path": str(model),
+        "preference": {"loss": "dpo", "beta": 0.2},
+        "max_steps": STEPS,
+        "save_interval": TAKEN_UP_AT,
+        "eval_share": 0.2,
+        "eval_interval": TAKEN_UP_AT,
+    } | keys
+    places = {"data_path": "pairs.json", "model_path": str(model), "cache_dir": "cache"} | keys
+    own |= {key: str(folder / str(places[key])) for key in ("data_path", "model_path", "cache_dir")}
+    if "resume" in keys:
+        own["resume"] = str(step_folder(folder / keys["resume"], TAKEN_UP_AT))
+    return job(folder, name, **own)
 
 
 def test_a_run_learns_and_says_what_it_counts(outcomes: dict[str, Any], folder: Path) -> None:
@@ -233,6 +225,8 @@ def test_a_model_that_differs_in_one_weight_has_a_reference_of_its_own(
     assert MADE in outcomes[name]["printed"] and KNOWN not in outcomes[name]["printed"]
     first = steps(folder / name)[1]
     if name.startswith("kto"):
+        unplanned = "preference.loss: kto takes a forward pass more in each step, which is not planned"
+        assert unplanned in " ".join(outcomes[name]["printed"].split())
         assert first["kl"] == pytest.approx(0, abs=1e-4)
         assert first["rewards/chosen"] == pytest.approx(0, abs=1e-4)
     else:

@@ -12,9 +12,9 @@ __all__ = ["sleeper"]  # a fixture
 PROVES = """
 import sys
 from pathlib import Path
-from options.proof.launches import Start
+from options.proof.launches import LaunchedRun
 notes = Path(sys.argv[1]).parent
-Start(sys.argv[1], notes / "config", notes, notes).run(lambda steps: None)
+LaunchedRun(sys.argv[1], notes / "config", notes, notes).run(lambda steps: None)
 """
 
 

@@ -26,12 +26,13 @@ from tests.closeness import assert_near
 from tests.launching import metrics, topology
 from tests.models.adapters import save_adapter
 from tests.models.test_scores import save_scoring
-from tests.ranks import Ranks
+from tests.ranks import Ranks, job
 from training.checkpoint.folder import step_folder
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS, LR, CENTER = 6, 1e-4, 0.02
+ADAMW: dict[str, Any] = {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-6}
 PIPE = {"model_topo": topology((2, 1))}
 REWARD: dict[str, Any] = {"preference": {"loss": "reward", "center_weight": CENTER}}
 CLASSES: dict[str, Any] = {"labels": ["even", "odd", "none"]}
@@ -109,31 +110,21 @@ def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path], adapters: dict
         (folder / f"{name}.json").write_text(json.dumps(records))
     cases = []
     for name, (model, keys) in JOBS.items():
-        config = {
+        own: dict[str, Any] = {
             "model_path": str(models[model]),
             "data_path": str(folder / ("texts.json" if "labels" in keys else "pairs.json")),
-            "save_path": str(folder / name),
-            "cache_dir": str(folder / "cache"),
-            "max_seq_len": 200,
             "n_epoches": STEPS,
             "save_interval": 3,
-            "keep_last": 9,
-            "train_batch_size": 8,
             "gradient_clipping": 0,
             "scheduler": None,
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": LR, "weight_decay": 0.0, "betas": [0.9, 0.99], "eps": 1e-6},
-            },
-            "tensorboard": {"enabled": False},
+            "optimizer": {"type": "AdamW", "params": ADAMW},
         } | keys
         if "lora" in keys and model in adapters:
-            config["lora"] = LORA | {"start_from": str(adapters[model])}
+            own["lora"] = LORA | {"start_from": str(adapters[model])}
         if "resume" in keys:
-            config["resume"] = str(step_folder(folder / keys["resume"], 3))
-        cases.append({"name": name, "kind": "pipeline", "config": config, "events": {}})
-    ranks.run(2, "jobs", cases, folder)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in JOBS}
+            own["resume"] = str(step_folder(folder / keys["resume"], 3))
+        cases.append(job(folder, name, **own))
+    return ranks.jobs(cases, folder)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +146,7 @@ def by_torch(
 
 
 def trained(model: Any, kind: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     records = json.loads((folder / ("pairs.json" if kind == "reward" else "texts.json")).read_text())
     tokens = documents_of(folder, pairs=kind == "reward")
     losses = []

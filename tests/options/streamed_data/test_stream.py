@@ -115,6 +115,7 @@ def n_samples(stream: Stream, epoch: int) -> int:
     return sum(made.samples for number, made in enumerate(windows.made) if windows.begin(number).epoch == epoch)
 
 
+@pytest.mark.slow
 def test_every_record_comes_once_an_epoch_in_an_order_of_its_own(stream: Open) -> None:
     one = stream()
     taken(one, 0, 1_000)

@@ -263,7 +263,7 @@ def test_a_timeline_changes_no_number(finished: Finished, train: Callable[..., F
 
 
 @pytest.mark.launched
-@pytest.mark.slow
+@pytest.mark.longest
 def test_dualpipev_has_a_timeline(train: Callable[..., Finished]) -> None:
     parts = [2, 1, 1, 2]
     run = train("dual", model_topo=topology([2, 1], parts), schedule="dualpipev", profile_steps=[2, 3])

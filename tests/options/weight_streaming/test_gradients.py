@@ -18,6 +18,8 @@ from tests.closeness import assert_near
 from tests.models.test_adapters import DEEPSEEK
 from tests.ranks import Ranks, write_samples
 
+pytestmark = pytest.mark.slow
+
 STEPS, NORM = 6, 0.5
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "weight_decay": 0.1}}, "gradient_clipping": NORM}
 BF16 = {"bf16": {"enabled": True}}
@@ -69,7 +71,8 @@ CASES = {
     "two-kinds": Case("two-kinds", BF16, {"two": ((2, 1), UNEVEN)}),
     "latent": Case("latent", {}, {"two": ((2, 1), UNEVEN)}),
 }
-FEW = ("tied-fp32", "shared-head", "mixtral-bf16", "dropout")
+COMPARED = [name for name, case in CASES.items() if case.compared]
+SEVERAL = [name for name, case in CASES.items() if len(case.runs) > 1]
 
 
 def config(model: Path, samples: Path, dims: tuple[int, int], keys: dict[str, Any]) -> dict[str, Any]:
@@ -121,13 +124,8 @@ def outcomes(
     return found
 
 
-def params(*, compared: bool) -> list[Any]:
-    chosen = [name for name, case in CASES.items() if (case.compared if compared else len(case.runs) > 1)]
-    return [pytest.param(name, id=name, marks=() if name in FEW else pytest.mark.slow) for name in chosen]
-
-
 @pytest.mark.launched
-@pytest.mark.parametrize("name", params(compared=True))
+@pytest.mark.parametrize("name", COMPARED)
 def test_losses_norms_and_weights_are_those_of_a_pipeline(name: str, outcomes: Outcomes) -> None:
     expected = outcomes[f"{name}-1f1b"]
     dtype = torch.bfloat16 if {"bf16", "fp16"} & CASES[name].keys.keys() else torch.float32
@@ -148,7 +146,7 @@ def test_losses_norms_and_weights_are_those_of_a_pipeline(name: str, outcomes: O
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("name", params(compared=False))
+@pytest.mark.parametrize("name", SEVERAL)
 def test_neither_processes_nor_slots_change_a_bit(name: str, outcomes: Outcomes) -> None:
     runs = {run: outcomes[f"{name}-{run}"] for run in CASES[name].runs if run != "replicas"}
     first, *others = runs.values()

@@ -15,7 +15,7 @@ from tests.ranks import Ranks, write_samples
 from tests.training.checkpoint.test_resume import finished, losses, workers
 from training.checkpoint.folder import RECORD, CheckpointRecord
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -60,7 +60,7 @@ def slow_start(config: Path, step: int, seconds: float, monkeypatch: pytest.Monk
     return start_supervised(2, "tests/workers/slow_disk.py", "--config", config)
 
 
-@pytest.mark.slow
+@pytest.mark.longest
 def test_killed_and_stopped_while_a_thread_writes(
     make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def exported(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_ranks_write_what_one_process_would(name: str, exported: Exported, tmp_path: Path) -> None:
     pp_to_hg(exported.layers, tmp_path / "expected")

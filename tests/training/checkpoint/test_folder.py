@@ -121,7 +121,7 @@ UNREADABLE: dict[str, tuple[Callable[[], AbstractContextManager[None]], int]] = 
 @pytest.mark.parametrize("reason", UNREADABLE)
 def test_a_file_that_cannot_be_read_is_an_error_and_not_damaged(reader: str, reason: str, tmp_path: Path) -> None:
     folder = whole(tmp_path, 5)
-    Best(checkpoint=folder.name, step=5, eval_loss=1.5).write(tmp_path)
+    Best(checkpoint=folder.name, step=5, measure="eval_loss", value=1.5).write(tmp_path)
     trouble, number = UNREADABLE[reason]
     with pytest.raises(CheckpointError) as error, trouble():
         READERS[reader](folder)
@@ -209,7 +209,7 @@ def test_damaged_folders_set_aside_keep_their_files(tmp_path: Path) -> None:
 def test_best_counts_only_up_to_the_resumed_step_and_while_it_is_there(tmp_path: Path) -> None:
     assert Best.read(tmp_path, 10, "") is None
     folder = whole(tmp_path, 10)
-    best = Best(checkpoint=folder.name, step=10, eval_loss=1.5)
+    best = Best(checkpoint=folder.name, step=10, measure="eval_loss", value=1.5)
     best.write(tmp_path)
     assert Best.read(tmp_path, 10, "these records") == best
     assert Best.read(tmp_path, 9, "these records") is None
@@ -224,7 +224,7 @@ def test_best_counts_only_up_to_the_resumed_step_and_while_it_is_there(tmp_path:
 def test_a_best_loss_that_is_no_number_does_not_count(tmp_path: Path) -> None:
     """As an earlier version wrote it."""
     folder = whole(tmp_path, 10)
-    Best(checkpoint=folder.name, step=10, eval_loss=float("nan")).write(tmp_path)
+    Best(checkpoint=folder.name, step=10, measure="eval_loss", value=float("nan")).write(tmp_path)
     assert Best.read(tmp_path, 10, "") is None
 
 

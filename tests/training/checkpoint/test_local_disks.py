@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.cases import tiered
 from tests.conftest import FAQ
 from tests.launching import topology
-from tests.ranks import Ranks
+from tests.ranks import Ranks, job
 from tests.training.checkpoint.test_folder import flip
 from training.checkpoint.folder import RECORD, CheckpointRecord, step_folder
 from training.checkpoint.saved_slices import SavedOptimizer
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 PIPE, DATA = ({"model_topo": topology(dims)} for dims in ((2, 1), (1, 2)))
 BF16 = {"bf16": {"enabled": True}}
@@ -37,10 +38,9 @@ EXACT: dict[str, tuple[dict[str, Any], str]] = {
     "replicas": (DATA | BF16, "pipeline"),
     "replicas-plain": (DATA | {"zero_optimization": {"stage": 0}}, "pipeline"),
     **{f"zero-{stage}": (DATA | {"zero_optimization": {"stage": stage}}, "zero") for stage in range(4)},
-    "layers": (PIPE | {"model_topo": topology((2, 1), [2, 2])}, "layers"),
     "zero-0-bf16": (DATA | BF16 | {"zero_optimization": {"stage": 0}}, "zero"),
 }
-QUICK = {"pipeline", "replicas", "zero-3"}
+SLOW = ("pipeline", "replicas", "zero-3")
 
 
 def half_rename(run: Path) -> None:
@@ -133,7 +133,7 @@ STARTS = {
         keys={"storage": "shared"},
     ),
 }
-QUICK_STARTS = {"damaged", "half renamed", "second empty", "first empty", "other order", "shared"}
+SLOW_STARTS = {"damaged", "half renamed", "second empty", "first empty", "other order", "shared"}
 
 
 def disks_of(folder: Path, name: str) -> list[Path]:
@@ -145,7 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("disks")
 
 
-Run = Callable[[str, str, dict[str, Any]], dict[str, Any]]
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -154,28 +154,14 @@ def run(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -> Run
     records, model = folder / "records.json", make_checkpoint("llama")
     records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
 
-    def start(name: str, kind: str, keys: dict[str, Any]) -> dict[str, Any]:
+    def start(name: str, kind: str, keys: dict[str, Any], worker: str = "hosts") -> dict[str, Any]:
         disks = disks_of(folder, name)
         for disk in disks:
             disk.mkdir(parents=True, exist_ok=True)
-        config = {
-            "model_path": str(model),
-            "data_path": str(records),
-            "save_path": "run",
-            "cache_dir": str(folder / "cache"),
-            "max_steps": STEPS,
-            "train_batch_size": 8,
-            "max_seq_len": 128,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3}},
-            "tensorboard": {"enabled": False},
-            "storage": "local",
-            "save_interval": SAVED,
-            "keep_last": 9,
-        }
-        case = {"name": name, "kind": kind, "config": config | keys, "events": {}}
-        ranks.run(2, "hosts", [case | {"hosts": NAMES, "disks": list(map(str, disks))}], folder)
-        outcome: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-        return outcome
+        own = {"model_path": str(model), "save_path": "run", "storage": "local", "max_steps": STEPS, "max_seq_len": 128}
+        case = job(folder, name, kind, **own | {"save_interval": SAVED} | keys)
+        case |= {"hosts": NAMES, "disks": list(map(str, disks))}
+        return ranks.jobs([case], folder, worker)[name]
 
     return start
 
@@ -222,26 +208,28 @@ def state_of(runs: list[Path]) -> dict[Any, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.longest) for name in EXACT]
-)
+@pytest.mark.parametrize("name", tiered(EXACT, quick=(), slow=SLOW))
 def test_a_run_goes_on_to_the_last_bit(name: str, run: Run, straight: Straight, folder: Path) -> None:
     runs, (keys, kind) = straight(name), EXACT[name]
+    for each in runs:
+        assert {path.name for path in step_folder(each, STEPS).iterdir()} >= {"config.json", "tokenizer.json"}
+    assert_goes_on(runs, disks_of(folder, f"{name}-again"), lambda: run(f"{name}-again", kind, keys))
+
+
+def assert_goes_on(runs: list[Path], again: list[Path], start: Callable[[], dict[str, Any]]) -> None:
+    """Take a run up from its first checkpoint, on copies of its disks, and expect the same bits."""
     one, two = (record_of(each) for each in runs)
     assert (one.host, two.host) == NAMES
     assert one.hosts == two.hosts
     for each in runs:
-        found = {path.name for path in step_folder(each, STEPS).iterdir()}
-        assert found == {RECORD, *record_of(each).here}
-        assert kind == "layers" or found >= {"config.json", "tokenizer.json"}
+        assert {path.name for path in step_folder(each, STEPS).iterdir()} == {RECORD, *record_of(each).here}
         assert (each / "latest").read_text() == "step-000004"
         assert {path.name for path in each.iterdir() if path.name.startswith(".")} == set()
     assert not (runs[1] / "metrics.jsonl").exists()
-    again = disks_of(folder, f"{name}-again")
     for source, target in zip(runs, again, strict=True):
         shutil.copytree(source, target / "run")
         shutil.rmtree(step_folder(target / "run", STEPS))
-    outcome = run(f"{name}-again", kind, keys)
+    outcome = start()
     assert outcome["error"] is None
     assert f"step-00000{SAVED}, after step {SAVED}\n" in outcome["printed"]
     assert (
@@ -250,9 +238,7 @@ def test_a_run_goes_on_to_the_last_bit(name: str, run: Run, straight: Straight, 
     assert state_of([each / "run" for each in again]) == state_of(runs)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK_STARTS else pytest.mark.longest) for name in STARTS]
-)
+@pytest.mark.parametrize("name", tiered(STARTS, quick=(), slow=SLOW_STARTS))
 def test_a_start_names_what_happened_to_a_disk(name: str, run: Run, straight: Straight, folder: Path) -> None:
     case, copies = STARTS[name], [disk / "run" for disk in disks_of(folder, name)]
     for source, target in zip(straight("pipeline"), copies, strict=True):

@@ -25,11 +25,11 @@ from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import topology
 from tests.models.helpers import assert_same_bits, random_ids
-from tests.ranks import Ranks
+from tests.ranks import Ranks, job
 from tests.training.starts import steps, weights
 from training.checkpoint.folder import CheckpointRecord, file_record, step_folder
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS = 6
 DATA: dict[str, Any] = {"model_topo": topology((1, 2))}
@@ -86,32 +86,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(ranks: Ranks, folder: Path, base: Path) -> dict[str, dict[str, Any]]:
     records = json.loads(FAQ.read_text(encoding="utf-8"))[:24]
     (folder / "records.json").write_text(json.dumps(records), encoding="utf-8")
-    for jobs in (JOBS, LATER):
-        ranks.run(2, "jobs", [describe(name, *job, folder, base) for name, job in jobs.items()], folder)
-        if jobs is JOBS:
-            as_earlier_versions_did(folder)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in STRAIGHT}
+    found = ranks.jobs([describe(name, *its, folder, base) for name, its in JOBS.items()], folder)
+    as_earlier_versions_did(folder)
+    return found | ranks.jobs([describe(name, *its, folder, base) for name, its in LATER.items()], folder)
 
 
 def describe(name: str, kind: str, keys: dict[str, Any], source: str, folder: Path, base: Path) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "model_path": str(base),
-        "data_path": str(folder / "records.json"),
-        "save_path": str(folder / name),
-        "cache_dir": str(folder / "cache"),
-        "max_seq_len": 200,
-        "max_steps": STEPS,
-        "save_interval": 2,
-        "keep_last": 9,
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}},
-        "tensorboard": {"enabled": False},
-        "prompt_format": "plain",
-    } | keys
+    keys = {"model_path": str(base), "max_steps": STEPS, "save_interval": 2, "prompt_format": "plain"} | keys
+    keys["optimizer"] = {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}}
     if source:
         run, _, step = source.partition("/")
-        config["resume"] = str(step_folder(folder / run, int(step)))
-    return {"name": name, "kind": kind, "config": config, "events": {}}
+        keys["resume"] = str(step_folder(folder / run, int(step)))
+    return job(folder, name, kind, **keys)
 
 
 def as_earlier_versions_did(folder: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,10 @@ from torch import Tensor
 from models.api import read_spec
 from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from tests.cases import tiered
 from tests.conftest import FAQ
-from tests.launching import metrics, topology, write_config
-from tests.ranks import Ranks
+from tests.launching import OFFLOAD, metrics, topology, write_config
+from tests.ranks import Ranks, write_random_samples
 from tests.workers.topology import SAVED_AT, STEPS
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.saved_slices import SavedOptimizer
@@ -47,11 +47,6 @@ class Case(NamedTuple):
     keys: dict[str, Any] = {}
     kind: str = "pipeline"
     model: str = "tied"
-    tier: str = ""
-
-    @property
-    def processes(self) -> int:
-        return self.dims[0] * self.dims[1]
 
 
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 2.0e-4, "weight_decay": 0.1}, "no_wd_kws": ["norm"]}}
@@ -61,10 +56,6 @@ OTHER_RATES = {"optimizer": {"type": "AdamW", "params": {"lr": 5.0e-3, "weight_d
 SHARED = {"sequence": 2}  # replicas that share their rows
 OTHER_DIMS = ((4, 1), (2, 1), (1, 2))
 DUALPIPEV = {"schedule": "dualpipev"}
-OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 SOURCES = [
     Case("1x1", (1, 1)),
     Case("4x1", (4, 1)),
@@ -85,45 +76,44 @@ SOURCES = [
 ]
 TAKEN_UP = [
     Case("4x1-to-2x1", (2, 1), source="4x1"),
-    Case("4x1-to-2x2", (2, 2), parts=[3, 2], source="4x1", tier="longest"),
+    Case("4x1-to-2x2", (2, 2), parts=[3, 2], source="4x1"),
     Case("parts", (2, 1), parts=[4, 1], source="2x1", model="untied"),
-    Case("1x1-to-2x1", (2, 1), source="1x1", tier="longest"),
-    Case("4x1-to-1x2", (1, 2), source="4x1", tier="longest"),
-    Case("4x1-to-zero-1", (1, 2), source="4x1", kind="zero", tier="longest"),
+    Case("1x1-to-2x1", (2, 1), source="1x1"),
+    Case("4x1-to-1x2", (1, 2), source="4x1"),
+    Case("4x1-to-zero-1", (1, 2), source="4x1", kind="zero"),
     Case("4x1-to-zero-3", (1, 2), 3, source="4x1", kind="zero"),
     Case("zero-3-to-2x1", (2, 1), source="zero-3"),
-    Case("lion-to-1x2", (1, 2), source="2x1-lion", keys=LION, tier="longest"),
-    Case("plain-to-1x2", (1, 2), source="2x1-plain", tier="slow"),
+    Case("lion-to-1x2", (1, 2), source="2x1-lion", keys=LION),
+    Case("plain-to-1x2", (1, 2), source="2x1-plain"),
     Case("4x1-to-dualpipev", (2, 1), source="4x1", keys=DUALPIPEV),
     Case("dualpipev-to-2x1", (2, 1), source="dualpipev"),
-    Case("dualpipev-to-1x2", (1, 2), source="dualpipev", tier="longest"),
-    Case("dualpipev-parts", (2, 1), parts=[1, 1, 2, 1], source="dualpipev", keys=DUALPIPEV, tier="longest"),
-    Case("2x2-to-dualpipev", (2, 1), source="2x2", keys=DUALPIPEV, tier="longest"),
-    Case("dualpipev-to-zero-3", (1, 2), 3, source="dualpipev", kind="zero", tier="longest"),
-    Case("dualpipev-bf16-to-2x1", (2, 1), source="dualpipev-bf16", keys=BF16, tier="longest"),
-    Case("1x1-to-plain", (2, 1), 0, source="1x1", tier="longest"),
-    Case("bf16-to-2x2", (2, 2), source="4x1-bf16", keys=BF16, tier="slow"),
-    Case("bf16-to-zero-3", (1, 2), 3, source="4x1-bf16", keys=BF16, kind="zero", tier="longest"),
-    Case("bf16-to-plain", (1, 2), 0, source="4x1-bf16", keys=BF16, tier="longest"),
-    Case("bf16-to-zero-0", (1, 2), 0, source="4x1-bf16", keys=BF16, kind="zero", tier="longest"),
-    Case("zero-0-bf16-to-2x1", (2, 1), source="zero-0-bf16", keys=BF16, tier="longest"),
-    Case("plain-bf16-to-2x1", (2, 1), source="1x2-plain-bf16", keys=BF16, tier="longest"),
-    Case("4x1-to-zero-0", (1, 2), 0, source="4x1", kind="zero", tier="longest"),
-    Case("4x1-to-zero-2", (1, 2), 2, source="4x1", kind="zero", tier="longest"),
-    Case("zero-2-to-2x1", (2, 1), source="zero-2", tier="longest"),
-    Case("zero-3-to-zero-2", (1, 2), 2, source="zero-3", kind="zero", tier="longest"),
-    Case("2x2-to-4x1", (4, 1), source="2x2", tier="longest"),
+    Case("dualpipev-to-1x2", (1, 2), source="dualpipev"),
+    Case("dualpipev-parts", (2, 1), parts=[1, 1, 2, 1], source="dualpipev", keys=DUALPIPEV),
+    Case("2x2-to-dualpipev", (2, 1), source="2x2", keys=DUALPIPEV),
+    Case("dualpipev-to-zero-3", (1, 2), 3, source="dualpipev", kind="zero"),
+    Case("dualpipev-bf16-to-2x1", (2, 1), source="dualpipev-bf16", keys=BF16),
+    Case("1x1-to-plain", (2, 1), 0, source="1x1"),
+    Case("bf16-to-2x2", (2, 2), source="4x1-bf16", keys=BF16),
+    Case("bf16-to-zero-3", (1, 2), 3, source="4x1-bf16", keys=BF16, kind="zero"),
+    Case("bf16-to-plain", (1, 2), 0, source="4x1-bf16", keys=BF16),
+    Case("bf16-to-zero-0", (1, 2), 0, source="4x1-bf16", keys=BF16, kind="zero"),
+    Case("zero-0-bf16-to-2x1", (2, 1), source="zero-0-bf16", keys=BF16),
+    Case("plain-bf16-to-2x1", (2, 1), source="1x2-plain-bf16", keys=BF16),
+    Case("4x1-to-zero-0", (1, 2), 0, source="4x1", kind="zero"),
+    Case("4x1-to-zero-2", (1, 2), 2, source="4x1", kind="zero"),
+    Case("zero-2-to-2x1", (2, 1), source="zero-2"),
+    Case("zero-3-to-zero-2", (1, 2), 2, source="zero-3", kind="zero"),
+    Case("2x2-to-4x1", (4, 1), source="2x2"),
     Case("2x2-to-shared-rows", (1, 4), source="2x2", keys={"model_topo": topology((1, 4)) | SHARED}),
-    Case("shared-rows-to-4x1", (4, 1), source="shared-rows", tier="longest"),
-    Case("shared-rows-to-zero-3", (1, 2), 3, source="shared-rows", kind="zero", tier="longest"),
-    Case("2x2-to-zero-3", (1, 2), 3, source="2x2", kind="zero", tier="longest"),
-    Case("sgd-to-1x2", (1, 2), source="2x1-sgd", keys=SGD, tier="longest"),
-    Case("adafactor-parts", (2, 1), 0, [4, 1], source="2x1-adafactor", keys=ADAFACTOR, tier="slow"),
-    Case("4x1-to-offload", (1, 2), source="4x1", keys=OFFLOAD, tier="longest"),
+    Case("shared-rows-to-4x1", (4, 1), source="shared-rows"),
+    Case("shared-rows-to-zero-3", (1, 2), 3, source="shared-rows", kind="zero"),
+    Case("2x2-to-zero-3", (1, 2), 3, source="2x2", kind="zero"),
+    Case("sgd-to-1x2", (1, 2), source="2x1-sgd", keys=SGD),
+    Case("adafactor-parts", (2, 1), 0, [4, 1], source="2x1-adafactor", keys=ADAFACTOR),
+    Case("4x1-to-offload", (1, 2), source="4x1", keys=OFFLOAD),
 ]
-UNDER_TEST = [
-    pytest.param(case, id=case.name, marks=getattr(pytest.mark, case.tier) if case.tier else ()) for case in TAKEN_UP
-]
+SLOW = "4x1-to-2x1 parts 4x1-to-zero-3 zero-3-to-2x1 plain-to-1x2 4x1-to-dualpipev dualpipev-to-2x1 bf16-to-2x2".split()
+SLOW += ["2x2-to-shared-rows", "adafactor-parts"]
 
 
 @pytest.fixture(scope="module")
@@ -135,24 +125,15 @@ def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 def folder(ranks: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> Path:
     """The folder with the outcomes of all cases that this session asks for."""
     folder = tmp_path_factory.mktemp("topologies")
-    generator = random.Random(0)
-    samples = []
-    for _ in range(37):  # 4 batches of 8 and one of 5
-        ids = [generator.randrange(3, 512) for _ in range(generator.randrange(5, 90))]
-        samples.append({"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]})
-    (folder / "samples.json").write_text(json.dumps(samples))
+    write_random_samples(folder, 37, longest=89)  # 4 batches of 8 and one of 5
     taken_up = [case for case in TAKEN_UP if case.name in asked]
     needed = {case.source for case in taken_up} | {"4x1", "1x2-plain-bf16", "dualpipev"}
-    runs = [case for case in SOURCES if case.name in needed] + taken_up
-    runs.append(TAKEN_UP[0]._replace(name=FORGETFUL))
-    runs.append(Case("plain-bf16-again", (1, 2), 0, source="1x2-plain-bf16", keys=BF16))
-    runs.append(Case("dualpipev-again", (2, 1), source="dualpipev", keys=DUALPIPEV))
-    runs += [Case(f"other-rates-{dims[0]}x{dims[1]}", dims, source="4x1", keys=OTHER_RATES) for dims in OTHER_DIMS]
-    for processes in (1, 4, 2):
-        described = [describe(case, models[case.model], folder) for case in runs if case.processes == processes]
-        if not described:
-            continue
-        ranks.run(processes, "topology", described, folder)
+    taken_up.append(TAKEN_UP[0]._replace(name=FORGETFUL))
+    taken_up.append(Case("plain-bf16-again", (1, 2), 0, source="1x2-plain-bf16", keys=BF16))
+    taken_up.append(Case("dualpipev-again", (2, 1), source="dualpipev", keys=DUALPIPEV))
+    taken_up += [Case(f"other-rates-{dims[0]}x{dims[1]}", dims, source="4x1", keys=OTHER_RATES) for dims in OTHER_DIMS]
+    for runs in ([case for case in SOURCES if case.name in needed], taken_up):
+        ranks.run_all("topology", [describe(case, models[case.model], folder) for case in runs], folder)
     return folder
 
 
@@ -193,7 +174,7 @@ def state(name: str, folder: Path) -> dict[str, Tensor]:
     return {key: value for path in folder.glob(f"{name}.stage*") for key, value in load_file(path).items()}
 
 
-@pytest.mark.parametrize("case", UNDER_TEST)
+@pytest.mark.parametrize("case", tiered(TAKEN_UP, quick=(), slow=SLOW))
 def test_state_and_losses_continue(case: Case, folder: Path, models: dict[str, Path]) -> None:
     """The state to the bit, the losses to rounding."""
     before, after = state(str(case.source), folder), state(case.name, folder)
@@ -212,11 +193,13 @@ def test_state_and_losses_continue(case: Case, folder: Path, models: dict[str, P
     assert resumed["rates"] == straight["rates"][SAVED_AT:]
 
 
+@pytest.mark.slow
 def test_without_the_moments_the_losses_would_differ(folder: Path) -> None:
     before, after = (torch.tensor(outcome(name, folder)["losses"]) for name in ("4x1", FORGETFUL))
     assert ((after - before[SAVED_AT:]) / after).abs()[1:].min() > 1e-4
 
 
+@pytest.mark.slow
 def test_the_settings_of_the_optimizer_are_those_of_the_new_config(folder: Path) -> None:
     """On the same topology as on others; as of the first step."""
     before = outcome("4x1", folder)
@@ -229,6 +212,7 @@ def test_the_settings_of_the_optimizer_are_those_of_the_new_config(folder: Path)
     assert abs(same["losses"][1] / before["losses"][SAVED_AT + 1] - 1) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "name"), [("dualpipev", "dualpipev-again"), ("1x2-plain-bf16", "plain-bf16-again")])
 def test_the_same_topology_resumes_to_the_last_bit(source: str, name: str, folder: Path) -> None:
     """Also bf16 without ZeRO, of which DeepSpeed cannot read a checkpoint."""

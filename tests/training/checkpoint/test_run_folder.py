@@ -30,7 +30,7 @@ def test_what_a_killed_save_left_is_removed_and_the_rest_stays(tmp_path: Path) -
         whole(tmp_path, step)
     assert killed_at("shutil.rmtree", 1, lambda: begin_save(tmp_path)) == signal.SIGKILL
     (tmp_path / "notes.txt").write_text("mine")
-    best = Best(checkpoint="step-000003", step=3, eval_loss=1.0)
+    best = Best(checkpoint="step-000003", step=3, measure="eval_loss", value=1.0)
     make_room(tmp_path, 2, best, Disk.shared(), Log(quiet=True, highlight=False))
     assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "step-000009", "step-000012", "notes.txt"}
 

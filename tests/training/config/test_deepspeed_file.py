@@ -170,7 +170,7 @@ def test_a_missing_file_is_one_line(write: Any) -> None:
     assert refusal(path).endswith(
         "deepspeed_config: none.json: No such file or directory; expected DeepSpeed's JSON file"
     )
-    with pytest.raises(ConfigError, match="deepspeed_config: Input should be a valid string"):
+    with pytest.raises(ConfigError, match="deepspeed_config: expected text"):
         load_config(write({}, deepspeed_config=[1]))
 
 

@@ -16,10 +16,12 @@ from data.records.sources import files_of
 from data.settings import Source
 from models.checkpoint.layout import resolve
 from models.errors import CheckpointError
+from options import load_config
 from tests.training.config.test_config import REQUIRED, refusal, write
 from training.config.contradictions import PARAMETERS
 from training.config.optimization import Optimizer
 from training.config.section import sections_in
+from training.errors import ConfigError
 
 NINE = [f"[{', '.join([f'*a{level}'] * 9)}]" for level in range(9)]
 BOMB = ["a0: &a0 [x]", *(f"a{level + 1}: &a{level + 1} {NINE[level]}" for level in range(9))]
@@ -50,38 +52,47 @@ MISTAKES = [
     ("precision: 16", "unknown key precision"),
     ("1: 2", "unknown key 1"),
     # Types and ranges, by pydantic.
-    ("max_seq_len: long", "max_seq_len: Input should be a valid integer, unable to parse string as an integer, found"),
-    ("max_seq_len: 1", "max_seq_len: Input should be greater than or equal to 2, found 1"),
-    ("max_seq_len: 1000000000", "max_seq_len: Input should be less than or equal to 16777216, found 1000000000"),
+    ("max_seq_len: long", "max_seq_len: expected a whole number, found 'long'"),
+    ("max_seq_len: 1", "max_seq_len: expected greater than or equal to 2, found 1"),
+    ("max_seq_len: 1000000000", "max_seq_len: expected less than or equal to 16777216, found 1000000000"),
     ("max_steps: 1000000000001", "max_steps: expected at most 1,000,000,000,000, found 1000000000001"),
-    ("timeout_minutes: .inf", "timeout_minutes: Input should be a finite number, found inf"),
+    ("timeout_minutes: .inf", "timeout_minutes: expected a finite number, found inf"),
     ("save_interval: yes", "save_interval: expected a number, found True"),
     ("scheduler: {params: {warmup_num_steps: true}}", "scheduler.params.warmup_num_steps: expected a number"),
-    ("scheduler: {type: linear, params: {min_ratio: 2}}", "scheduler.params.min_ratio: Input should be less than or "),
+    ("scheduler: {type: linear, params: {min_ratio: 2}}", "scheduler.params.min_ratio: expected less than or "),
     (
         "scheduler: {type: [WSD]}",
-        "scheduler.type: Input should be 'WarmupCosineLR', 'linear', 'constant' or 'WSD', fou",
+        "scheduler.type: expected 'WarmupCosineLR', 'linear', 'constant' or 'WSD', fou",
     ),
-    ("optimizer: {params: {lr: fast}}", "optimizer.params.lr: Input should be a valid number, found 'fast'"),
-    ("optimizer: {params: {lr: .nan}}", "optimizer.params.lr: Input should be a finite number, found nan"),
+    ("optimizer: {params: {lr: fast}}", "optimizer.params.lr: expected a number, found 'fast'"),
+    ("optimizer: {params: {lr: .nan}}", "optimizer.params.lr: expected a finite number, found nan"),
+    ("max_steps: 0.1", "max_steps: expected a whole number, found 0.1"),
+    ("seed:", "seed: expected a whole number, found nothing"),
+    ("lora: 8", "lora: expected a section of keys, found 8"),
+    ("lora: false", "lora: expected keys, or the section left out, found False"),
+    # Values of other tools.
+    ("optimizer: {type: adamw_torch}", "optimizer.type: expected 'AdamW', 'Adam', 'Lion', 'Adafactor' or 'SGD', found"),
+    ("scheduler: {type: cosine}", "scheduler.type: expected 'WarmupCosineLR', 'linear', 'constant' or 'WSD', found "),
+    ("preference: {loss: sigmoid}", "preference.loss: expected 'dpo', 'cdpo', "),
+    ("packing: true", "packing: expected 'batch', 'dataset' or False, found True; did you mean batch?"),
     ("optimizer: {params: {eps: a}}", "optimizer.params.eps: expected a number of at least 0, or two for Adafactor, f"),
-    ("optimizer: {params: {betas: [0.9]}}", "optimizer.params.betas: List should have at least 2 items"),
-    ("optimizer: {params: {betas: [0.9, 1]}}", "optimizer.params.betas.1: Input should be less than 1, found 1"),
+    ("optimizer: {params: {betas: [0.9]}}", "optimizer.params.betas: expected at least 2 items"),
+    ("optimizer: {params: {betas: [0.9, 1]}}", "optimizer.params.betas.1: expected less than 1, found 1"),
     ("optimizer: {params: {amsgrad: 'false'}}", "optimizer.params.amsgrad: expected true or false"),
     ("optimizer: {type: SGD, params: {nesterov: 'no'}}", "optimizer.params.nesterov: expected true or false"),
     ("n_epochs: 3\nn_epoches: 4", "n_epochs and n_epoches are one key; expected only one of them"),
     ("parts: [3, 2]\nmodel_topo: {parts: [3, 2]}", "parts and model_topo.parts are one key; expected only one of them"),
     ("parts: [3, 2]\nmodel_topo: 2", "model_topo.parts: model_topo is a value, not a section"),
     ("parts: even", "model_topo.parts: expected auto or a list of layers per stage, found 'even'"),
-    ("optimizer: {no_wd_kws: ['(']}", "optimizer.no_wd_kws.0: Input should be a valid regular expression, found '('"),
-    ("data_path: 3", "data_path.0: Input should be a valid string, found 3"),
-    ("data_path: []", "data_path: Value should have at least 1 item"),
-    ("save_path: ''", "save_path: String should have at least 1 character, found ''"),
+    ("optimizer: {no_wd_kws: ['(']}", "optimizer.no_wd_kws.0: expected a valid regular expression, found '('"),
+    ("data_path: 3", "data_path.0: expected text, found 3"),
+    ("data_path: []", "data_path: expected at least 1 item"),
+    ("save_path: ''", "save_path: expected at least 1 character, found ''"),
     ("bf16: auto", "bf16: expected true, false or {enabled: true}, found 'auto', which HF Trainer would fill in"),
     ("zero_optimization: {reduce_bucket_size: auto}", "zero_optimization.reduce_bucket_size: expected a value, found"),
     (
         "zero_optimization: {offload_optimizer: {device: nvme}}",
-        "zero_optimization.offload_optimizer.device: Input shou",
+        "zero_optimization.offload_optimizer.device: expected 'none' or 'c",
     ),
     ("use_grad_ckpt: maybe", "use_grad_ckpt: expected true, false, auto or {every: n}, found 'maybe'"),
     ("use_grad_ckpt: {every: 0}", "use_grad_ckpt: expected true, false, auto or {every: n}, found {'every': 0}"),
@@ -167,6 +178,58 @@ def test_a_mistake_is_refused_in_one_line_with_its_key(line: str, words: str, tm
     found = refusal(path)
     assert found.startswith(f"{path}: {words}")
     assert ("did you" in words) <= ("did you" in found)
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("optimizer: {type: adamw_torch}", "AdamW"),
+        ("optimizer: {type: paged_adamw_8bit}", "AdamW"),
+        ("scheduler: {type: cosine}", "WarmupCosineLR"),
+        ("scheduler: {type: constant_with_warmup}", "constant"),
+        ("preference: {loss: sigmoid}", "dpo"),
+        ("mask: last_round", "last_turn"),
+    ],
+)
+def test_a_value_of_another_tool_is_answered_with_ours(line: str, meant: str, tmp_path: Path) -> None:
+    assert refusal(write(tmp_path, line)).endswith(f"; did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("trackers: wandb", "trackers", ["wandb"]),
+        ("trackers: none", "trackers", []),
+        ("resume: true", "resume", "auto"),
+        ("resume: false", "resume", "none"),
+    ],
+)
+def test_a_bare_value_is_taken_for_what_it_says(line: str, key: str, value: object, tmp_path: Path) -> None:
+    assert getattr(load_config(write(tmp_path, line)), key) == value
+
+
+def test_a_word_may_stand_for_a_section(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "preference: simpo", "lora: true"))
+    assert config.preference and config.preference.loss == "simpo"
+    assert config.lora and config.lora.targets == "all-linear"
+    assert load_config(write(tmp_path, "lora: {targets: all}")).lora == config.lora
+
+
+def test_all_unknown_keys_are_said_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "stage: sft", "learning_rate: 1e-4", "cutoff_len: 9", "lora: {rank: 8}", "bogus_words: 1")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    first, *listed, last = str(caught.value).splitlines()
+    assert first == f"{path}: 5 unknown keys"
+    assert sorted(line.strip().partition(";")[0] for line in listed) == [
+        "bogus_words",
+        "cutoff_len",
+        "learning_rate",
+        "lora.rank",
+        "stage",
+    ]
+    assert {"  learning_rate; did you mean optimizer.params.lr?", "  lora.rank; did you mean lora.r?"} <= set(listed)
+    assert last == "  pipetune init --from FILE translates a whole file of another tool"
 
 
 @pytest.mark.parametrize(

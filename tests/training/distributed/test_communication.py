@@ -53,6 +53,7 @@ print(json.dumps([with_all, alone]))
 """
 
 
+@pytest.mark.slow
 def test_a_grid_of_512_processes_asks_for_nobody_else() -> None:
     command = [sys.executable, "-c", GRID]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

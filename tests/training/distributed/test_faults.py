@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from data.tokenized.tokenizer import load_tokenizer
+from tests.cases import tiered
 from tests.conftest import FAQ
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
 from tests.ranks import Ranks
@@ -46,10 +47,11 @@ FAULTS = {
     "freezes": ("freezes:1:3", "rank 1 (stage 1, host", "does not answer", 1),
     "rank 0 hangs": ("hangs:0:3", "rank 0 (stage 0, host", "faulty.py:", 1),
 }
-TIERS: dict[str, Any] = {"raises": (), "dies": pytest.mark.slow}  # tests/pretend/test_hangs.py has a hang
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=TIERS.get(each, pytest.mark.longest)) for each in FAULTS])
+@pytest.mark.parametrize(
+    "name", tiered(FAULTS, quick=(), slow=["raises", "dies"])
+)  # a hang: tests/pretend/test_hangs.py
 def test_first_error_is_named_and_comes_last(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +139,9 @@ def bad_step_cases() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 BAD_STEPS = bad_step_cases()
+NO_CLIPPING = "-gradient_clipping"
+ALIKE = [f"{name}{NO_CLIPPING}" for name in ("pipeline-[01]", "zero-0*", "zero-2*", "zero-3", "zero-1-bf16")]
+ALIKE += ["zero-1", "zero-1-bf16", "zero-3-bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -159,17 +164,17 @@ def outcomes(
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"params": {"lr": 1e-3}},
     }
-    for kind, dims in (("pipeline", (2, 1)), ("zero", (1, 2))):
-        cases = [
-            {"name": name, "kind": kind, "config": common | keys | {"model_topo": topology(dims)}}
-            for name, (its_kind, keys) in BAD_STEPS.items()
-            if its_kind == kind and name in asked
-        ]
-        ranks.run(2, "bad_steps", cases, folder)
+    dims = {"pipeline": (2, 1), "zero": (1, 2)}
+    cases = [
+        {"name": name, "kind": kind, "config": common | keys | {"model_topo": topology(dims[kind])}}
+        for name, (kind, keys) in BAD_STEPS.items()
+        if name in asked
+    ]
+    ranks.run(2, "bad_steps", cases, folder)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in BAD_STEPS if name in asked}
 
 
-@pytest.mark.parametrize("name", BAD_STEPS)
+@pytest.mark.parametrize("name", tiered(BAD_STEPS, quick=["pipeline-1-bf16", "zero-2"], longest=ALIKE))
 def test_a_step_that_is_not_finite_changes_nothing(name: str, outcomes: dict[str, dict[str, float]]) -> None:
     outcome = outcomes[name]
     assert not math.isfinite(outcome["loss"])

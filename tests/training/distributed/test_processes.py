@@ -148,6 +148,7 @@ if process.rank == 0:
 
 
 @pytest.mark.launched
+@pytest.mark.slow
 @pytest.mark.parametrize(("user", "threads"), [("", 3), ("1", 1), ("2", 2)])
 def test_what_torchrun_sets_is_not_what_its_user_sets(
     user: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ def no_allocator_of_the_tests_user(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_all_groups_have_the_runs_timeout_and_all_ports_its_address() -> None:
     result = started("127.0.0.1", free_port())
     assert result.returncode == 0, result.stderr
@@ -92,6 +93,7 @@ def test_all_groups_have_the_runs_timeout_and_all_ports_its_address() -> None:
     assert nccl_aborts == "0"  # before anybody can say who is lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "expected"),
     [
@@ -105,6 +107,7 @@ def test_an_allocator_of_the_user_stays(own: dict[str, str], expected: str) -> N
     assert result.stdout.splitlines()[-4] == expected
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_meet_say_so_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -29,9 +29,14 @@ os.kill(os.getpid(), int(sys.argv[3]))
 
 
 @pytest.mark.parametrize(
-    ("known", "last"), [(0, signal.SIGHUP), (signal.SIGTERM, signal.SIGTERM)], ids=["asked first", "another rank was"]
+    ("later", "known", "last"),
+    [
+        pytest.param(False, 0, signal.SIGHUP, id="together-asked first"),
+        pytest.param(False, signal.SIGTERM, signal.SIGTERM, id="together-another rank was", marks=pytest.mark.slow),
+        pytest.param(True, 0, signal.SIGHUP, id="later-asked first", marks=pytest.mark.slow),
+        pytest.param(True, signal.SIGTERM, signal.SIGTERM, id="later-another rank was", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("later", [False, True], ids=["together", "later"])
 def test_only_a_later_signal_ends_a_rank_at_once(later: bool, known: int, last: int) -> None:
     result = ran(ASKED, "later" if later else "together", str(int(known)), str(int(last)))
     assert result.stdout.endswith(f"{128 + (known or signal.SIGINT)}\n"), result.stderr

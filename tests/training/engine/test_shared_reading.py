@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from models.conversion.to_pipeline import hg_to_pp
+from tests.cases import tiered
 from tests.conftest import save_tokenizer
 from tests.launching import error_lines, supervised, topology, write_config
 from tests.models.checkpoint.test_quantized import to_fp8
@@ -18,7 +19,7 @@ from tests.models.derived.cases import write_small
 from tests.models.helpers import change_config
 from tests.ranks import Ranks, write_samples
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -41,7 +42,6 @@ CASES = {
     "dualpipev": Case("tied", (2, 2), {"schedule": "dualpipev"}),
 }
 FOUR = [name for name, case in CASES.items() if case.dims == (2, 2)]
-UNDER_TEST = [pytest.param(name, id=name, marks=pytest.mark.longest if name in FOUR else ()) for name in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +56,17 @@ def noted(
     hg_to_pp(tied, models["layers"])
     write_small(models["fp8"], "deepseek_v3")
     to_fp8(models["fp8"])
-    found = {}
-    for processes in (2, 4):
-        chosen = {name: case for name, case in CASES.items() if name in asked and case.dims[0] * 2 == processes}
-        described = [
-            {"name": f"{name}-{storage}", "kind": case.kind, "config": config(case, storage, folder, models)}
-            for name, case in chosen.items()
-            for storage in ("shared", "local")
-        ]
-        if described:
-            ranks.run(processes, "reading", described, folder)
-        for each in (str(case["name"]) for case in described):
-            found[each] = [json.loads((folder / f"{each}.{rank}.json").read_text()) for rank in range(processes)]
-    return found
+    described = [
+        {"name": f"{name}-{storage}", "kind": case.kind, "config": config(case, storage, folder, models)}
+        for name, case in CASES.items()
+        if name in asked
+        for storage in ("shared", "local")
+    ]
+    ranks.run_all("reading", described, folder)
+    return {
+        str(each["name"]): [json.loads(path.read_text()) for path in sorted(folder.glob(f"{each['name']}.[0-9].json"))]
+        for each in described
+    }
 
 
 def config(case: Case, storage: str, folder: Path, models: dict[str, Path]) -> dict[str, Any]:
@@ -83,7 +81,7 @@ def config(case: Case, storage: str, folder: Path, models: dict[str, Path]) -> d
     } | case.keys
 
 
-@pytest.mark.parametrize("name", UNDER_TEST)
+@pytest.mark.parametrize("name", tiered(CASES, quick=(), longest=FOUR))
 def test_replicas_read_each_tensor_once_and_hold_the_same_bits(
     name: str, noted: dict[str, list[dict[str, Any]]]
 ) -> None:
@@ -97,7 +95,6 @@ def test_replicas_read_each_tensor_once_and_hold_the_same_bits(
         assert least > whole / 6, "one of them reads nearly everything"
 
 
-@pytest.mark.slow
 def test_what_one_replica_cannot_read_ends_the_run_in_one_line(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -14,7 +14,6 @@ micro-batches.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.cases import tiered
 from tests.closeness import assert_near
-from tests.launching import topology
+from tests.launching import OFFLOAD, topology
 from tests.ranks import Ranks, write_samples
 from training.engine.gradients import clip
 
@@ -36,10 +36,6 @@ SGD_DECAY = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.5, "weight_decay
 TWO_GROUPS = {"optimizer": SGD_DECAY | {"no_wd_kws": ["norm"]}}
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 WITHOUT_ZERO = {"zero_optimization": {"stage": 0}}
-OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 DUALPIPEV = {"schedule": "dualpipev", "train_micro_batch_size_per_gpu": 1}
 CLIPPED = ADAMW | {"gradient_clipping": NORM}
 UNROUNDED = BF16 | {"communication_data_type": "fp32"}  # DeepSpeed would round sums that go nowhere
@@ -181,29 +177,27 @@ def outcomes(
     models = {
         name: make_checkpoint(MODELS[name][0], **MODELS[name][1]) for name in {case.model for case in chosen.values()}
     }
-    by_size: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for name, case in chosen.items():
-        about = {"name": name, "deepspeed": case.deepspeed, "by_products": case.by_products}
-        by_size[math.prod(case.dims)].append(
-            about | {"config": config(case, models[case.model], folder / "samples.json")}
-        )
-    for processes, cases in sorted(by_size.items()):
-        ranks.run(processes, "steps", cases, folder)
+    described = [
+        {
+            "name": name,
+            "deepspeed": case.deepspeed,
+            "by_products": case.by_products,
+            "config": config(case, models[case.model], folder / "samples.json"),
+        }
+        for name, case in chosen.items()
+    ]
+    ranks.run_all("steps", described, folder)
     return {
         name: [load_file(folder / f"{name}.{rank}.safetensors") for rank in range(math.prod(case.dims))]
         for name, case in chosen.items()
     }
 
 
-def params(cases: dict[str, Case], in_every_run: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, id=name, marks=() if name in in_every_run else pytest.mark.longest) for name in cases]
-
-
-FEW_SPREAD = ("sgd-2x1", "sgd_bf16_without_zero-2x1", "uneven_groups-2x1", "adafactor-2x1")
+FEW_SPREAD = ("sgd_bf16_without_zero-2x1", "uneven_groups-2x1", "adafactor-2x1")
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("name", params(SPREAD, FEW_SPREAD))
+@pytest.mark.parametrize("name", tiered(SPREAD, ["sgd-2x1"], FEW_SPREAD))
 def test_clipped_steps_are_those_of_one_process(name: str, outcomes: Outcomes) -> None:
     expected, found = outcomes[reference(name)[0]][0], outcomes[name][0]
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
@@ -216,7 +210,7 @@ FEW = ("step-bf16", "step-fp32-unsharded", "sums-bf16", "sums-fp16", "sums-tied-
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("name", params(STEPS | SUMS, FEW))
+@pytest.mark.parametrize("name", tiered(STEPS | SUMS, (), FEW))
 def test_steps_are_those_of_deepspeed(name: str, outcomes: Outcomes) -> None:
     case = (STEPS | SUMS)[name]
     for found, expected in zip(outcomes[name], outcomes[reference(name)[0]], strict=True):
@@ -236,7 +230,7 @@ def test_steps_are_those_of_deepspeed(name: str, outcomes: Outcomes) -> None:
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("name", params(SUMS, FEW))
+@pytest.mark.parametrize("name", tiered(SUMS, (), [name for name in FEW if name in SUMS]))
 def test_replicas_sum_in_one_order_while_they_compute(name: str, outcomes: Outcomes) -> None:
     case, replicas = SUMS[name], SUMS[name].dims[1]
     for first in range(0, math.prod(case.dims), replicas):
@@ -255,7 +249,7 @@ FEW_OFFLOADED = ("offload-bf16", "host-bf16", "host-fp32", "host-bf16-dualpipev"
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("name", params(OFFLOADED | HOST_SUMS, FEW_OFFLOADED))
+@pytest.mark.parametrize("name", tiered(OFFLOADED | HOST_SUMS, (), FEW_OFFLOADED))
 def test_sums_for_an_optimizer_on_the_cpu_change_no_bit(name: str, outcomes: Outcomes) -> None:
     tolerance = (OFFLOADED | HOST_SUMS)[name].tolerance  # where DeepSpeed clips
     for found, expected in zip(outcomes[name], outcomes[reference(name)[0]], strict=True):

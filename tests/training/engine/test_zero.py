@@ -7,7 +7,6 @@ samples. All cases of a number of processes share one launch (tests/workers/zero
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +21,12 @@ from models import load_model
 from models.api import read_spec
 from models.checkpoint.side_files import copy_side_files
 from models.conversion.to_huggingface import pp_to_hg
+from tests.cases import tiered
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import metrics, supervised, topology, write_config
 from tests.models.helpers import assert_same_bits, joined, read_weights
-from tests.ranks import Ranks
+from tests.ranks import Ranks, write_random_samples
 from training.config.deepspeed_config import check_device
 from training.config.keys import TrainConfig
 from training.distributed.processes import ProcessInfo
@@ -99,10 +99,8 @@ CASES = [
     Case("shared-rows-3", "mixtral", stage(3), SHARED_ROWS | {"use_grad_ckpt": True}),
 ]
 # Stages 0 to 3 are in each run of test_exactness.
-LONGEST = ("tied-0", "tied-1", "untied-3", "baichuan-3", "offload-2", "hpz-3", "bf16-0", "bf16-2", "shared-rows-3")
-UNDER_TEST = [
-    pytest.param(case, id=case.name, marks=pytest.mark.longest if case.name in LONGEST else ()) for case in CASES
-]
+SLOW = ["tied-2", "linear-3-recompute", "bf16-3", "shared-rows-1"]
+UNDER_TEST = tiered(CASES, quick=["tied-3"], slow=SLOW)
 RESUMED = ("shared-rows-1", "tied-3", "offload-3", "bf16-0")  # tests/training/test_starts.py has 2, and 3 in bf16
 REFERENCES = [Case(f"pipeline-{model}", model, stage(1)) for model in MODELS]
 REFERENCES += [Case("pipeline-bf16", "tied", stage(1), BF16)]
@@ -122,24 +120,19 @@ def checkpoints(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 def outcomes(ranks: Ranks, folder: Path, checkpoints: dict[str, Path], asked: set[str]) -> dict[str, dict[str, Any]]:
     """What every case that this session asks for gave, and its reference."""
     chosen = [case for case in CASES if case.name in asked]
-    generator = random.Random(0)
-    samples = []
-    for _ in range(37):  # 4 batches of 8 and one of 5
-        ids = [generator.randrange(3, 512) for _ in range(generator.randrange(5, 90))]
-        samples.append({"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]})
-    (folder / "samples.json").write_text(json.dumps(samples))
+    write_random_samples(folder, 37, longest=89)  # 4 batches of 8 and one of 5
     references = [each for each in REFERENCES if each.name in {case.reference for case in chosen}]
-    for kind, processes, cases in (("pipeline", 1, references), ("zero", PROCESSES, chosen)):
-        described = [
-            {
-                "name": case.name,
-                "kind": kind,
-                "config": config(case, processes, checkpoints[case.model], folder),
-                "resume": case.name in RESUMED,
-            }
-            for case in cases
-        ]
-        ranks.run(processes, "zero", described, folder)
+    described = [
+        {
+            "name": case.name,
+            "kind": kind,
+            "config": config(case, processes, checkpoints[case.model], folder),
+            "resume": case.name in RESUMED,
+        }
+        for kind, processes, cases in (("pipeline", 1, references), ("zero", PROCESSES, chosen))
+        for case in cases
+    ]
+    ranks.run_all("zero", described, folder)
     return {case.name: json.loads((folder / f"{case.name}.json").read_text()) for case in (*references, *chosen)}
 
 
@@ -172,9 +165,7 @@ def test_losses_are_the_pipelines(case: Case, outcomes: dict[str, dict[str, Any]
     assert_near(found["grad_norm"], expected["grad_norm"], case.dtype, "norms", "grad_norm")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.longest if name in LONGEST else ()) for name in RESUMED]
-)
+@pytest.mark.parametrize("name", tiered(RESUMED, quick=["tied-3"], slow=["shared-rows-1"]))
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes[name]["resumed"] == outcomes[name]["loss"][RESUME_AT:]
 
@@ -199,7 +190,9 @@ def test_no_rank_ever_holds_the_model_in_stage_3(
         assert most <= model / PROCESSES + max(sizes) < model
 
 
-@pytest.mark.parametrize("name", ["tied-2", "tied-3", "untied-3", "mixtral-3-recompute", "bf16-3"])
+@pytest.mark.parametrize(
+    "name", tiered(["tied-2", "tied-3", "untied-3", "mixtral-3-recompute", "bf16-3"], ["tied-3"], ["tied-2"])
+)
 def test_the_layer_files_are_a_pipelines(
     name: str, folder: Path, outcomes: dict[str, dict[str, Any]], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

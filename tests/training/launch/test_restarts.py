@@ -27,6 +27,7 @@ STEPS = 40
 TRAIN = (sys.executable, "train_ds.py", "--config")
 
 
+@pytest.mark.longest
 def test_a_killed_rank_changes_no_bit(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     straight, disturbed = (configured(tmp_path / name, make_checkpoint) for name in ("straight.yml", "disturbed.yml"))
     result = start(*TRAIN, straight).end()

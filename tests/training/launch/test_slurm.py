@@ -133,6 +133,7 @@ def tasks(which: Iterable[int], patience: float, port: int | None = None) -> lis
     return ended
 
 
+@pytest.mark.slow
 def test_tasks_meet() -> None:
     for number, done in enumerate(tasks(range(2), 600)):
         assert done.returncode == 0, done.stderr
@@ -140,6 +141,7 @@ def test_tasks_meet() -> None:
         assert ("ports.meeting: the ranks meet at port" in done.stdout) == (number == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [0, 1])
 def test_a_task_that_does_not_come_is_named(alone: int) -> None:
     (done,) = tasks([alone], 2)

@@ -160,9 +160,14 @@ def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -
 # Slurm tells each process of a step. Half a minute is what other launchers give.
 @pytest.mark.parametrize(
     ("receiver", "seconds"),
-    [("supervisor", 1), ("agent", 1), ("everybody", 1), pytest.param("supervisor", 40, marks=LONGEST)],
+    [
+        ("supervisor", 1),
+        pytest.param("agent", 1, marks=pytest.mark.slow),
+        ("everybody", 1),
+        pytest.param("supervisor", 40, marks=LONGEST),
+    ],
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_ranks_save_before_a_run_ends(receiver: str, seconds: int, number: signal.Signals, tmp_path: Path) -> None:
     launch = begun(tmp_path, SAVES_FOR=str(seconds))
     _, agent, *ranks = launch.family()
@@ -190,6 +195,7 @@ def test_a_rank_that_never_leaves_is_killed(tmp_path: Path) -> None:
     assert not of_run(tmp_path) and not (tmp_path / "saved-0").exists()
 
 
+@pytest.mark.slow
 def test_what_a_dead_agent_leaves_is_killed_first(tmp_path: Path) -> None:
     launch = begun(tmp_path)
     before, (_, agent, *_) = of_run(tmp_path), launch.family()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.cases import tiered
 from tests.disks import small_disk
 from tests.launching import run
 from training.config.keys import TrainConfig
@@ -110,7 +111,7 @@ with exit_with_one_line():
 """
 
 
-@pytest.mark.parametrize("when", ["the start", "the end", "a while"])
+@pytest.mark.parametrize("when", tiered(["the start", "the end", "a while"], quick=["the start"]))
 def test_a_full_disk_is_reported_once_without_a_traceback(when: str, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1) as (disk, may_fill):
         if not may_fill:

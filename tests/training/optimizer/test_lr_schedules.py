@@ -61,6 +61,17 @@ def test_a_curve_rises_to_one_and_falls_to_its_least(scheduler: Scheduler, total
         assert fall[-1] == pytest.approx(least(params), abs=1e-12)
 
 
+@pytest.mark.parametrize(("total", "share", "steps"), [(21, 0.1, 3), (20, 0.25, 5), (20, 0.0, 0)])
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_warm_up_may_be_a_share_of_the_steps(kind: str, total: int, share: float, steps: int) -> None:
+    assert curve(total, kind, warmup_ratio=share) == curve(total, kind, warmup_num_steps=steps)
+
+
+def test_a_warm_up_has_one_length() -> None:
+    with pytest.raises(ValueError, match="warmup_num_steps and warmup_ratio are one length"):
+        curve(4, warmup_ratio=0.1, warmup_num_steps=1)
+
+
 @pytest.mark.parametrize("warmup_type", ["log", "linear"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_long_run_has_no_jumps_where_the_phases_meet(kind: str, warmup_type: str) -> None:

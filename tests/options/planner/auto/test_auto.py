@@ -73,6 +73,7 @@ def test_what_the_user_says_stays_and_the_rest_is_chosen_around_it(model: Path, 
     assert reason(path, "parts") != "yours"
 
 
+@pytest.mark.slow
 def test_a_home_folder_is_meant_in_every_path(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -125,6 +126,7 @@ def test_it_is_never_written_anew(model: Path, tmp_path: Path, capsys: pytest.Ca
         auto(model, tmp_path / "moved")
 
 
+@pytest.mark.slow
 def test_a_batch_of_packed_epochs_counts_rows(tmp_path: Path) -> None:
     records = [{"type": "instruct", "instruct": str(number), "output": "b"} for number in range(1000)]
     (tmp_path / "d.json").write_text(json.dumps(records), encoding="utf-8")
@@ -135,6 +137,7 @@ def test_a_batch_of_packed_epochs_counts_rows(tmp_path: Path) -> None:
     assert reason(path, "warmup_num_steps") == "3% of some 6 steps"  # of 3 epochs
 
 
+@pytest.mark.slow
 def test_adafactor_gets_its_weights_apart(model: Path, tmp_path: Path) -> None:
     path = auto(model, tmp_path / "run", "optimizer.type=Adafactor")
     config = load_config(path)
@@ -142,6 +145,7 @@ def test_adafactor_gets_its_weights_apart(model: Path, tmp_path: Path) -> None:
     assert reason(path, "stage") == "Adafactor needs the weights apart"
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_data_of_the_users_own(model: Path, tmp_path: Path) -> None:
     word = f"data_path=[{{path: {FAQ}, repeat: 2}}]"
     path = auto(model, tmp_path / "run", word)
@@ -203,6 +207,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_be_enough(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_is_given_up_so_that_a_model_fits_is_said(tmp_path: Path) -> None:
     """Weights, gradients and states of a 7B are 16 x 7 GB: too much for two A100s, but for main memory."""
     folder = outline(tmp_path / "model")
@@ -241,6 +246,7 @@ def test_records_are_cut_last_and_only_a_few_of_them(
     assert tried == [(length, *each) for length in lengths for each in given_up]
 
 
+@pytest.mark.slow
 def test_long_texts_become_pieces_that_are_read_once_and_dialogues_stay_whole(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -313,6 +319,7 @@ def test_options_that_make_no_sense_together_are_refused(
     assert left.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_only_train_ds_chooses_and_no_launcher_does(model: Path, tmp_path: Path) -> None:
     words = ("--auto", "--model", model, "--data", FAQ, "--save", tmp_path / "run")
     result = run(sys.executable, "train_ds_zero.py", *words)
@@ -322,6 +329,7 @@ def test_only_train_ds_chooses_and_no_launcher_does(model: Path, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_words_that_follow_the_data_are_overrides_where_there_is_such_a_key(model: Path, tmp_path: Path) -> None:
     odd = tmp_path / "a=b.json"
     odd.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:4]), encoding="utf-8")

@@ -15,6 +15,7 @@ from tests.launching import metrics, run
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 
+@pytest.mark.longest
 def test_a_dry_run_trains_nothing_and_the_next_start_trains_what_it_chose(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

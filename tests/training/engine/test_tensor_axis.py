@@ -6,7 +6,6 @@ Steps are clipped, so each loss after the first rests on the norm of the gradien
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models import load_model
-from tests.ranks import Ranks
+from tests.cases import tiered
+from tests.launching import OFFLOAD
+from tests.ranks import Ranks, write_random_samples
 from tests.workers.tensor_axis import SAVED_AT, STEPS
 from training.checkpoint.folder import step_folder
 
@@ -39,10 +40,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 PARTS = {1: [5], 2: [4, 1], 4: [1, 2, 1, 1]}  # by chunks; the head alone has nothing that DeepSpeed counts on a peer
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 0}}
-OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 CLIPPING = 0.25
 SPREAD = {"experts": "spread"}
 ROWS = {"sequence": 2}  # replicas that share their rows
@@ -63,10 +60,6 @@ class Case(NamedTuple):
     def name(self) -> str:
         came = f"from-{self.source.name}-to-" if self.source else ""
         return f"{came}{self.model}-{'x'.join(map(str, self.dims))}{self.kind and '-'}{self.kind}"
-
-    @property
-    def processes(self) -> int:
-        return self.dims[0] * self.dims[1] * self.dims[2]
 
     @property
     def section(self) -> dict[str, Any]:
@@ -122,20 +115,18 @@ MOVES = [
 ]
 
 
-# In each `make test`.
-ALWAYS: tuple[str, ...] = ("tied-1x1x2", "uneven-2x1x2", "tied-2x1x2-bf16", "mixtral-1x1x2-spread", "tied-1x2x2-rows")
-ALWAYS += ("from-tied-2x2x1-to-tied-1x1x2", "from-tied-1x1x2-to-tied-1x4x1-rows")
-# In the slow tests: each axis and kind of update once; tests/models/parallel/test_tensor.py has each family.
-SLOW: tuple[str, ...] = ("bloom-1x1x2", "tied-2x1x2-order", "tied-1x2x2", "tied-2x1x2-plain")
-SLOW += ("tied-1x1x2-offload", "uneven-2x1x2-dualpipev", "mixtral-1x2x2-rows")
-SLOW += ("from-tied-1x4x1-rows-to-tied-4x1x1",)
-SLOW += ("from-tied-2x2x1-plain-to-tied-2x1x2-plain", "from-tied-2x2x1-bf16-to-tied-1x1x2-bf16")
-SLOW += ("from-mixtral-1x1x2-spread-to-mixtral-1x1x2-columns",)
+# The others: each axis and kind of update once; tests/models/parallel/test_tensor.py has each family.
+SLOW = ["uneven-2x1x2", "tied-2x1x2-bf16", "tied-1x2x2-rows", "bloom-1x1x2", "tied-2x1x2-order", "tied-1x2x2"]
+SLOW += ["tied-2x1x2-plain", "tied-1x1x2-offload", "uneven-2x1x2-dualpipev", "mixtral-1x2x2-rows"]
+SLOW += ["from-tied-2x2x1-to-tied-1x1x2", "from-tied-1x1x2-to-tied-1x4x1-rows", "from-tied-1x4x1-rows-to-tied-4x1x1"]
+SLOW += ["from-tied-2x2x1-plain-to-tied-2x1x2-plain", "from-tied-2x2x1-bf16-to-tied-1x1x2-bf16"]
+SLOW += ["from-mixtral-1x1x2-spread-to-mixtral-1x1x2-columns"]
+UNDER_TEST = tiered([*RUNS, *MOVES], quick=["tied-1x1x2", "mixtral-1x1x2-spread"], slow=SLOW)
 
 
 def params(cases: Iterable[Case]) -> list[Any]:
-    tiers = dict.fromkeys(ALWAYS, ()) | dict.fromkeys(SLOW, pytest.mark.slow)
-    return [pytest.param(case, id=case.name, marks=tiers.get(case.name, pytest.mark.longest)) for case in cases]
+    names = {case.name for case in cases}
+    return [param for param in UNDER_TEST if param.id in names]
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +138,7 @@ def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 def folder(ranks: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> Path:
     """Where all cases that this session asks for have left their outcomes, and one process's for each of them."""
     folder = tmp_path_factory.mktemp("tensor-axis")
-    generator = random.Random(0)
-    samples = []
-    for _ in range(32):
-        ids = [generator.randrange(3, 512) for _ in range(generator.randrange(5, 60))]
-        samples.append({"input_ids": ids, "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :]})
-    (folder / "samples.json").write_text(json.dumps(samples))
+    write_random_samples(folder, 32, longest=59)
     moves = [case for case in MOVES if case.name in asked]
     known = {case.name: case for case in RUNS}
     sources = [known.get(case.source.name, case.source) for case in moves]
@@ -160,10 +146,7 @@ def folder(ranks: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempP
     runs += [alone(case) for case in (*runs, *moves)]
     for each in (runs, moves):
         unique = {case.name: case for case in each}.values()
-        for processes in sorted({case.processes for case in unique}):
-            chosen = [case for case in unique if case.processes == processes]
-            cases = [described(case, models, folder) for case in chosen]
-            ranks.run(processes, "tensor_axis", cases, folder)
+        ranks.run_all("tensor_axis", [described(case, models, folder) for case in unique], folder)
     return folder
 
 

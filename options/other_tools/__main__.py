@@ -1,0 +1,25 @@
+"""Run as `python -m options.other_tools FILE [NEW]`, from a clone; `pipetune init --from FILE [NEW]` is the same."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from common.log import Log
+from common.terminal import typed_name
+from options.other_tools.command import write_config
+from training.errors import exit_with_one_line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=typed_name(), description="Write a config from another tool's.")
+    parser.add_argument("file", type=Path, help="YAML, JSON or a shell script of another tool")
+    parser.add_argument("new", type=Path, nargs="?", default=Path("pipetune.yml"), help="default pipetune.yml")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="devices to train on; default: its own, or 1")
+    arguments = parser.parse_args()
+    with exit_with_one_line():
+        write_config(arguments.file, arguments.new, arguments.gpus, Log(highlight=False))
+
+
+if __name__ == "__main__":
+    main()

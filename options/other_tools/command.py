@@ -1,0 +1,102 @@
+"""Write a config of ours from another tool's, and show what became of each of its keys.
+
+Every value has a comment that names where it comes from. What has no counterpart is listed below them, so nothing of
+the other file is passed over in silence; what would train something else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from options import RunConfig
+from options.other_tools import axolotl, llama_factory, ms_swift, trl
+from options.other_tools.draft import Draft
+from options.other_tools.reading import AXOLOTL, GDGPT, HF, LLAMA_FACTORY, SWIFT, TRL, Theirs, read_theirs
+from training.config.commented_yaml import commented, nested
+from training.config.yaml_file import checked
+from training.errors import ConfigError
+
+TOOLS: dict[str, Callable[[Draft, str, int, Path], None]] = {
+    LLAMA_FACTORY: llama_factory.translate,
+    AXOLOTL: axolotl.translate,
+    TRL: trl.translate,
+    HF: trl.translate_trainer,
+    SWIFT: ms_swift.translate,
+}
+REQUIRED = {"model_path": "../llm/MODEL", "data_path": "data/records.json", "save_path": "runs/new"}
+
+
+def translate(theirs: Theirs, devices: int) -> Draft:
+    """Translate a config for so many devices, each of which had a batch of its own.
+
+    Raises:
+        ConfigError: it asks for what is not trained here, or has a value that cannot be read.
+    """
+    draft = Draft(theirs.tool, theirs.values)
+    try:
+        TOOLS[theirs.tool](draft, theirs.method, devices, theirs.folder)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"a value of another kind than {theirs.tool}'s: {error}") from None
+    if "preference.loss" in draft.ours:
+        draft.ours.pop("mask", None)  # prompts never count there
+    draft.lose_the_rest()
+    for key, value in REQUIRED.items():
+        if key not in draft.ours:
+            draft.put(key, value, "missing there: write yours")
+    draft.put("model_topo.process_topology.dims", [devices, 1], "[stages, replicas]")
+    return draft
+
+
+def write_config(file: Path, new: Path, devices: int, log: Console) -> None:
+    """Write the config `new` from another tool's file.
+
+    Args:
+        devices: to train on; 0 takes what its command line starts, or one.
+
+    Raises:
+        ConfigError: `file` cannot be translated, or `new` is there already.
+    """
+    theirs = read_theirs(file)
+    if theirs.tool == GDGPT:
+        raise ConfigError(f"{file}: a config of gdGPT works as it is; set its three paths")
+    devices = devices or theirs.devices or 1
+    try:
+        draft = translate(theirs, devices)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    checked(RunConfig, nested(draft.ours), f"{file}, translated: ")
+
+    first = f"From {theirs.tool}'s {file.name}, for {devices} device{'s' if devices > 1 else ''}"
+    text = "\n".join([f"# {first}.", *commented(nested(draft.ours), draft.notes), *_comments(draft)]) + "\n"
+    try:
+        with new.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ConfigError(f"{new}: {error.strerror}; expected the name of a new file") from None
+    log.print(table_of(draft, first))
+    for line in draft.differs:
+        log.print(f"differs: {line}")
+    log.print(f"written: {new}")
+    for flag in ("--inspect 2", "--plan", ""):
+        log.print(f"next: python train_ds.py --config {new} {flag}".rstrip())
+
+
+def _comments(draft: Draft) -> list[str]:
+    lost = [f"#   {theirs} ({why})" for theirs, why in draft.lost.items()]
+    differs = [f"#   {line}" for line in draft.differs]
+    return [*(["# no counterpart:"] if lost else []), *lost, *(["# differs:"] if differs else []), *differs]
+
+
+def table_of(draft: Draft, title: str) -> Table:
+    """Show each value with where it comes from, then what is lost."""
+    table = Table("key", "value", "from", title=title)
+    for key, value in draft.ours.items():
+        table.add_row(key, str(value), draft.notes[key])
+    table.add_section()
+    for theirs, why in draft.lost.items():
+        table.add_row("none", "", f"{theirs}: {why}")
+    return table

@@ -1,0 +1,12 @@
+torchrun --nproc_per_node 2 run_clm.py \
+    --model_name_or_path MODEL \
+    --train_file TEXTS \
+    --per_device_train_batch_size 4 \
+    --do_train \
+    --do_eval \
+    --validation_split_percentage 5 \
+    --block_size 512 \
+    --learning_rate 3e-5 \
+    --optim adafactor \
+    --lr_scheduler_type polynomial \
+    --output_dir out/clm
