@@ -317,7 +317,7 @@ GONE = {  # a flag, and overrides with what is said of each
     ),
     "proof": ("--prove", {}),
     "cluster": ("--hostfile", {}),
-    "weight_streaming": ("", {"schedule=weight_streaming": "schedule: Input should be '1f1b' or 'dualpipev', found"}),
+    "weight_streaming": ("", {"schedule=weight_streaming": "'1f1b' or 'dualpipev', found 'weight_streaming'"}),
 }
 
 

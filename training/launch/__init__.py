@@ -1,1 +1,1 @@
-"""From a command to processes on hosts: the supervisor and its agents, and what other launchers say and need."""
+"""From a command to processes on this machine: the supervisor and its agent, and what other launchers say and need."""

@@ -1,7 +1,7 @@
 """DualPipeV around its engine: the plan with filled waits, which layers a stage holds, what a config may ask for,
 enough micro-batches from any batch, and a whole run.
 
-Its gradients are in test_gradients.py, resuming in test_topology_change.py.
+Its gradients are in test_gradients.py, resuming in tests/training/checkpoint/test_resharding.py.
 """
 
 from __future__ import annotations
