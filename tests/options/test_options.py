@@ -149,8 +149,8 @@ def test_a_new_option_has_callbacks(tmp_path: Path) -> None:
         return [str(each.size) if isinstance(each, DummyCallback) else type(each).__name__ for each in found]
 
     core = ["Measures", "Reporting", "BadSteps"]
-    assert names(read(tmp_path, dummy_mode="one")) == ["0", *core, "3", "BoundedMemory"]
-    assert names(read(tmp_path)) == [*core, "BoundedMemory"]
+    assert names(read(tmp_path, dummy_mode="one")) == ["0", *core, "Totals", "3", "BoundedMemory"]
+    assert names(read(tmp_path)) == [*core, "Totals", "BoundedMemory"]
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, *words: str, in_stages: bool = True) -> argparse.Namespace:
