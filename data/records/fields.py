@@ -145,6 +145,6 @@ def check_columns(extra: Mapping[str, Any], columns: Mapping[str, str]) -> None:
     """
     for name, value in extra.items():
         if name in ("label", "kto_tag") and value is False:
-            raise ValueError(f"preference data (fields {name}): {ALONE}")
+            raise ValueError(f"preference data (fields {name}): {ALONE}; preference: kto learns from marked answers")
         if name in columns and value not in EMPTY:
             raise ValueError(f"{NO_PLACE.format(name=name)}; expected no column {columns[name]} for it")

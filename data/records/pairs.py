@@ -121,7 +121,9 @@ def _pair(fields: Fields) -> tuple[list[Judged], set[str]]:
     if bad is None:
         found = ", ".join(f"{name!r:.60}" for name in list(fields)[:12]) or "(none)"
         missing = f"expected chosen and rejected answers, or columns that name them, found the fields {found}"
-        raise ValueError(f"rejected: {missing} (the key preference is for pairs)")
+        marked = any(name in fields for name in MARKS)
+        why = "preference: kto is for answers marked one by one" if marked else "the key preference is for pairs"
+        raise ValueError(f"rejected: {missing} ({why})")
     margin, of_margin = _margin(fields)
     used = {*filter(None, (good, bad)), *of_margin}
     rest = {name: value for name, value in fields.items() if name not in used}
