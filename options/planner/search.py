@@ -217,7 +217,7 @@ def advise(basis: Basis) -> list[Advice]:
     def add(changes: Iterable[str]) -> bool:
         nonlocal together
         for change in changes:
-            changed, applied = _cheaper(basis).get(change), _cheaper(together).get(change)
+            changed, applied = cheaper(basis).get(change), cheaper(together).get(change)
             if not changed or not applied:  # the second is on top of the changes before
                 continue
             before, together = Plan.make(together).peak, applied
@@ -228,7 +228,7 @@ def advise(basis: Basis) -> list[Advice]:
                 return True
         return False
 
-    changes = list(_cheaper(basis))
+    changes = list(cheaper(basis))
     cheap = [change for change in changes if not change.startswith(COSTLY)]
     if add(cheap):
         return advice
@@ -262,7 +262,7 @@ def other_ways(basis: Basis) -> list[Advice]:
 
 def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
     """Return the cheapest change with which a stage needs less memory, and its peak then."""
-    found = ((change, Plan.make(basis).stages[stage].memory.peak) for change, basis in _cheaper(plan.basis).items())
+    found = ((change, Plan.make(basis).stages[stage].memory.peak) for change, basis in cheaper(plan.basis).items())
     return next(((change, peak) for change, peak in found if peak < plan.stages[stage].memory.peak), None)
 
 
@@ -288,7 +288,7 @@ def give_up(config: TrainConfig, fixed: Container[str]) -> Iterator[TrainConfig]
         yield config
 
 
-def _cheaper(basis: Basis) -> dict[str, Basis]:
+def cheaper(basis: Basis) -> dict[str, Basis]:
     """Apply each of the `savings` alone, of those that suit the device and the optimizer."""
     suited = (
         (change, keys)

@@ -84,7 +84,7 @@ def test_devices_go_by_the_names_that_people_use(text: str, count: int, name: st
         (
             {"zero_optimization": {"reduce_bucket_size": "large"}},
             "2xA100-80G",
-            "zero_optimization.reduce_bucket_size: In",
+            "zero_optimization.reduce_bucket_size: ex",
         ),
     ],
 )

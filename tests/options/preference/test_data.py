@@ -50,7 +50,7 @@ def test_pairs_are_packed_into_rows_that_hold_them(packing: str | bool, model: P
     assert work.attended <= 64 < work.longest
     assumed = Workload.assumed(config)
     assert (assumed.length, assumed.attended, assumed.tokens) == (128, 64, 8 * 128)
-    with pytest.raises(DataError, match="record 1: preference data"):
+    with pytest.raises(DataError, match="records 1 to 20: preference data"):
         sets(
             model, tmp_path, **{name: value for name, value in keys.items() if name not in ("model_path", "preference")}
         )
