@@ -1,7 +1,7 @@
 """Draw a run: `python -m options.reports.report RUN_DIR` writes RUN_DIR/report.png.
 
-Loss (training and evaluation), learning rate, throughput and peak memory over the steps, from metrics.jsonl alone. So
-it works on any machine and during the run. It takes two seconds.
+Loss (training and evaluation), learning rate, throughput and peak memory over the steps, and of preferences accuracy
+and margin, from metrics.jsonl alone. So it works on any machine and during the run. It takes two seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from models.errors import GONE
 from training.metrics.reporter import METRICS_FILE, read_metrics
 
 REPORT_FILE = "report.png"
-SIZE, DPI = (12.0, 8.0), 120  # inches and dots an inch: 1440 x 960 pixels
+WIDTH, HEIGHT, DPI = 6.0, 8.0, 120  # inches a column, and dots an inch: two columns have 1440 x 960 pixels
+# Of preferences: the measure of a step, `eval_` before it that of an evaluation, and the title of their panel.
+JUDGED = {"rewards/accuracies": "accuracy", "rewards/margins": "margin of the rewards"}
 ROOM, ROWS = 0.05, 16  # of a panel's width and height beside the curves; rows of a legend
 FEW = 50  # fewer steps are drawn as points too: a single step makes no line
 
@@ -66,17 +68,18 @@ def draw_run(run_folder: Path, output: Path | None = None, last_step: float = ma
     if not steps:
         raise ValueError(f"{run_folder / METRICS_FILE}: no step is done yet")
     evaluations = [line for line in lines if "eval_loss" in line]
-    figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+    judged = {name: title for name, title in JUDGED.items() if any(name in line for line in lines)}
+    columns = 3 if judged else 2
+    figure = Figure(figsize=(columns * WIDTH, HEIGHT), dpi=DPI, layout="constrained")
     figure.suptitle(f"{run_folder.resolve().name}: {counted(steps[-1]['step'], 'step')}", parse_math=False)
-    (loss, lr), (throughput, memory) = figure.subplots(2, 2)
+    (loss, lr, *above), (throughput, memory, *below) = figure.subplots(2, columns)
     loss.set_title("loss")
     _line(loss, steps, "loss", label="training")
     _line(loss, evaluations, "eval_loss", label="evaluation", marker="o")
-    names = set(chain.from_iterable(evaluations))
-    for name in sorted(name for name in names if name.startswith("eval_loss/")):
+    for name in sorted(name for name in set(chain.from_iterable(evaluations)) if name.startswith("eval_loss/")):
         label = f"evaluation: {name.partition('/')[2]}"
         _line(loss, evaluations, name, label=label, marker=".", linestyle="--", linewidth=0.8)
-    _draw_accuracy(loss, steps, evaluations)
+    others = _draw_judged([*above, *below], judged, steps, evaluations)
     lr.set_title("learning rate")
     _line(lr, steps, "lr", color="tab:green")
     lr.ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
@@ -100,7 +103,7 @@ def draw_run(run_folder: Path, output: Path | None = None, last_step: float = ma
         memory.legend(fontsize="small", ncols=1 + len(memory.lines) // ROWS, loc="center left", bbox_to_anchor=(1, 0.5))
     loss.legend(fontsize="small", ncols=2)
     first, last = lines[0]["step"], lines[-1]["step"]
-    for panel in (loss, lr, throughput, memory):
+    for panel in (loss, lr, throughput, memory, *others):
         panel.set_xlim(first - 0.5 - ROOM * (last - first), last + 0.5 + ROOM * (last - first))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         panel.ticklabel_format(axis="x", style="plain", useOffset=False)
@@ -114,15 +117,16 @@ def draw_run(run_folder: Path, output: Path | None = None, last_step: float = ma
     return path
 
 
-def _draw_accuracy(loss: Axes, steps: Lines, evaluations: Lines) -> None:
-    """Draw, over the losses of preferences, which share of the pairs is the right way round."""
-    name = "rewards/accuracies"
-    if any(name in line for line in steps):
-        right = loss.twinx()
-        _line(right, steps, name, color="tab:gray", linestyle=":", label="accuracy")
-        _line(right, evaluations, f"eval_{name}", color="tab:gray", marker="o")
-        right.set_ylim(0, 1)
-        loss.set_title("loss, and accuracy in gray")
+def _draw_judged(panels: list[Axes], judged: dict[str, str], steps: Lines, evaluations: Lines) -> list[Axes]:
+    """Draw each measure into a panel of its own; return the panels that have one, and take the others away."""
+    for panel, (name, title) in zip(panels, judged.items(), strict=False):
+        panel.set_title(title)
+        _line(panel, steps, name, label="training")
+        _line(panel, evaluations, f"eval_{name}", label="evaluation", marker="o")
+        panel.legend(fontsize="small")
+    for panel in panels[len(judged) :]:
+        panel.remove()
+    return panels[: len(judged)]
 
 
 def _line(panel: Axes, lines: Lines, name: Any, marker: str | None = None, scale: float = 1, **style: Any) -> None:

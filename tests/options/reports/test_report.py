@@ -118,6 +118,19 @@ def test_the_curves_are_the_numbers(tmp_path: Path, figure: list[Figure]) -> Non
     assert mfu.get_ylim() == (0, 1)
 
 
+def test_preferences_have_panels_of_their_own(tmp_path: Path, figure: list[Figure]) -> None:
+    lines = [step(number, **{"rewards/accuracies": 0.5, "rewards/margins": 0.1 * number}) for number in (1, 2)]
+    lines.append(evaluation(2) | {"eval_rewards/accuracies": 0.75, "eval_rewards/margins": 0.3})
+    draw_run(write(tmp_path / "run", lines))
+    panels = {axes.get_title(): axes for axes in figure[0].axes}
+    for title, trained, evaluated in (("accuracy", [0.5, 0.5], 0.75), ("margin of the rewards", [0.1, 0.2], 0.3)):
+        training, evaluating = panels[title].lines
+        assert numpy.asarray(training.get_ydata()).tolist() == trained
+        assert numpy.asarray(evaluating.get_ydata()).tolist() == [evaluated]
+        legend = panels[title].get_legend()
+        assert legend and [text.get_text() for text in legend.get_texts()] == ["training", "evaluation"]
+
+
 @pytest.mark.parametrize(
     "lines",
     [
