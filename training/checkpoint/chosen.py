@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from models.checkpoint.layout import resolve
+from models.checkpoint.layout import ADAPTER, resolve
 from models.errors import CheckpointError
 from training.checkpoint.folder import Best, CheckpointRecord
 
@@ -20,7 +20,17 @@ def choose_checkpoint(given: Path, wants_best: bool) -> tuple[Path, list[str]]:
         CheckpointError: there is none; or the best one is asked for, and there is no run that was evaluated.
     """
     folder = resolve(given, adapter=True)
-    if CheckpointRecord.read(folder) is None:
+    adapter, has_record = (folder / ADAPTER).is_file(), CheckpointRecord.read(folder) is not None
+    if adapter and not has_record:
+        raise CheckpointError(
+            f"{given}: an adapter in peft's layout, which needs no conversion; to merge it, expected merge_and_unload "
+            "of peft, or a run with lora.start_from"
+        )
+    if has_record and not adapter and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{given}: layers of a script, which have no HuggingFace layout; expected load_trained (docs/api.md)"
+        )
+    if not has_record:
         if wants_best:
             raise CheckpointError(f"--best: {given} is no folder of a run; expected the save_path of one")
         return folder, []

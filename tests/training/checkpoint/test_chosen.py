@@ -18,6 +18,7 @@ def run(tmp_path: Path) -> Path:
     """A run with two checkpoints, the earlier one better."""
     for step in (20, 30):
         name_latest(whole(tmp_path, step))
+        (tmp_path / f"step-{step:06d}" / "config.json").write_text("{}")
     Best(checkpoint="step-000020", step=20, measure="eval_error", value=0.05561).write(tmp_path)
     return tmp_path
 
@@ -47,6 +48,16 @@ def test_without_an_evaluation_there_is_no_best(run: Path, tmp_path_factory: pyt
         choose_checkpoint(run, wants_best=True)
     with pytest.raises(CheckpointError, match=r"--best: .* is no folder of a run"):
         choose_checkpoint(tmp_path_factory.mktemp("model"), wants_best=True)
+
+
+def test_what_has_no_huggingface_layout_is_told_apart(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (run / "step-000030" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"layers of a script, .* expected load_trained"):
+        choose_checkpoint(run, wants_best=False)
+    adapter = tmp_path_factory.mktemp("adapter")
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"an adapter in peft's layout, .* expected merge_and_unload"):
+        choose_checkpoint(adapter, wants_best=False)
 
 
 def test_a_best_json_of_earlier_versions_is_read(run: Path) -> None:
