@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from common.command_line import Parser
 from common.terminal import safe_line, typed_name
 from options import RunConfig
 from training.errors import exit_with_one_line
@@ -84,14 +85,14 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.act(arguments)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    source, target, overwrite, verify = (argparse.ArgumentParser(add_help=False) for _ in range(4))
+def make_parser() -> Parser:
+    source, target, overwrite, verify = (Parser(add_help=False) for _ in range(4))
     source.add_argument("--input-path", required=True, type=Path, help="folder to read")
     target.add_argument("--save-path", required=True, type=Path, help="folder or GGUF file to write")
     overwrite.add_argument("--overwrite", action="store_true", help="replace --save-path where it exists")
     verify.add_argument("--verify", action="store_true", help="read everything back and compare it")
 
-    parser = argparse.ArgumentParser(prog=typed_name(), description="Convert or download model checkpoints.")
+    parser = Parser(prog=typed_name(), description="Convert or download model checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     to_folder = [source, target, overwrite]
     commands.add_parser("hg_to_pp", help="HuggingFace folder -> pipeline layout", parents=[*to_folder, verify])

@@ -6,7 +6,6 @@ A command of a script runs it with the rest of the command line as it stands: `p
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pipetune
+from common.command_line import Parser
 from common.terminal import TYPED, typed_name
 from pipetune import FOLDER, INSTALLED, _package
 
@@ -60,8 +60,8 @@ def report() -> None:
     draw_report()
 
 
-def init_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=typed_name(), description="Write a config to start from.")
+def init_parser() -> Parser:
+    parser = Parser(prog=typed_name(), description="Write a config to start from.")
     parser.add_argument("file", type=Path, nargs="?", default=Path("pipetune.yml"), help="default pipetune.yml")
     parser.add_argument("--zero", action="store_true", help="one for train-zero, without a pipeline")
     parser.add_argument("--from", dest="origin", type=Path, metavar="FILE", help="translate another tool's config")
@@ -95,8 +95,8 @@ def init() -> None:
     print(f"{arguments.file}: set model_path, data_path and save_path, then: pipetune plan --config {arguments.file}")
 
 
-def completion_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=typed_name(), description="Print the completion of a shell.")
+def completion_parser() -> Parser:
+    parser = Parser(prog=typed_name(), description="Print the completion of a shell.")
     parser.add_argument("shell", choices=SHELLS, help='such as: eval "$(pipetune completion bash)"')
     return parser
 
@@ -108,7 +108,7 @@ def completion() -> None:
     print(shtab.complete(whole_parser(), completion_parser().parse_args().shell))
 
 
-def whole_parser() -> argparse.ArgumentParser:
+def whole_parser() -> Parser:
     """Gather the options of all commands; files are completed where an option names one."""
     import shtab
 
@@ -119,7 +119,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
     parsers = {"convert": _package("convert_model").make_parser(), "demo": demo_parser(), "report": report_parser()}
     parsers |= {"init": init_parser(), "completion": completion_parser()}
-    whole = argparse.ArgumentParser(prog="pipetune")
+    whole = Parser(prog="pipetune")
     commands = whole.add_subparsers()
     for name, command in COMMANDS.items():
         parent = parsers.get(name) or train_parser(RunConfig, in_stages=name != "train-zero")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import early_signals
+from common.command_line import Parser
 from common.terminal import typed_name
 from models.checkpoint.hub import find_model
 from training.config.keys import ALIASES, TrainConfig
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 NEEDS = {"html": ("inspect",)}  # of the core's flags those without effect unless another one is given
 
 
-def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool = True) -> argparse.ArgumentParser:
+def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool = True) -> Parser:
     """Make the parser, with the flags of the options of `kind`; without a pipeline, hide those that need one."""
-    parser = argparse.ArgumentParser(prog=typed_name(), description=description)
+    parser = Parser(prog=typed_name(), description=description)
     parser.set_defaults(processes=None)  # see `Option.prepare`
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", help="YAML file of the run")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from common.command_line import Parser
 from common.terminal import safe_line, safe_text, typed_name
 from data.chat.prompts import Prompts, check_prompt_format
 from data.errors import DataError
@@ -85,8 +86,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=typed_name(), description="Talk to a model in either layout.")
+def make_parser() -> Parser:
+    parser = Parser(prog=typed_name(), description="Talk to a model in either layout.")
     for names, (keys, text) in OPTIONS.items():
         parser.add_argument(*names.split(), help=text, **keys)
     return parser

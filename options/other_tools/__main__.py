@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from common.command_line import Parser
 from common.log import Log
 from common.terminal import typed_name
 from options.other_tools.command import write_config
@@ -12,7 +12,7 @@ from training.errors import exit_with_one_line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=typed_name(), description="Write a config from another tool's.")
+    parser = Parser(prog=typed_name(), description="Write a config from another tool's.")
     parser.add_argument("file", type=Path, help="YAML, JSON or a shell script of another tool")
     parser.add_argument("new", type=Path, nargs="?", default=Path("pipetune.yml"), help="default pipetune.yml")
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="devices to train on; default: its own, or 1")

@@ -6,7 +6,6 @@ and margin, from metrics.jsonl alone. So it works on any machine and during the 
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import warnings
@@ -19,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from common.command_line import Parser
 from common.quantities import GIGA, counted
 from common.terminal import typed_name
 from models.errors import GONE
@@ -34,8 +34,8 @@ FEW = 50  # fewer steps are drawn as points too: a single step makes no line
 Lines = Sequence[dict[str, Any]]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(typed_name(), description="Draw a run's loss, learning rate, speed and memory.")
+def make_parser() -> Parser:
+    parser = Parser(typed_name(), description="Draw a run's loss, learning rate, speed and memory.")
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="folder of the run (save_path)")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"the picture; DIR/{REPORT_FILE} by default")
     return parser

@@ -210,7 +210,7 @@ def test_flags_that_do_not_go_together(
 ) -> None:
     with pytest.raises(SystemExit):
         parsed(monkeypatch, *words.split())
-    assert capsys.readouterr().err.endswith(f"{line}\n")
+    assert f"{line} (" in capsys.readouterr().err
 
 
 def test_the_usage_says_that_one_source_of_the_config_is_needed() -> None:
@@ -333,7 +333,7 @@ def test_what_an_option_that_is_gone_brought_is_refused(option: str, tmp_path: P
         return ended.stderr.splitlines()[-1]
 
     if flag:
-        assert last_line(flag) == f"train_ds.py: error: unrecognized arguments: {flag}"
+        assert last_line(flag).startswith(f"error: unrecognized arguments: {flag}")
     for key, line in lines.items():
         assert line in last_line(key)
 
