@@ -67,11 +67,11 @@ def rows(models: tuple[str, ...] = MODELS) -> Iterator[list[str]]:
         spec = plain_spec(model)
         for method, keys in METHODS.items():
             plans = [fewest(spec, keys, parse_devices(f"1x{name}")[1]) for name in DEVICES]
-            yield [
-                model,
-                method,
-                *(f"{len(plan.stages)} ({plan.peak / GIGA:.1f})" if plan else "none" for plan in plans),
-            ]
+            yield [model, method, *map(_cell, plans)]
+
+
+def _cell(plan: Plan | None) -> str:
+    return f"{len(plan.stages)} ({plan.peak / GIGA:.1f})" if plan else "none"
 
 
 def main() -> None:
