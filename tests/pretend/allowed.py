@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 ENGINE, ZERO = "training/engine/pipeline.py", "training/engine/zero.py"
+UPDATE = "training/engine/trainer.py take_step"  # of every trainer
 DEEPSPEED, STAGES = "deepspeed/runtime", "deepspeed/runtime/zero/stage_1_and_2.py"
 NUMBERS = "tensor of Python's numbers"
 A_WEIGHT = 120  # most weights of a model of the tests
-OPTIMIZERS = (f"{ENGINE} _take_optimizer_step", f"{ZERO} train_step", "training/engine/stage_engine.py norm")
+OPTIMIZERS = (UPDATE, f"{ZERO} train_step", "training/engine/stage_engine.py norm")
 
 
 class Allowed(NamedTuple):
@@ -84,6 +85,7 @@ STEP = [
         "after each backward pass, until the gradients are in their shards",
     ),
     _fetched(f"{ZERO} train_step", 9),
+    _fetched(UPDATE, 9),
     _fetched("models/layers.py forward", 4),
     *_of_the_optimizer(NUMBERS, f"{DEEPSPEED}/zero/stage3.py get_grad_norm_direct", 1, "the sum of the norms"),
     # The optimizer on the CPU: gradients and weights cross over, which cannot be without waiting for them.
