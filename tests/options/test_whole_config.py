@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from options import RunConfig, load_config
-from options.planner.command import plan_run
 from tests.conftest import ROOT
 from tests.training.config.test_config import refusal, write
 from tests.training.config.test_mistakes import keys_of
@@ -51,16 +49,6 @@ def test_a_ready_made_config_loads_and_splits_the_layers_that_it_names(path: Pat
         assert parts is None and planned.groups() == (path.name, str(gpus))
     else:
         assert parts is not None and sum(parts) == blocks + 2
-
-
-@pytest.mark.longest
-@pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if PLANNED.search(path.read_text())], ids=lambda path: path.stem
-)
-def test_a_config_for_adapters_fits_the_devices_that_it_names(path: Path, tmp_path: Path) -> None:
-    config = load_config(path, [f"save_path={tmp_path}"])
-    devices = f"{config.model_topo.processes}xRTX4090"
-    plan_run(config, Namespace(devices=devices, links=None, per_host=None, search=False, calibrate=False))
 
 
 def test_each_key_of_another_tool_leads_to_ours(tmp_path: Path) -> None:

@@ -41,14 +41,18 @@ def test_a_shape_stands_only_for_a_folder_that_is_not_there(tmp_path: Path) -> N
     assert shape_of("../llm/my-own-7b/base") is None
 
 
-@pytest.mark.parametrize("name", tiered(CONFIGS, quick=["llama-7b", "mixtral-8x7b"]))
+METHODS = ["*-lora", "*-qlora", "*-dpo", "*-kto", "*-long"]
+
+
+@pytest.mark.parametrize("name", tiered(CONFIGS, quick=["llama-7b", "mixtral-8x7b"], longest=METHODS))
 def test_a_config_is_planned_in_a_fresh_clone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the config's comment names a figure, the plan gives it."""
     text = CONFIGS[name].read_text(encoding="utf-8").replace("\n#", "")
     claim = re.search(r"--devices (\S+)` a process takes at most (\d+) GB", text)
-    devices = claim[1] if claim else "8xH200"
+    planned = claim or re.search(r"--plan --devices (\S+)", text)
+    devices = planned[1] if planned else "8xH200"
     words = ["--config", str(CONFIGS[name]), "--plan", "--devices", devices, f"save_path={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["train_ds.py", *words])
     train_ds.main()

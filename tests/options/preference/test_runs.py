@@ -139,7 +139,7 @@ def test_a_run_learns_and_says_what_it_counts(outcomes: dict[str, Any], folder: 
     assert all(line["eval_error"] == 1 - line["eval_rewards/accuracies"] for line in evaluated)
     assert "eval_perplexity" not in evaluated[0]
     best = json.loads((folder / "run" / BEST).read_text())
-    assert best["eval_loss"] == min(line["eval_error"] for line in evaluated)
+    assert (best["measure"], best["value"]) == ("eval_error", min(line["eval_error"] for line in evaluated))
 
 
 def test_turns_at_all_layers_learn_the_same(outcomes: dict[str, Any], folder: Path) -> None:
@@ -167,7 +167,7 @@ def test_kto_learns_and_says_what_it_counts(outcomes: dict[str, Any], folder: Pa
     assert all({"eval_kl", "eval_rewards/chosen"} <= line.keys() for line in evaluated)
     assert not {"eval_error", "eval_perplexity"} & evaluated[0].keys()
     best = json.loads((folder / "kto" / BEST).read_text())
-    assert best["eval_loss"] == min(line["eval_loss"] for line in evaluated)
+    assert (best["measure"], best["value"]) == ("eval_loss", min(line["eval_loss"] for line in evaluated))
     assert all(line["kl"] == 0 for line in steps(folder / "apo").values())
     assert steps(folder / "kto-lora")[1]["loss"] == pytest.approx(first["loss"], abs=1e-4)
 
