@@ -74,7 +74,7 @@ def translate(draft: Draft, _: str, devices: int, folder: Path) -> None:
     draft.drop("lora_target_modules", "pad_to_sequence_len", "eval_sample_packing", "sample_packing_eff_est")
     draft.drop("tokenizer_type", "model_type", "is_llama_derived_model", "eval_table_size", "eval_max_new_tokens")
     draft.drop("wandb_entity", "wandb_watch", "wandb_log_model", "wandb_run_id", "auto_resume_from_checkpoints")
-    draft.drop("debug", "local_rank", "early_stopping_patience", "plugins", "lora_mlp_kernel", "lora_qkv_kernel")
+    draft.drop("debug", "local_rank", "lora_mlp_kernel", "lora_qkv_kernel")
     draft.drop("lora_o_kernel", "use_tensorboard", "chat_template_jinja")
     if draft.has("wandb_project") and not draft.has("report_to"):
         draft.put_back("report_to", ["wandb"])

@@ -78,8 +78,8 @@ class Draft:
         return ConfigError(f"{name}: {value}: is not trained here; expected {expected}")
 
     def lose_the_rest(self) -> None:
-        """Take what nobody has taken, with the words that the table of names has for it."""
-        for name in list(self._left):
+        """Take what nobody has taken, with the words of the table of names; what is off asks for nothing."""
+        for name in [name for name, value in self._left.items() if value is not False]:
             key, advice, _ = FOREIGN.get(name.lower(), (None, "", []))
             self.lose(name, (f"see {key}" if key else "") or advice or NOT_HERE)
 

@@ -54,6 +54,11 @@ def translate(draft: Draft, method: str, devices: int, folder: Path) -> None:
     draft.drop("model_name", "model_author", "train_dataloader_shuffle", "agent_template", "max_pixels")
     _preference(draft, kind)
 
+    dtype = str(draft.take("torch_dtype", "dtype", otherwise="bfloat16"))
+    if dtype != "bfloat16" and not draft.has("bf16", "fp16"):
+        draft.put_back("fp16", dtype == "float16")
+        draft.put_back("bf16", False)
+
     tuner = draft.take("tuner_type", "train_type", "sft_type", otherwise="lora")
     if tuner not in ("lora", "full"):
         raise draft.refuse("tuner_type", tuner, "lora or full")

@@ -38,10 +38,9 @@ WITHOUT_EFFECT = """do_train do_eval overwrite_output_dir overwrite_cache plot_l
     preprocessing_num_workers dataset_num_proc dataset_processes remove_unused_columns ddp_find_unused_parameters
     logging_first_step logging_dir logging_strategy save_safetensors use_liger_kernel enable_liger_kernel use_unsloth
     group_by_length per_device_eval_batch_size eval_batch_size torch_compile tf32 use_cache save_only_model
-    gradient_checkpointing_kwargs push_to_hub strict attn_implementation flash_attn flash_attention attn_impl
-    sdp_attention xformers_attention load_best_model_at_end metric_for_best_model greater_is_better
-    trust_remote_code model_kwargs eval_accumulation_steps padding_free bf16_full_eval torch_dtype dtype
-    include_num_input_tokens_seen disable_tqdm optim_args val_set_shuffle dataset_prepared_path
+    gradient_checkpointing_kwargs strict attn_implementation flash_attn flash_attention attn_impl
+    sdp_attention xformers_attention model_kwargs eval_accumulation_steps padding_free bf16_full_eval
+    include_num_input_tokens_seen disable_tqdm val_set_shuffle dataset_prepared_path
     use_hf ignore_args_error tuner_backend""".split()
 
 

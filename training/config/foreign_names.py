@@ -105,7 +105,8 @@ OTHERS = [  # our key, or none where there is no such thing; advice; names, each
     ("", "its keys stand at the top, under the names of this page", "trainer:N exp_manager:N train:B"),
     ("", "the GPUs of the machine, or its CPU, without a key", "pytorch_device:F"),
     ("", "train_ds.py is a pipeline, train_ds_zero.py ZeRO", "env_type:F"),
-    ("", "the best checkpoint by evaluation is kept", "early_stopping_patience:A load_best_model_at_end:HTAL"),
+    ("", "the best checkpoint by evaluation is kept; pp_to_hg --best takes it", "load_best_model_at_end:HTAL"),
+    ("", "a run ends with its last step; the best checkpoint is kept", "early_stopping_patience:A"),
 ]
 # Values of other tools, in small letters, by the key here that they are of.
 VALUES: dict[str, dict[str, str]] = {
