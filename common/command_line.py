@@ -16,7 +16,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = ""
         if message.startswith(UNKNOWN):
-            words = (word.replace("_", "-") for word in re.findall(r"--[\w-]+", message))
-            near = [match for word in words for match in get_close_matches(word, self._option_string_actions, 1)]
+            near: list[str] = []
+            for word in re.findall(r"--[\w-]+", message):
+                near += get_close_matches(word.replace("_", "-"), self._option_string_actions, 1)
             hint = f"; did you mean {' and '.join(near)}?" if near else ""
         self.exit(2, f"error: {message}{hint} ({self.prog} --help lists all options)\n")

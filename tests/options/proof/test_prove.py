@@ -225,4 +225,4 @@ def test_prove_is_the_pipelines_alone_and_starts_by_itself(
     config = write_config(tmp_path / "run.yml", model_path="m", data_path="d")
     result = run(sys.executable, script, "--config", config, "--prove", *words, **environment)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].partition(" (see docs/")[0].endswith(error)
+    assert result.stderr.splitlines()[-1].partition(" (")[0].endswith(error)
