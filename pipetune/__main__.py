@@ -76,12 +76,9 @@ def init() -> None:
     if arguments.gpus and not arguments.origin:
         parser.error("--gpus needs --from")
     if arguments.origin:
-        from common.log import Log
-        from options.other_tools.command import write_config
-        from training.errors import exit_with_one_line
+        from options.other_tools.command import write_or_exit
 
-        with exit_with_one_line():
-            write_config(arguments.origin, arguments.file, arguments.gpus, Log(highlight=False))
+        write_or_exit(arguments.origin, arguments.file, arguments.gpus)
         return
     template = ROOT / "configs" / TEMPLATES[arguments.zero]
     text = template.read_text(encoding="utf-8").replace("$schema=", f"$schema={template.parent}/", 1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.command_line import Parser
-from common.log import Log
 from common.terminal import typed_name
-from options.other_tools.command import write_config
-from training.errors import exit_with_one_line
+from options.other_tools.command import write_or_exit
 
 
 def main() -> None:
@@ -17,8 +15,7 @@ def main() -> None:
     parser.add_argument("new", type=Path, nargs="?", default=Path("pipetune.yml"), help="default pipetune.yml")
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="devices to train on; default: its own, or 1")
     arguments = parser.parse_args()
-    with exit_with_one_line():
-        write_config(arguments.file, arguments.new, arguments.gpus, Log(highlight=False))
+    write_or_exit(arguments.file, arguments.new, arguments.gpus)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from common.log import Log
 from options import RunConfig
 from options.other_tools import axolotl, llama_factory, ms_swift, trl
 from options.other_tools.draft import Draft
 from options.other_tools.reading import AXOLOTL, GDGPT, HF, LLAMA_FACTORY, SWIFT, TRL, Theirs, read_theirs
 from training.config.commented_yaml import commented, nested
 from training.config.yaml_file import checked
-from training.errors import ConfigError
+from training.errors import ConfigError, exit_with_one_line
 
 TOOLS: dict[str, Callable[[Draft, str, int, Path], None]] = {
     LLAMA_FACTORY: llama_factory.translate,
@@ -49,6 +50,12 @@ def translate(theirs: Theirs, devices: int) -> Draft:
             draft.put(key, value, "missing there: write yours")
     draft.put("model_topo.process_topology.dims", [devices, 1], "[stages, replicas]")
     return draft
+
+
+def write_or_exit(file: Path, new: Path, devices: int) -> None:
+    """Do `write_config` for a command line: an error is one line and the exit code."""
+    with exit_with_one_line():
+        write_config(file, new, devices, Log(highlight=False))
 
 
 def write_config(file: Path, new: Path, devices: int, log: Console) -> None:

@@ -12,6 +12,7 @@ import yaml
 from common.terminal import reason_of
 from data.paths import read_small
 from options.other_tools.draft import as_list
+from training.config.yaml_file import parse_yaml
 from training.errors import ConfigError
 
 LLAMA_FACTORY, AXOLOTL, TRL, HF, SWIFT, GDGPT = "LLaMA-Factory", "axolotl", "TRL", "HF Trainer", "ms-swift", "gdGPT"
@@ -71,9 +72,9 @@ def read_theirs(path: Path) -> Theirs:
 
 
 def _as_yaml(text: str) -> dict[str, Any] | None:
-    """Read keys and values of YAML or JSON; None for anything else."""
+    """Read keys and values of YAML or JSON, as our own configs are read; None for anything else."""
     try:
-        values = yaml.safe_load(text)
+        values = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
     return {str(key): value for key, value in values.items()} if isinstance(values, dict) else None
@@ -128,6 +129,6 @@ def _unwrapped(values: list[Any]) -> Any:
 def _value(word: str) -> Any:
     """Read a word of the command line: 1e-4 is a number, `{"a": 1}` an object."""
     try:
-        return float(word) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", word) else yaml.safe_load(word)
+        return parse_yaml(word)
     except (yaml.YAMLError, ValueError):
         return word

@@ -16,7 +16,7 @@ from options.reference import SCHEMA, schema
 from pipetune.__main__ import init
 from tests.conftest import ROOT
 from tests.docs.pages import blocks
-from training.config.yaml_file import _parse_yaml
+from training.config.yaml_file import parse_yaml
 from training.errors import ConfigError
 
 REQUIRED = {"model_path": "m", "data_path": "d.json", "save_path": "s", "train_batch_size": 64}
@@ -80,7 +80,7 @@ def test_the_file_is_that_of_the_keys() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_each_ready_made_config_is_taken(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert [error.message for error in VALIDATOR.iter_errors(_parse_yaml(text))] == []
+    assert [error.message for error in VALIDATOR.iter_errors(parse_yaml(text))] == []
     saved = yaml.safe_load(yaml.safe_dump(load_config(path).dump()))  # the run's config.yml
     assert [error.message for error in VALIDATOR.iter_errors(saved)] == []
     if path.parent == SCHEMA.parent:
@@ -90,12 +90,12 @@ def test_each_ready_made_config_is_taken(path: Path) -> None:
 
 @pytest.mark.parametrize("text", [*TAKEN.strip().splitlines(), *SNIPPETS.values()], ids=str)
 def test_each_form_of_a_key_is_taken(text: str) -> None:
-    assert faults(_parse_yaml(text)) == []
+    assert faults(parse_yaml(text)) == []
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
 def test_wrong_keys_and_types_are_refused(line: str, tmp_path: Path) -> None:
-    keys = _parse_yaml(line)
+    keys = parse_yaml(line)
     assert len(faults(keys)) == 1
     (tmp_path / "run.yml").write_text(yaml.safe_dump(REQUIRED | keys))
     with pytest.raises(ConfigError):

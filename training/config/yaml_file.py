@@ -108,7 +108,7 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = _parse_yaml(read_small(path).decode("utf-8-sig"))
+        raw = parse_yaml(read_small(path).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: not found; expected a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -131,7 +131,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
+    """Read plain values; `_Loader` says what is refused."""
     return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
 
 
@@ -147,7 +148,7 @@ def override(raw: dict[str, Any], word: str) -> str:
     key = ALIASES.get(key, key)
     section, name = place_of(key, raw, "command line")
     try:
-        section[name] = _parse_yaml(text)
+        section[name] = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"command line: {key}: {text!r} is not a YAML value") from None
     return key
