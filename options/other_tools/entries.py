@@ -18,7 +18,7 @@ FIELDS = {"field_messages": "messages", "field_tools": "tools", "field": "text"}
 FIELDS |= {"message_field_role": "role", "message_field_content": "content"}
 PAIRS = {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}
 TEMPLATES = ("chat_template", "chat_template.default")
-ANSWERS = (None, [], ["assistant"], ["gpt"], ["assistant", "gpt"])  # the roles that are trained here
+ANSWERS: tuple[Any, ...] = (None, [], ["assistant"], ["gpt"], ["assistant", "gpt"])  # the roles that are trained here
 
 
 def source(path: Any, columns: dict[str, str] | None = None, **more: Any) -> Any:

@@ -39,10 +39,10 @@ def taken() -> set[str]:
                 and node.func.attr in ("take", "get")
             ):
                 words = node.args if node.func.attr == "take" else node.args[:1]
-                found |= {word.value for word in words if isinstance(word, ast.Constant)}
+                found |= {str(word.value) for word in words if isinstance(word, ast.Constant)}
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-                found |= {node.slice.value}
-    return {name for name in found if re.fullmatch(r"[a-z]\w+", str(name))} - {"usual", "usual_of", "losses", "path"}
+                found |= {str(node.slice.value)}
+    return {name for name in found if re.fullmatch(r"[a-z]\w+", name)} - {"usual", "usual_of", "losses", "path"}
 
 
 def test_each_name_that_is_taken_is_in_the_table() -> None:
