@@ -58,10 +58,12 @@ def _prepare(arguments: Namespace, entry: EntryPoint) -> None:
     """Check the device names; for `--auto` choose a config, then continue as if `--config` had named its file.
 
     Raises:
-        ConfigError: a device is unknown, or nothing can be chosen here.
+        ConfigError: a device is unknown, or nothing can be proposed or chosen here.
     """
     if arguments.devices:
         arguments.processes, _ = parse_devices(arguments.devices)
+    if arguments.search and not entry.in_stages:
+        raise ConfigError("--search: proposes pipelines; expected train_ds.py")
     if not arguments.auto:
         return
     if not entry.in_stages:
@@ -84,9 +86,6 @@ def _plan(config: PlannerKeys, arguments: Namespace, entry: EntryPoint) -> None:
     """Predict the time and memory of the run, on one rank where a launcher started several."""
     if entry.process is not None and entry.process.rank > 0:
         return
-    if arguments.search and not entry.in_stages:
-        raise ConfigError("--search: proposes pipelines; expected train_ds.py")
-
     from options.planner.command import plan_run
 
     plan_run(config, arguments, entry.in_stages)

@@ -20,12 +20,15 @@ def _add_flags(line: CommandLine) -> None:
     line.parser.add_argument("--record", metavar="FOLDER", help=SUPPRESS)  # where ranks of a proof record steps
 
 
-def _prove(config: TrainConfig, arguments: Namespace, entry: EntryPoint) -> None:
-    if not entry.in_stages:
+def _prepare(arguments: Namespace, entry: EntryPoint) -> None:
+    """Refuse another entry point, and a launcher."""
+    if arguments.prove and not entry.in_stages:
         raise ConfigError("--prove: proves pipelines; expected train_ds.py")
-    if entry.process is not None:
+    if arguments.prove and entry.process is not None:
         raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
 
+
+def _prove(config: TrainConfig, arguments: Namespace, entry: EntryPoint) -> None:
     from options.proof.command import prove_run
 
     prove_run(config, sys.argv[0])
@@ -39,4 +42,5 @@ def _record(arguments: Namespace, kind: type[Trainer]) -> type[Trainer]:
     return make_recorder(arguments.record, kind)
 
 
-OPTION = Option(TrainConfig, flags=Flags(add=_add_flags, acts={"prove": Action(_prove)}, wrap_trainer=_record))
+FLAGS = Flags(add=_add_flags, prepare=_prepare, acts={"prove": Action(_prove)}, wrap_trainer=_record)
+OPTION = Option(TrainConfig, flags=FLAGS)
