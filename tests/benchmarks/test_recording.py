@@ -20,11 +20,11 @@ print(pathlib.Path.home() / "x", file=sys.stderr)
 
 
 def lines_in(picture: Path) -> list[str]:
-    """The lines of text in a picture."""
+    """The lines of text in a picture, but for blank ones."""
     rows: dict[str, str] = {}
     for row, text in re.findall(r'<text [^>]*y="([\d.]+)"[^>]*>([^<]*)</text>', picture.read_text(encoding="utf-8")):
         rows[row] = rows.get(row, "") + html.unescape(text).replace("\xa0", " ")
-    return [text.rstrip() for text in rows.values()]
+    return [text.rstrip() for text in rows.values() if text.strip()]
 
 
 def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> tuple[int, Path]:
@@ -38,6 +38,27 @@ def test_a_picture_shows_the_command_and_what_it_prints(tmp_path: Path, monkeypa
     code, picture = recorded(tmp_path, monkeypatch, PRINTS)
     assert code == 0
     assert lines_in(picture)[-3:] == ["$ python script.py --steps 6", "step 1/6  loss 2.51 <ok>", "~/x"]
+
+
+REDRAWS = """
+from rich.console import Console
+from rich.live import Live
+console = Console()
+with Live(console=console, auto_refresh=False) as live:
+    for step in (1, 2, 3):
+        console.print(f"saved: step {step}") if step == 2 else None
+        live.update(f"step {step}/3\\n[red]loss {step / 2}[/red]", refresh=True)
+print("25%", end="\\r")
+print("100%")
+"""
+
+
+def test_what_is_redrawn_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a terminal: what is printed meanwhile stands above it."""
+    code, picture = recorded(tmp_path, monkeypatch, REDRAWS)
+    assert code == 0
+    shown = lines_in(picture)
+    assert shown[shown.index("$ python script.py --steps 6") + 1 :] == ["saved: step 2", "step 3/3", "loss 1.5", "100%"]
 
 
 @pytest.mark.parametrize("addition", ["print(pathlib.Path.cwd() / 'run')", "sys.exit(3)"])
