@@ -26,7 +26,7 @@ from models.checkpoint.publish import writing
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from options.planner.communication import PER_HOST, Fabric
-from options.planner.drawing import PICTURE, draw_plan
+from options.planner.drawing import draw_plan, place_of_picture
 from options.planner.inputs import Basis, Workload
 from options.planner.micro_batch import ROWS, choose_rows
 from options.planner.own_plan import SelfPlannedOption, own_planner, self_planned
@@ -42,7 +42,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
-from training.trained import with_trained
+from training.trained import check_start, with_trained
 
 DOES_NOT_FIT = 1
 WIDTH = 160  # columns of a plan that is written to a file
@@ -79,6 +79,9 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
         config = config.model_copy(update={"model_topo": fabric.placed(config.model_topo)})
     if not arguments.search:
         check_sharing(config, spec)
+    if not shape:
+        check_start(config, spec)
+        _check_other_models(config, spec, folder, log)
 
     workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
     if config.train_micro_batch_size_per_gpu == "auto" and not arguments.search:
@@ -148,15 +151,15 @@ def _show_own(
 
 
 def show(plan: Plan, log: Console) -> None:
-    """Print a plan, and draw it into the run's folder."""
+    """Print a plan, and draw it."""
     log.print(stages_table(plan))
     log.print(times_table(plan))
     for line in plan_summary(plan):
         log.print(line)
-    save_path = Path(plan.basis.config.save_path)
-    with writing(save_path):
-        save_path.mkdir(parents=True, exist_ok=True)
-        log.print(f"drawn: {draw_plan(plan, save_path / PICTURE)}")
+    picture, why = place_of_picture(plan.basis.config)
+    with writing(picture.parent):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        log.print(f"drawn: {draw_plan(plan, picture)}{why}")
 
 
 def _spread(config: TrainConfig, count: int) -> TrainConfig:
@@ -170,6 +173,14 @@ def _spread(config: TrainConfig, count: int) -> TrainConfig:
             f"{topo.processes}; expected as many, or --search"
         )
     return config.model_copy(update={"model_topo": topo.spread(count, 1)})
+
+
+def _check_other_models(config: TrainConfig, spec: ModelSpec, folder: Path, log: Log) -> None:
+    """Refuse a model beside the trained one that does not fit, as the run would; one that is not here is named."""
+    try:
+        config.objective.other_models(spec, folder, read_spec, weights=False)
+    except (CheckpointError, DataError) as error:
+        log.print(f"not compared: {reason_of(error)}")
 
 
 def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> tuple[Workload, Feed]:

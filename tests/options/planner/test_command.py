@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import train_ds_zero
+from models.adapters import Lora, Trained
+from models.api import read_spec
 from models.errors import CheckpointError
 from options.planner.command import plan_run
 from options.planner.drawing import draw_plan
@@ -19,6 +22,7 @@ from options.planner.inputs import Basis, Workload
 from options.planner.plan import Plan
 from tests.conftest import FAQ
 from tests.launching import write_config
+from tests.models.adapters import save_adapter
 from tests.options.planner.helpers import config_of, llama
 from training.errors import ConfigError
 from training.metrics.devices import GIB, USABLE, parse_devices, this_device
@@ -149,6 +153,46 @@ def test_the_picture_says_what_the_lines_say(
     for panel in (memory, time):
         legend = panel.get_legend()
         assert legend and legend.get_window_extent().x0 >= panel.get_window_extent().x1, "nothing is hidden"
+
+
+def test_a_picture_makes_no_folders_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It lies in save_path where that is in this folder, or where the folder around it is there; else here."""
+    (here := tmp_path / "clone").mkdir()
+    monkeypatch.chdir(here)
+    llama(tmp_path)
+    for save_path, place, says in (
+        ("runs/a", here / "runs" / "a", "drawn: runs/a/plan.png\n"),
+        ("../run", tmp_path / "run", "drawn: ../run/plan.png\n"),
+        ("../llm/run", here, "drawn: plan.png in this folder, as ../llm is not there yet\n"),
+    ):
+        plan_run(config_of(tmp_path, 2, save_path=save_path), arguments(devices="2xA100-80G"))
+        assert says in capsys.readouterr().out
+        assert (place / "plan.png").is_file()
+    assert not (tmp_path / "llm").exists()
+
+
+@pytest.mark.parametrize(
+    ("lora", "line"),
+    [
+        (
+            {"r": 2, "alpha": 6, "start_from": "runs/nope"},
+            r"lora\.start_from: runs/nope: not found; expected an adapter",
+        ),
+        ({"r": 8, "alpha": 6, "start_from": "adapter"}, r"lora\.r: 8, but the adapter in adapter .* has 2"),
+        ({"r": 2, "alpha": 6, "start_from": "adapter"}, ""),
+    ],
+)
+def test_an_adapter_to_start_from_that_the_run_would_refuse_is_no_plan(
+    lora: dict[str, Any], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_checkpoint: Any
+) -> None:
+    folder = make_checkpoint("llama")
+    monkeypatch.chdir(tmp_path)
+    save_adapter(read_spec(folder).training(Trained(Lora(r=2, alpha=6))), folder).rename("adapter")
+    config = config_of(folder, 2, fp16={"enabled": False}, lora=lora, save_path="run")
+    with pytest.raises(ConfigError, match=line) if line else nullcontext():
+        plan_run(config, arguments(devices="2xA100-80G"))
 
 
 def test_a_plan_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
