@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,32 @@ def test_the_readmes_recording_is_one_file() -> None:
     text = picture.read_text(encoding="utf-8")
     assert re.findall(r"https?://\S+", text.replace("http://www.w3.org/2000/svg", "")) == ["https://www.textualize.io"]
     assert "$ python train_ds.py" in "\n".join(lines_in(picture))
+
+
+PRODUCT = ("common", "data", "models", "options", "training")
+
+
+def literals() -> str:
+    """What stands in the strings of the product's code, docstrings left out."""
+    found: list[str] = []
+    for path in chain.from_iterable((ROOT / package).rglob("*.py") for package in PRODUCT):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value.value = None
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_the_readmes_recording_has_the_words_of_today() -> None:
+    """Each label before a colon, and three words in a row of each phrase: others may come of numbers or names."""
+    code, lines = literals(), lines_in(ROOT / "docs" / "pictures" / "run.svg")[2:]
+    labels = [found[1] for line in lines if (found := re.match(r"([a-z][a-z -]*):", line))]
+    assert {"start", "model", "saved", "next"} <= set(labels)
+    assert [label for label in labels if f"{label}:" not in code and f"\n{label}\n" not in code] == []
+
+    for line in lines:
+        for phrase in re.findall(r"[A-Za-z-]+(?: [A-Za-z-]+){3,}", line):
+            words = phrase.split()
+            threes = [" ".join(words[begin : begin + 3]) for begin in range(len(words) - 2)]
+            assert any(three in code for three in threes), phrase
