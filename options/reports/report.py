@@ -51,12 +51,12 @@ def main() -> None:
 
 
 def draw_run(
-    run_folder: Path, output: Path | None = None, last_step: float = math.inf, name: str | None = None
+    run_folder: Path, output: Path | None = None, last_step: float = math.inf, title: str | None = None
 ) -> Path:
     """Draw the run's metrics.jsonl as a PNG, up to a step.
 
     Args:
-        name: of the run, for the title; that of its folder otherwise.
+        title: the run's name in the picture; that of its folder otherwise.
 
     Returns:
         The picture's path.
@@ -76,8 +76,7 @@ def draw_run(
     judged = {name: title for name, title in JUDGED.items() if any(name in line for line in lines)}
     columns = 3 if judged else 2
     figure = Figure(figsize=(columns * WIDTH, HEIGHT), dpi=DPI, layout="constrained")
-    named = name or run_folder.resolve().name
-    figure.suptitle(f"{named}: {counted(steps[-1]['step'], 'step')}", parse_math=False)
+    figure.suptitle(f"{title or run_folder.resolve().name}: {counted(steps[-1]['step'], 'step')}", parse_math=False)
     (loss, lr, *above), (throughput, memory, *below) = figure.subplots(2, columns)
     loss.set_title("loss")
     _line(loss, steps, "loss", label="training")
