@@ -120,8 +120,9 @@ def describe_drawn(step: int, rows: Sequence[Sequence[TimeSpan]], steps: str, fi
     spans = list(chain.from_iterable(rows))
     seconds = max(span.end for span in spans) - min(span.begin for span in spans)
     optimizer = "with" if any(span.kind == "optimizer" for span in spans) else "without"
+    measured = steps if steps == f"step {step}" else f"mean of {steps}"
     drawn = f"step {step}: {duration(seconds)} {optimizer} the optimizer"
-    return f"{drawn}\nmean of {steps} without the optimizer: {figures}"
+    return f"{drawn}\n{measured} without the optimizer: {figures}"
 
 
 def _clock_offset() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +18,7 @@ from options.planner.command import plan_run
 from options.planner.drawing import draw_plan
 from options.planner.inputs import Basis, Workload
 from options.planner.plan import Plan
-from tests.conftest import FAQ
+from tests.conftest import FAQ, ROOT
 from tests.launching import write_config
 from tests.options.planner.helpers import config_of, llama
 from training.errors import ConfigError
@@ -154,6 +155,14 @@ def test_devices_go_by_the_names_that_people_use(text: str, count: int, name: st
 )
 def test_a_gpu_is_known_by_the_name_that_torch_gives_it(named: str, half: float | None) -> None:
     assert peak_flops(named) == (half and half * TERA)
+
+
+@pytest.mark.parametrize("page", ["parallelism.md", "parallelism_CN.md"])
+def test_the_page_lists_every_gpu(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    (paragraph,) = re.findall(r"^- `--devices`.*?(?=^- )", text, re.MULTILINE | re.DOTALL)
+    named = re.findall(r"(?<![\w-])([A-Z][A-Z0-9]*\d[A-Za-z0-9]*)(?![\w-])", paragraph, re.ASCII)
+    assert sorted(named) == sorted(KNOWN)
 
 
 def test_what_the_numbers_of_a_gpu_say_of_each_other_is_right() -> None:
