@@ -31,8 +31,8 @@ class _Shown:
         if now < self._due:
             return
         if self._log.is_terminal:
-            self.bar.start()
             self.bar.update(self._task, description=what, completed=done, total=total)
+            self.bar.start()
         else:
             self._log.print(f"searching: {done} of {total} {what}")
             self._due = now + PAUSE

@@ -59,20 +59,22 @@ def test_loops_outside_of_a_search_say_nothing(capsys: pytest.CaptureFixture[str
     assert list(each_of(range(3), "plans")) == [0, 1, 2] and "".join(capsys.readouterr()) == ""
 
 
+@pytest.mark.slow
 def test_all_that_searches_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--search`, the advice of a plan that does not fit, weight streaming, and `--auto`."""
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(progress, "PAUSE", 0.0)
-    llama(tmp_path)
+    llama(tmp_path, num_hidden_layers=8)
     plan_run(config_of(tmp_path, 2), arguments(devices="2xA100-80G", search=True))
     printed = capsys.readouterr().out
-    assert all(f"searching: 1 of {what}" in printed or f" {what}\n" in printed for what in ("combinations", "plans"))
+    assert " combinations\n" in printed and " plans\n" in printed
+    llama(tmp_path)
     with pytest.raises(SystemExit):
         plan_run(config_of(tmp_path, 1), arguments(devices="1xT4"))
     printed = capsys.readouterr().out
     for what in ("changes", "numbers of stages", "divisions into turns"):
         assert f" {what}\n" in printed
-    auto(outline(tmp_path / "model"), tmp_path / "run", devices="4xA100-80G", dry_run=True)
+    auto(outline(tmp_path / "model", num_hidden_layers=8), tmp_path / "run", devices="4xA100-80G", dry_run=True)
     assert " combinations\n" in capsys.readouterr().out

@@ -28,6 +28,9 @@ KEYS: dict[str, Any] = {
     "packing": False,
 }
 
+FEW = KEYS | {"train_batch_size": 64}
+ROWS = "train_micro_batch_size_per_gpu"
+
 
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_all_layers_are_computed_and_gpus_hardly_wait(gpus: int, tmp_path: Path) -> None:
@@ -72,7 +75,8 @@ def test_what_fits_no_gpu_in_turns_either_has_no_plan(tmp_path: Path) -> None:
 
 def test_memory_has_parts_of_which_the_sums_decide(tmp_path: Path) -> None:
     """Per weight of a host 2 bytes in bf16, 4 of its gradient's sum, 12 of fp32 and AdamW's states."""
-    plan = Streaming(basis_of(llama(tmp_path), config_of(tmp_path, 8, **KEYS), "RTX4090"), 8).best()
+    spec = llama(tmp_path, num_hidden_layers=8)
+    plan = Streaming(basis_of(spec, config_of(tmp_path, 8, **FEW), "RTX4090"), 8).best()
     assert plan is not None
     weights, states, sums, inputs = plan.of_host.values()
     head = 32000 * 4096 + 4096
@@ -90,16 +94,16 @@ def test_a_turn_has_three_lanes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "main_memory", "says"),
+    ("rows", "main_memory", "says"),
     [
-        ("llama-7b", "RTX4090", 2 * 10**11, "memory: fits: at most "),
-        ("llama-7b", "RTX4090", 10**11, "memory: does not fit: at most "),
-        ("llama-7b", "RTX4090", None, "memory: fits: at most "),
-        ("llama-65b", "T4", None, "memory: does not fit: at most "),
+        (1, 10**11, "memory: fits: at most "),
+        (1, 10**10, "memory: does not fit: at most "),
+        pytest.param(64, None, "memory: does not fit: at most ", marks=pytest.mark.slow),
     ],
+    ids=["all fits", "the host has too little", "a device has too little"],
 )
 def test_the_picture_shows_the_parts_beside_what_is_there_and_the_lanes_of_every_turn(
-    name: str, devices: str, main_memory: int | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int, main_memory: int | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
 
@@ -108,7 +112,8 @@ def test_the_picture_shows_the_parts_beside_what_is_there_and_the_lanes_of_every
         drawn.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", savefig)
-    streaming = Streaming(basis_of(llama(tmp_path, name), config_of(tmp_path, 8, **KEYS), devices), 8)
+    spec, config = llama(tmp_path, num_hidden_layers=8), config_of(tmp_path, 8, **FEW, **{ROWS: rows})
+    streaming = Streaming(basis_of(spec, config, "RTX4090"), 8)
     plan = streaming.best() or streaming.smallest()
     assert plan is not None
     plan.draw(tmp_path / "plan.png", main_memory)
@@ -129,22 +134,22 @@ def test_the_picture_shows_the_parts_beside_what_is_there_and_the_lanes_of_every
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "search", "code"),
+    ("blocks", "rows", "search", "code"),
     [
-        ("llama-7b", "8xRTX4090", False, 0),
-        ("llama-65b", "8xT4", False, 1),
-        pytest.param("llama-65b", "8xT4", True, 1, marks=pytest.mark.slow),
+        (8, 1, False, 0),
+        pytest.param(8, 64, False, 1, marks=pytest.mark.slow),
+        pytest.param(40, 64, True, 1, marks=pytest.mark.slow),
     ],
+    ids=["fits", "does not", "nothing does"],
 )
 def test_a_plan_is_drawn_whether_it_fits_or_not(
-    name: str, devices: str, search: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    blocks: int, rows: int, search: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a search where no pipeline fits, which would have its own picture."""
-    llama(tmp_path, name)
-    keys = KEYS | {"bf16": {}, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    config = config_of(tmp_path, 8, **keys, **({} if search else {"schedule": "weight_streaming"}))
+    llama(tmp_path, "llama-65b", num_hidden_layers=blocks)
+    keys = FEW | {"zero_optimization": {"stage": 1}, "schedule": "1f1b" if search else "weight_streaming"}
     with pytest.raises(SystemExit) as left:
-        plan_run(config, arguments(devices=devices, search=search))
+        plan_run(config_of(tmp_path, 8, **keys, **{ROWS: rows}), arguments(devices="8xRTX4090", search=search))
     printed = capsys.readouterr().out
     assert left.value.code == code and printed.count("drawn: ") == 1
     assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")

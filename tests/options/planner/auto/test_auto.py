@@ -79,9 +79,11 @@ def test_a_dry_run_chooses_the_same_without_weights(
 ) -> None:
     """So one knows what to rent before a model is downloaded."""
     shutil.copytree(model, tmp_path / "outline", ignore=shutil.ignore_patterns("*.safetensors*"))
+    words = ["model_topo.process_topology.dims=[2, 1]", "train_micro_batch_size_per_gpu=1"]
+    words += ["schedule=1f1b", "use_grad_ckpt=true"]  # to search little
     written = {}
     for folder in (model, tmp_path / "outline"):
-        path = auto(folder, tmp_path / "run", dry_run=True)
+        path = auto(folder, tmp_path / "run", *words, dry_run=True)
         written[folder] = path.read_text(encoding="utf-8").replace(str(folder), "MODEL")
         without = "weights: not needed for --dry-run, but to train: "
         assert (f"{without}{folder}: no weights; expected" in capsys.readouterr().out) == (folder != model)
