@@ -88,7 +88,7 @@ def _draw_turns(panel: Axes, plan: StreamedPlan) -> None:
     rounds = plan.basis.micro_batches // plan.slots.a_round
     every = [lanes(turn, plan.slots.a_round, rounds) for turn in plan.turns]
     for name, colour in zip(every[0], ("tab:gray", "tab:purple", "tab:cyan"), strict=True):
-        panel.stairs([turn[name] / unit for turn in every], label=name, color=colour, linewidth=1.2)
+        panel.stairs([turn[name] / unit for turn in every], label=name, color=colour, linewidth=1.2, baseline=None)
 
     forward, heads = len(plan.slots.forward), plan.slots.heads
     for border in (forward, forward + heads):

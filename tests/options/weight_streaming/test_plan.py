@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle, StepPatch
@@ -124,10 +125,12 @@ def test_the_picture_shows_the_parts_beside_what_is_there_and_the_lanes_of_every
     for panel, parts, there in ((device, plan.of_device, plan.basis.device.memory), (host, plan.of_host, main_memory)):
         bars = [bar.get_width() * GIGA for bar in panel.patches if isinstance(bar, Rectangle)]
         assert bars == pytest.approx(list(parts.values()))
-        assert [line.get_xdata()[0] for line in panel.lines] == ([pytest.approx(there / GIGA)] if there else [])
+        assert [numpy.asarray(line.get_xdata())[0] for line in panel.lines] == (
+            [pytest.approx(there / GIGA)] if there else []
+        )
         assert panel.get_xlim()[1] * GIGA > max(sum(bars), there or 0)
     stairs = [patch for patch in turns.patches if isinstance(patch, StepPatch)]
-    assert [len(patch.get_data().values) for patch in stairs] == [len(plan.turns)] * 3
+    assert [len(patch.get_data()[0]) for patch in stairs] == [len(plan.turns)] * 3
     for panel in figure.axes:
         legend = panel.get_legend()
         assert legend and legend.get_window_extent().x0 >= panel.get_window_extent().x1, "nothing is hidden"
