@@ -11,6 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ CPU = Device(
     "CPU", None, 1e11, 5e10, 1e10, 1.0, 1.0, 0.0, cores=1, link=1e9, kernel=0, launch=0, reserves=False, known=False
 )
 KNOWN: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yml").read_text(encoding="utf-8"))
-SIZED: list[tuple[str, int]] = [(name, gib) for name in KNOWN for gib in KNOWN[name]["memory"]]
+SIZED = list[tuple[str, int]](chain.from_iterable(product([name], gpu["memory"]) for name, gpu in KNOWN.items()))
 NEAREST = 5  # names that a message has
 
 
