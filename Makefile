@@ -10,11 +10,12 @@ TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-r
 # What reads all files, and a whole run in real processes: imports do not say that they reach a change.
 ALWAYS := tests/test_style.py tests/test_imports.py tests/training/test_runs.py
 
-.PHONY: help quickstart test test-for test-slow test-all lint format clean
+.PHONY: help quickstart pictures test test-for test-slow test-all lint format clean
 
 help:
 	@echo "make quickstart   fine-tune a real small model and see the effect (about 10 minutes on two cores)"
 	@echo "make quickstart MODEL=DIR DATA=FILE   the same with your own model and records; KEYS='key.sub=value ...' too"
+	@echo "make pictures     draw the pictures of the docs anew, after make quickstart"
 	@echo "make test         lint, type check and tests"
 	@echo "make test-for     those of the tests that reach what has changed since main"
 	@echo "make test-slow    the long tests"
@@ -25,6 +26,14 @@ help:
 
 quickstart: $(VENV)/installed
 	$(BIN)/python -m quickstart $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(KEYS)
+
+# Of the quickstart's model; a run that is there already would only be said to be done.
+pictures: $(VENV)/installed
+	rm -rf runs/recording runs/pictures
+	$(BIN)/python -m benchmarks.recording docs/pictures/run.svg train_ds.py --config configs/quickstart.yml save_path=runs/recording max_steps=12
+	$(BIN)/python train_ds.py --config configs/quickstart.yml save_path=runs/pictures train_batch_size=48 max_steps=4 'profile_steps=[3,4]'
+	$(BIN)/python train_ds.py --config configs/ds_config_pp.yml --plan --devices 8xA100-40G save_path=runs/pictures
+	cp runs/pictures/timeline.png runs/pictures/plan.png docs/pictures/
 
 test: lint
 	$(TESTS) -m "not slow and not longest"

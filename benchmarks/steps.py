@@ -78,7 +78,7 @@ def joined(config: TrainConfig) -> Iterator[processes.ProcessInfo]:
     """Join the other processes of the run."""
     process = processes.ProcessInfo.from_environment()
     assert process is not None
-    processes.start(process, config.model_topo)
+    processes.join(process)
     yield process
     processes.stop()
 

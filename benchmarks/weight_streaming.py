@@ -51,7 +51,7 @@ def main() -> None:
         if streamed := Streaming(plans[0].basis, gpus).best():
             cut = streamed.slots
             slots = f"{len(cut.forward)} + {cut.heads} + {len(cut.backward)} slots, {cut.a_round} a round"
-            sizes = f"{streamed.memory / 1e9:.1f} | {streamed.host / 1e9:.0f}"
+            sizes = f"{streamed.peak / 1e9:.1f} | {streamed.host / 1e9:.0f}"
             speed = f"{streamed.bubble:.1%} | {streamed.tokens_per_s:,.0f}"
             print(f"| {name} | {gpus} | weight streaming: {slots} | {sizes} | {speed} |")
 

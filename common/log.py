@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from common.terminal import safe_text
+from common.terminal import paused, safe_text
 
 
 class Log(Console):
@@ -16,6 +16,11 @@ class Log(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, soft_wrap=True, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print above a live view: rich lets only the view's own console do that, and would write into the view."""
+        with paused():
+            super().print(*objects, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Make the pieces of a line safe."""

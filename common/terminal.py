@@ -69,11 +69,13 @@ live_views: list[LiveDisplay] = []  # open ones of this process
 def paused() -> Iterator[None]:
     """Pause the live views, so that something else may draw, such as the progress bar of an evaluation."""
     views = list(live_views)
+    live_views.clear()  # so that lines printed meanwhile do not pause and resume them once more
     for view in views:
         view.pause()
     try:
         yield
     finally:
+        live_views.extend(views)
         for view in views:
             view.resume()
 

@@ -19,7 +19,8 @@ def draw_picture(run_folder: Path, target: Path) -> Path:
     Raises:
         OSError, ValueError: as `options.reports.report.draw_run`.
     """
-    parts = [imread(draw_run(run_folder))]
+    # The run's own folder is called checkpoints, in every quickstart.
+    parts = [imread(draw_run(run_folder, title=target.resolve().parent.name))]
     if (run_folder / CHART_FILE).is_file():
         parts.append(imread(run_folder / CHART_FILE))
     width = max(part.shape[1] for part in parts)

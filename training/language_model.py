@@ -93,7 +93,7 @@ class LanguageModel(Task):
         check_length(config, spec)
         check_sharing(config, spec)
         reader = RecordReader(config, folder, log)
-        self.other_models = config.objective.other_models(spec, folder, reader.tokenizer, self._read_spec)
+        self.other_models = config.objective.other_models(spec, folder, self._read_spec)
         self.dataset, self.held_out = self._sets(config, reader)
         self.spec, self._shows = spec, not log.quiet
         self.make_batches(config)

@@ -32,8 +32,6 @@ from models.spec import ModelSpec
 from training.callbacks import Callback
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from data.loader import Loader
     from training.config.keys import TrainConfig
     from training.engine.trainer import Trainer
@@ -115,22 +113,19 @@ class Objective(ABC):
         return spec
 
     def other_models(
-        self,
-        spec: ModelSpec,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        read_spec: Callable[[Path], ModelSpec],
+        self, spec: ModelSpec, folder: Path, read_spec: Callable[[Path], ModelSpec], weights: bool = True
     ) -> dict[str, tuple[Path, ModelSpec]]:
         """Read and check the other models it needs, each with its folder, by the config's key; nothing is communicated.
 
         Args:
             spec: of the model that is trained.
-            folder: of that model.
-            tokenizer: which the records are read with.
+            folder: of that model, with the tokenizer that the records are read with.
             read_spec: reads a model folder's config.json and finds its family.
+            weights: fetch them too; a plan needs none.
 
         Raises:
-            ConfigError: one is missing, or does not fit.
+            ConfigError: one does not fit.
+            CheckpointError, DataError: one is missing, or a tokenizer.
         """
         return {}
 

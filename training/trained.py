@@ -100,6 +100,25 @@ def describe_start(config: TrainConfig) -> list[str]:
     return [f"lora.start_from: {start} names {name} and has no digest of it: not compared with {config.model_path}"]
 
 
+def check_start(config: TrainConfig, spec: ModelSpec) -> None:
+    """Refuse an adapter to start from that is not there, or whose settings are not those of `spec`; read no weights.
+
+    Raises:
+        ConfigError: of both.
+    """
+    if not (config.lora and config.lora.start_from):
+        return
+    start = config.lora.start_from
+    if not Path(start).exists():
+        raise ConfigError(
+            f"lora.start_from: {start}: not found; expected an adapter's folder, or a run's that made one"
+        )
+    try:
+        _check_start(resolve(start, adapter=True), spec)
+    except CheckpointError as error:
+        raise ConfigError(f"lora.start_from: {error}") from None
+
+
 def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerStates:
     """Open the weights of a run's layers: those of `folder`, a model or a checkpoint, or fresh ones."""
     if config.from_scratch:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-from common.hub import hub_name
+from common.hub import hub_name, other_ways
 from common.terminal import reason_of
 from models.checkpoint.layout import TEMPLATES, resolve
 from models.errors import CheckpointError
@@ -40,11 +40,12 @@ def _snapshot(name: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.utils import disable_progress_bars
 
-    text, problem = f"{name}@{revision}" if revision else name, ""
+    text = f"{name}@{revision}" if revision else name
+    problem: Exception | None = None
     try:
         wanted = wanted_files(name, revision, weights)
     except Exception as error:  # the hub's own errors, the HTTP library's; what is in the cache may do
-        wanted, problem = ["config.json", *([SAFE] if weights else [])], reason_of(error)
+        wanted, problem = ["config.json", *([SAFE] if weights else [])], error
     try:
         if weights and not any(fnmatchcase(file, SAFE) for file in wanted):
             raise LookupError("it has no safetensors; that command takes .bin files too")
@@ -55,9 +56,11 @@ def _snapshot(name: str, revision: str | None, weights: bool) -> Path:
             print(f"fetching {text} from the HuggingFace hub", file=sys.stderr, flush=True)
         found = snapshot_download(name, revision=revision, allow_patterns=wanted, local_files_only=bool(problem))
     except Exception as error:
+        reason = problem or error
         raise CheckpointError(
             f"{text}: not found; expected a model folder, or first: python convert_model.py download --model-name "
-            f"{text} --save-path DIR; it was not to be had from the HuggingFace hub: {problem or reason_of(error)}"
+            f"{text} --save-path DIR; it was not to be had from the HuggingFace hub: {reason_of(reason)}"
+            f"{other_ways(reason, name)}"
         ) from None
     return Path(found)
 
@@ -75,7 +78,8 @@ def download(model_name: str, save_path: Path) -> None:
         wanted = wanted_files(name, revision or None)
         snapshot_download(name, revision=revision or None, local_dir=save_path, allow_patterns=wanted)
     except Exception as error:  # the hub's own errors, the HTTP library's, the file system's
-        raise CheckpointError(f"{model_name}: cannot be downloaded: {reason_of(error)}") from None
+        ways = other_ways(error, name)
+        raise CheckpointError(f"{model_name}: cannot be downloaded: {reason_of(error)}{ways}") from None
 
 
 def wanted_files(name: str, revision: str | None, weights: bool = True) -> list[str]:

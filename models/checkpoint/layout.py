@@ -64,17 +64,24 @@ def not_found(path: Path) -> CheckpointError:
     return CheckpointError(f"{path}: not found; the folder is incomplete")
 
 
-def resolve(folder: str | Path, adapter: bool = False) -> Path:
+def resolve(folder: str | Path, adapter: bool = False, layers: bool = False) -> Path:
     """Find the folder with the model: this one, or the newest checkpoint of a run.
 
     Args:
         adapter: whether an adapter without its base will do.
+        layers: whether a script's own layers, which are no language model, will do.
 
     Raises:
-        CheckpointError: there is no such folder, it holds an adapter, or `latest` names none in it.
+        CheckpointError: there is no such folder, it holds an adapter or a script's layers, or `latest` names none in
+            it.
     """
     path = _newest(folder)
-    if (path / ADAPTER).is_file() and not adapter:
+    is_adapter, is_model = (path / ADAPTER).is_file(), (path / "config.json").is_file()
+    if (path / RECORD).is_file() and not (is_adapter or is_model or layers):
+        raise CheckpointError(
+            f"{path}: layers of a script, which have no HuggingFace layout; expected load_trained (docs/api.md)"
+        )
+    if is_adapter and not adapter:
         raise CheckpointError(
             f"{path}: an adapter ({ADAPTER}), no whole model; expected its base, or both merged: "
             "convert_model.py pp_to_hg --merge for a run's, merge_and_unload of peft for others"

@@ -114,7 +114,7 @@ def load_trained(layers: nn.Sequential | nn.ModuleList | Sequence[nn.Module], pa
     from models.checkpoint.layout import resolve
     from options.any_layers.stage import load_layers
 
-    load_layers(dict(enumerate(as_layers(layers))), resolve(path))
+    load_layers(dict(enumerate(as_layers(layers))), resolve(path, layers=True))
 
 
 def as_layers(layers: Any) -> list[Any]:

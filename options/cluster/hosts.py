@@ -47,11 +47,14 @@ def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]
     expected = "lines such as: node1 slots=8"
     try:
         # DeepSpeed's own reader takes the byte order mark of Windows for a part of the first name.
-        pool = runner._parse_hostfile(read_small(path).decode("utf-8-sig").splitlines())
+        lines = read_small(path).decode("utf-8-sig").splitlines()
+        if all(not line.strip() or line.lstrip().startswith("#") for line in lines):
+            raise ValueError("names no host")
+        pool = runner._parse_hostfile(lines)
         expected = "hosts and slots that stand in it"
         chosen: dict[str, list[int]] = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else str(error).partition(", unable to proceed")[0]
         raise ConfigError(f"--hostfile {path}: {reason}; expected {expected}") from None
     if not any(chosen.values()):
         raise ConfigError(

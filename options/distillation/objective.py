@@ -17,8 +17,6 @@ from training.fine_tuning import FineTuning
 from training.objective import Formula, ModelAndRecords
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from options.distillation.keys import DistillationSection
     from training.config.keys import TrainConfig
 
@@ -34,15 +32,11 @@ class Distillation(FineTuning):
         return TaughtCollation(data)
 
     def other_models(
-        self,
-        spec: ModelSpec,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        read_spec: Callable[[Path], ModelSpec],
+        self, spec: ModelSpec, folder: Path, read_spec: Callable[[Path], ModelSpec], weights: bool = True
     ) -> dict[str, tuple[Path, ModelSpec]]:
         from options.distillation.teacher import TEACHER, read_teacher
 
-        return {TEACHER: read_teacher(self.config, self.section, spec, folder, tokenizer, read_spec)}
+        return {TEACHER: read_teacher(self.config, self.section, spec, folder, read_spec, weights)}
 
     def loss(self, router_loss_weight: float, rows: RankGroup) -> DistillationLoss:
         mix = self.section.weight, self.section.temperature

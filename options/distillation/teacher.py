@@ -20,8 +20,6 @@ from training.config.precision import FP8
 from training.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from options.distillation.keys import DistillationSection
 
 TEACHER = "distillation.teacher"
@@ -32,20 +30,24 @@ def read_teacher(
     section: DistillationSection,
     spec: ModelSpec,
     folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
     read_spec: Callable[[Path], ModelSpec],
+    weights: bool = True,
 ) -> tuple[Path, ModelSpec]:
     """Find the teacher of the model of `spec`: its folder, and its own spec.
 
     Args:
-        folder: of the student.
-        tokenizer: the student's.
+        folder: of the student, with its tokenizer.
+        weights: fetch the teacher's; a plan needs none.
 
     Raises:
         ConfigError: it is no language model of the same vocabulary, or does not fit this run's topology.
+        CheckpointError, DataError: it is not there, or a tokenizer is not.
     """
     try:
-        place = find_model(section.teacher)
+        place = find_model(section.teacher, weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{TEACHER}: {error}") from None
+    try:
         teacher = read_spec(place)
         teacher.check_writes(place)
         config.with_parts([]).parts_for(teacher.n_layers)
@@ -53,7 +55,7 @@ def read_teacher(
         check_sharing(config, teacher)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"{TEACHER}: {error}") from None
-    if unlike := tokenizer.get_vocab().items() ^ load_tokenizer(place).get_vocab().items():
+    if unlike := load_tokenizer(folder).get_vocab().items() ^ load_tokenizer(place).get_vocab().items():
         raise ConfigError(
             f"{TEACHER}: {place}: another vocabulary than that of {folder}: {min(unlike)} and "
             f"{counted(len(unlike) - 1, 'other word')} are in only one of them; expected the same tokenizer"

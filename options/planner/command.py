@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,12 @@ from models.checkpoint.publish import writing
 from models.errors import CheckpointError
 from models.spec import ModelSpec
 from options.planner.communication import PER_HOST, Fabric
-from options.planner.drawing import PICTURE, draw_plan
+from options.planner.drawing import draw_plan, place_of_picture
 from options.planner.inputs import Basis, Workload
 from options.planner.micro_batch import ROWS, choose_rows
 from options.planner.own_plan import SelfPlannedOption, own_planner, self_planned
 from options.planner.plan import Plan
+from options.planner.progress import searching
 from options.planner.search import Feed, advise, feed_of, other_ways, search
 from options.planner.shapes import shape_of
 from options.planner.tables import advice_table, needs_table, plan_summary, search_table, stages_table, times_table
@@ -42,7 +45,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.metrics.devices import parse_devices, this_device
-from training.trained import with_trained
+from training.trained import check_start, with_trained
 
 DOES_NOT_FIT = 1
 WIDTH = 160  # columns of a plan that is written to a file
@@ -79,6 +82,9 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
         config = config.model_copy(update={"model_topo": fabric.placed(config.model_topo)})
     if not arguments.search:
         check_sharing(config, spec)
+    if not shape:
+        check_start(config, spec)
+        _check_other_models(config, spec, folder, log)
 
     workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
     if config.train_micro_batch_size_per_gpu == "auto" and not arguments.search:
@@ -104,7 +110,8 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     for line in [*known, *ignored, *describe_ignored_keys(config, in_stages, plan=True)]:
         log.print(line)
     main_memory = None if arguments.devices else psutil.virtual_memory().total
-    _show(basis, processes, feed if arguments.search else None, main_memory, log)
+    with searching(log):
+        _show(basis, processes, feed if arguments.search else None, main_memory, log)
 
 
 def _show(basis: Basis, processes: int, feed: Feed | None, main_memory: int | None, log: Console) -> None:
@@ -113,9 +120,9 @@ def _show(basis: Basis, processes: int, feed: Feed | None, main_memory: int | No
     if own and not feed:
         sys.exit(0 if _show_own(own, basis, basis.config.model_topo.stages, main_memory, log) else DOES_NOT_FIT)
     if feed:
-        for option in self_planned(basis.config):
-            _show_own(option, basis, processes, main_memory, log)
         best = search(basis, processes, feed)
+        for option in self_planned(basis.config):
+            _show_own(option, basis, processes, main_memory, log, drawn=not best)
         if not best:
             log.print("search: no pipeline fits, whatever the dims and the micro-batch")
             sys.exit(DOES_NOT_FIT)
@@ -128,9 +135,18 @@ def _show(basis: Basis, processes: int, feed: Feed | None, main_memory: int | No
 
 
 def _show_own(
-    option: SelfPlannedOption[Any], basis: Basis, devices: int, main_memory: int | None, log: Console
+    option: SelfPlannedOption[Any],
+    basis: Basis,
+    devices: int,
+    main_memory: int | None,
+    log: Console,
+    drawn: bool = True,
 ) -> bool:
-    """Show the fastest plan of a schedule that plans itself, or the smallest; return whether it fits."""
+    """Show the fastest plan of a schedule that plans itself, or the smallest; return whether it fits.
+
+    Args:
+        drawn: whether the run's picture is of it.
+    """
     plan, name = option.fastest(basis, devices), option.schedule.replace("_", " ")
     if plan is None:
         log.print(f"{name}: the model cannot be divided among {counted(devices, 'device')}")
@@ -139,6 +155,8 @@ def _show_own(
     log.print(needs_table(plan, basis.device, main_memory))
     for line in plan.describe():
         log.print(line)
+    if drawn:
+        _draw(partial(plan.draw, main_memory=main_memory), basis.config, log)
     has_room = main_memory is None or plan.host <= main_memory
     if plan.fits and has_room:
         return True
@@ -148,15 +166,20 @@ def _show_own(
 
 
 def show(plan: Plan, log: Console) -> None:
-    """Print a plan, and draw it into the run's folder."""
+    """Print a plan, and draw it."""
     log.print(stages_table(plan))
     log.print(times_table(plan))
     for line in plan_summary(plan):
         log.print(line)
-    save_path = Path(plan.basis.config.save_path)
-    with writing(save_path):
-        save_path.mkdir(parents=True, exist_ok=True)
-        log.print(f"drawn: {draw_plan(plan, save_path / PICTURE)}")
+    _draw(partial(draw_plan, plan), plan.basis.config, log)
+
+
+def _draw(draw: Callable[[Path], Path], config: TrainConfig, log: Console) -> None:
+    """Draw a plan into the run's folder, or here."""
+    picture, why = place_of_picture(config)
+    with writing(picture.parent):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        log.print(f"drawn: {draw(picture)}{why}")
 
 
 def _spread(config: TrainConfig, count: int) -> TrainConfig:
@@ -170,6 +193,14 @@ def _spread(config: TrainConfig, count: int) -> TrainConfig:
             f"{topo.processes}; expected as many, or --search"
         )
     return config.model_copy(update={"model_topo": topo.spread(count, 1)})
+
+
+def _check_other_models(config: TrainConfig, spec: ModelSpec, folder: Path, log: Log) -> None:
+    """Refuse a model beside the trained one that does not fit, as the run would; one that is not here is named."""
+    try:
+        config.objective.other_models(spec, folder, read_spec, weights=False)
+    except (CheckpointError, DataError) as error:
+        log.print(f"not compared: {reason_of(error)}")
 
 
 def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> tuple[Workload, Feed]:

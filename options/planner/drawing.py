@@ -1,4 +1,4 @@
-"""A plan as a picture, in the run's folder."""
+"""A plan as a picture."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy
 from common.quantities import GIGA, counted, gigabytes
 from options.planner.plan import Plan
 from options.planner.tables import MEMORY, room, speed
+from training.config.keys import TrainConfig
 
 PICTURE = "plan.png"
 DPI = 120
@@ -18,6 +19,18 @@ DRAWN = {name: name for name in MEMORY[:4]} | {
     "step": STEP,
     "beyond": "kernels, and what was\nmeasured on top",
 }  # of plan.png, from below
+
+
+def place_of_picture(config: TrainConfig) -> tuple[Path, str]:
+    """Find where to draw a plan: into `save_path`, or here where that would make folders elsewhere.
+
+    Returns:
+        the file, and for the log why it is here, if it is.
+    """
+    folder = Path(config.save_path)
+    if folder.parent.exists() or folder.resolve().is_relative_to(Path.cwd()):
+        return folder / PICTURE, ""
+    return Path(PICTURE), f" in this folder, as {folder.parent} is not there yet"
 
 
 def draw_plan(plan: Plan, path: Path) -> Path:

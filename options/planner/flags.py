@@ -11,7 +11,7 @@ from options.planner.shapes import shape_of
 from training.command_line import refuse_launcher
 from training.errors import ConfigError, keep_tracebacks_in
 from training.launch.start import name_accelerator
-from training.metrics.devices import KNOWN, parse_devices
+from training.metrics.devices import KNOWN, OWN, parse_devices
 from training.option import Action, CommandLine, EntryPoint, Flags, IsOverride
 
 NEEDS = {
@@ -37,7 +37,7 @@ def _add(line: CommandLine) -> None:
 
     add("--plan", action="store_true", help="predict the run's time and memory, and exit")
     known = f"with --plan or --dry-run: plan for these devices instead of this machine's; known: {', '.join(KNOWN)}"
-    add("--devices", metavar="8xA100-40G", help=known)
+    add("--devices", metavar="8xA100-40G", help=f"{known}; another one by its numbers: '{OWN}'")
     links = "with --plan: the link inside a host and the link between hosts"
     add("--links", metavar="nvlink4,ib400", help=links)
     add("--per-host", type=int, metavar="N", help="with --links: GPUs of a host; 8 otherwise")

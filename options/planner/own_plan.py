@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from training.config.keys import TrainConfig
@@ -35,6 +36,9 @@ class OwnPlan(Protocol):
 
     def describe(self) -> list[str]:
         """Say in lines what it takes."""
+
+    def draw(self, path: Path, main_memory: int | None) -> Path:
+        """Draw it as a PNG, beside a host's bytes of main memory, where they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)

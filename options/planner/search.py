@@ -18,8 +18,6 @@ from itertools import product
 from math import floor, inf
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
 from options.planner.costs import layer_times
@@ -27,6 +25,7 @@ from options.planner.inputs import Basis, Workload
 from options.planner.memory import StateBytes
 from options.planner.own_plan import OwnPlan, own_planner, self_planned
 from options.planner.plan import Plan, fitting_parts
+from options.planner.progress import each_of
 from options.planner.simulation import simulate
 from training.config.contradictions import PARAMETERS, of_optimizer
 from training.config.deepspeed_config import check_sharing
@@ -70,13 +69,13 @@ def search(basis: Basis, devices: int, feed: Feed | None = None, fixed: Containe
             workloads[case] = feed(config)
         return replace(candidate, workload=workloads[case]) if feed else candidate
 
-    found = map(fed, filter(_may_fit, candidates(basis, devices, fixed)))
+    found = map(fed, filter(_may_fit, each_of(list(candidates(basis, devices, fixed)), "combinations")))
     enough = [each for each in found if each.workload.micro_batches >= each.config.least_micro_batches]
 
     # The most promising first: once the bound of one is above the time of the last to be returned, so are all others'.
     ordered = sorted((_lower_bound(candidate), number) for number, candidate in enumerate(enough))
     best: list[Plan] = []
-    for bound, number in tqdm(ordered, "search", disable=None, leave=False):  # None: only on a terminal
+    for bound, number in each_of(ordered, "plans"):
         within = best[-1].seconds if len(best) == FASTEST else inf
         if bound > within:
             break
@@ -216,7 +215,7 @@ def advise(basis: Basis) -> list[Advice]:
 
     def add(changes: Iterable[str]) -> bool:
         nonlocal together
-        for change in changes:
+        for change in each_of(list(changes), "changes"):
             changed, applied = cheaper(basis).get(change), cheaper(together).get(change)
             if not changed or not applied:  # the second is on top of the changes before
                 continue
@@ -269,7 +268,8 @@ def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
 def more_stages(basis: Basis) -> Plan | None:
     """Plan the fewest stages with which the run fits as it is, if there are such."""
     topo = basis.config.model_topo
-    for stages in range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.v_schedule else 1) + 1):
+    more = range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.v_schedule else 1) + 1)
+    for stages in each_of(more, "numbers of stages"):
         spread = topo.spread(stages, topo.replicas)
         changed = basis.changed(model_topo=spread)
         if fitting_parts(changed):

@@ -50,8 +50,13 @@ def main() -> None:
         sys.exit(2)
 
 
-def draw_run(run_folder: Path, output: Path | None = None, last_step: float = math.inf) -> Path:
+def draw_run(
+    run_folder: Path, output: Path | None = None, last_step: float = math.inf, title: str | None = None
+) -> Path:
     """Draw the run's metrics.jsonl as a PNG, up to a step.
+
+    Args:
+        title: the run's name in the picture; that of its folder otherwise.
 
     Returns:
         The picture's path.
@@ -71,7 +76,7 @@ def draw_run(run_folder: Path, output: Path | None = None, last_step: float = ma
     judged = {name: title for name, title in JUDGED.items() if any(name in line for line in lines)}
     columns = 3 if judged else 2
     figure = Figure(figsize=(columns * WIDTH, HEIGHT), dpi=DPI, layout="constrained")
-    figure.suptitle(f"{run_folder.resolve().name}: {counted(steps[-1]['step'], 'step')}", parse_math=False)
+    figure.suptitle(f"{title or run_folder.resolve().name}: {counted(steps[-1]['step'], 'step')}", parse_math=False)
     (loss, lr, *above), (throughput, memory, *below) = figure.subplots(2, columns)
     loss.set_title("loss")
     _line(loss, steps, "loss", label="training")

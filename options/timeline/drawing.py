@@ -1,7 +1,8 @@
 """Draw a timeline: a picture of one step, and a trace of all steps for ui.perfetto.dev and chrome://tracing.
 
-The picture has a row per rank, a colour per kind of work, and micro-batch numbers in the bars; numbers of a rank's
-second stage (dualpipev) have a prime. With weight streaming the bars of a rank are its turns, one after the other.
+The picture has a row per rank, a colour per kind of work, and micro-batch numbers in the bars of a row, upright where
+one of them is narrow, none where one is too narrow for that; numbers of a rank's second stage (dualpipev) have a prime.
+With weight streaming the bars of a rank are its turns, one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ COLOURS = {
     "idle": "#e6e6e6",
 }
 WIDTH, HEIGHT, ROW, DPI = 16.0, 1.8, 0.45, 120  # inches: picture, frame, one rank; dots per inch
-NARROWEST = 0.012  # share of the width: the narrowest bar that a number fits into
+NARROW, NARROWEST = 0.012, 0.006  # share of the width: the narrowest bar that a number fits into, and an upright one
 
 
 def draw_timeline(rows: Sequence[Sequence[TimeSpan]], names: Sequence[str], title: str, path: Path) -> None:
@@ -47,11 +48,13 @@ def draw_timeline(rows: Sequence[Sequence[TimeSpan]], names: Sequence[str], titl
             panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.3)
         stages = {span.stage for span in spans if span.kind in WORK}
         second = max(stages) if len(stages) == 2 else None
-        for span in spans:
-            if span.kind in WORK and span.end - span.begin > NARROWEST * (end - begin):
-                middle = (span.begin + span.end) / 2 - begin
-                text = f"{span.micro_batch}'" if span.stage == second else f"{span.micro_batch}"
-                panel.text(middle, row, text, ha="center", va="center", fontsize=6, color="white")
+        numbered = [span for span in spans if span.kind in WORK]
+        narrowest = min((span.end - span.begin for span in numbered), default=0.0) / (end - begin)
+        upright = 90 if narrowest <= NARROW else 0
+        for span in numbered if narrowest > NARROWEST else ():
+            middle = (span.begin + span.end) / 2 - begin
+            text = f"{span.micro_batch}'" if span.stage == second else f"{span.micro_batch}"
+            panel.text(middle, row, text, ha="center", va="center", fontsize=6, color="white", rotation=upright)
     panel.set_xlim(0, end - begin)
     panel.set_xlabel("seconds")
     panel.set_yticks(range(len(rows)), names)

@@ -92,8 +92,8 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[TimeSpan
     folder, log = Path(run.config.save_path), run.progress.log
     first, last = min(spans), max(spans)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    figures = f"timeline of {steps}: {Figures.from_spans(spans.values()).describe(max(stages) + 1)}"
-    log.print(figures)
+    figures = Figures.from_spans(spans.values()).describe(max(stages) + 1)
+    log.print(f"timeline of {steps}: {figures}")
     names = [f"rank {rank}" for rank in range(len(stages))]
     if run.topology.parts and not run.config.weights_on_host:
         held = held_layers(run.topology.parts, max(stages) + 1)
@@ -102,11 +102,27 @@ def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[TimeSpan
             names[rank] += f": stage {stage}, layers {layers}"
     try:
         replace_text(folder / TRACE_FILE, json.dumps(trace(spans, names)))
-        draw_timeline(spans[last], names, f"{figures}; drawn: step {last}", folder / CHART_FILE)
+        draw_timeline(spans[last], names, describe_drawn(last, spans[last], steps, figures), folder / CHART_FILE)
     except OSError as error:
         log.print(f"warning: the timeline cannot be written: {error}")
     else:
         log.print(f"timeline: {folder / TRACE_FILE} (for ui.perfetto.dev), {folder / CHART_FILE}")
+
+
+def describe_drawn(step: int, rows: Sequence[Sequence[TimeSpan]], steps: str, figures: str) -> str:
+    """Say what a picture shows, and of what its figures are.
+
+    Args:
+        rows: spans of the drawn step by rank.
+        steps: that were recorded, in words.
+        figures: see `Figures.describe`.
+    """
+    spans = list(chain.from_iterable(rows))
+    seconds = max(span.end for span in spans) - min(span.begin for span in spans)
+    optimizer = "with" if any(span.kind == "optimizer" for span in spans) else "without"
+    measured = steps if steps == f"step {step}" else f"mean of {steps}"
+    drawn = f"step {step}: {duration(seconds)} {optimizer} the optimizer"
+    return f"{drawn}\n{measured} without the optimizer: {figures}"
 
 
 def _clock_offset() -> float:

@@ -13,10 +13,11 @@ the next step's first weights cost each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 
 from common.quantities import counted, duration, gigabytes
 from options.planner.costs import HOST, layer_times
@@ -24,6 +25,7 @@ from options.planner.inputs import Basis
 from options.planner.memory import MemoryModel, StateBytes
 from options.planner.partition import best_split
 from options.planner.plan import RESOLUTION
+from options.planner.progress import each_of
 from options.weight_streaming.schedule import Slot, Slots, Streamed, StreamedDivision, simulate_turns
 from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload
@@ -35,6 +37,7 @@ MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
 MASTERS = 28  # bytes of main memory that AdamW reads and writes for a parameter: gradient, master weight, two states
 ADDING = 3  # times that adding up the heads' sums moves them
+SUM = 4  # bytes of a gradient's sum in main memory
 TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
 
 
@@ -43,16 +46,18 @@ class StreamedPlan:
     """A step with these slots.
 
     Attributes:
-        memory: most bytes of a GPU.
-        host: bytes of main memory: weights, the optimizer, sums, and the inputs of a round's blocks.
+        turns: of a round.
+        of_device: most bytes of a GPU, by what holds them.
+        of_host: bytes of main memory, likewise.
     """
 
     basis: Basis
     gpus: int
     slots: Slots
+    turns: Sequence[Slot]
     step: Streamed
-    memory: int
-    host: int
+    of_device: Mapping[str, int]
+    of_host: Mapping[str, int]
 
     @property
     def seconds(self) -> float:
@@ -61,11 +66,15 @@ class StreamedPlan:
 
     @property
     def peak(self) -> int:
-        return self.memory
+        return sum(self.of_device.values())
+
+    @property
+    def host(self) -> int:
+        return sum(self.of_host.values())
 
     @property
     def fits(self) -> bool:
-        return not self.basis.device.memory or self.memory <= self.basis.device.memory
+        return not self.basis.device.memory or self.peak <= self.basis.device.memory
 
     @property
     def bubble(self) -> float:
@@ -81,9 +90,15 @@ class StreamedPlan:
         if device.known:
             known = [f"{duration(self.seconds)} a step, {self.tokens_per_s:,.0f} tokens/s"]
         limit = f" of {gigabytes(device.memory)}" if device.memory else ""
-        memory = f"at most {gigabytes(self.memory)}{limit} on a device, {gigabytes(self.host)} of main memory"
+        memory = f"at most {gigabytes(self.peak)}{limit} on a device, {gigabytes(self.host)} of main memory"
         line = f"weight streaming: {', '.join([*known, f'bubble {self.bubble:.1%}', memory])}"
         return [line, *describe_turns(self.slots)]
+
+    def draw(self, path: Path, main_memory: int | None) -> Path:
+        """Draw memory by part, and the time of each turn, as a PNG."""
+        from options.weight_streaming.drawing import draw_streamed
+
+        return draw_streamed(self, path, main_memory)
 
 
 class Streaming:
@@ -107,12 +122,16 @@ class Streaming:
         self._weights = [numel * itemsize for numel in self.basis.parameters]
         self._sums = [numel * states.sum for numel in self.basis.trained]
         self.heads = self._head_slots()
-        self._host = sum(self._weights) + sum(self.basis.trained) * (states.host - itemsize)
+        trained = sum(self.basis.trained)
         self._update = [numel * MASTERS / TOTAL_HOST for numel in self.basis.trained]
 
         # A turn of the head beyond the first has sums of its own, which the update adds up.
         more = (self.heads - 1) * self._sums[self.head]
-        self._host += more
+        self._host = {
+            "weights": sum(self._weights),
+            "fp32 weights and optimizer states": int(trained * (states.host - itemsize - SUM)),
+            "sums of gradients": int(trained * SUM + more),
+        }
         self._update[self.head] += ADDING * more / TOTAL_HOST
         self._hidden = self.basis.share.micro_tokens * basis.spec.config.hidden_size * itemsize
 
@@ -122,7 +141,7 @@ class Streaming:
 
     def smallest(self) -> StreamedPlan | None:
         """Return the plan that takes the least memory of a device."""
-        return min(self._plans, key=lambda plan: plan.memory, default=None)
+        return min(self._plans, key=lambda plan: plan.peak, default=None)
 
     @cached_property
     def _plans(self) -> list[StreamedPlan]:
@@ -136,7 +155,7 @@ class Streaming:
         options = product((self.head - 1, self.head), range(1, MOST_BLOCKS + 1))
         counts = {-(-layers // blocks) for layers, blocks in options}
 
-        for slots in sorted(counts):
+        for slots in each_of(sorted(counts), "divisions into turns"):
             backward = cut(self.backward[: self.head], slots)
             longest = max(sum(self.backward[begin:end]) for begin, end in layer_ranges(backward))
             fewest = max(1, round(sum(self.forward[: self.head]) / longest))
@@ -145,9 +164,9 @@ class Streaming:
                 made, memory = self.slots(forward, backward), self.memory(forward, backward)
                 for a_round in sizes if len(made) > self.gpus else ():
                     step = simulate_turns(made, self.gpus, number, a_round, HOST_LINK)
-                    host = int(self._host + a_round * self.head * self._hidden)
+                    host = self._host | {"inputs of a round's blocks": int(a_round * self.head * self._hidden)}
                     found = Slots(tuple(forward), tuple(backward), a_round, self.heads)
-                    yield StreamedPlan(self.basis, self.gpus, found, step, memory, host)
+                    yield StreamedPlan(self.basis, self.gpus, found, made, step, memory, host)
 
     def _head_slots(self) -> int:
         """Return a power of two, which divides most rounds."""
@@ -187,12 +206,17 @@ class Streaming:
             made.append(Slot(seconds, weights, sum(self._sums[begin:end]), (inputs + 1) * hidden, leaves))
         return made
 
-    def memory(self, forward: Sequence[int], backward: Sequence[int]) -> int:
+    def memory(self, forward: Sequence[int], backward: Sequence[int]) -> dict[str, int]:
         """Return most bytes of a GPU: two buffers of weights and of sums, and what computing a slot takes."""
         ranges = [*layer_ranges(forward), *layer_ranges(backward), (self.head, self.head + 1)]
         weights = max(sum(self._weights[begin:end]) for begin, end in ranges)
         sums = max(sum(self._sums[begin:end]) for begin, end in ranges[len(forward) :])
-        return int(2 * (weights + sums)) + max(self._memory.rank(0, (held,)).activations for held in ranges)
+        activations = max(self._memory.rank(0, (held,)).activations for held in ranges)
+        return {
+            "weights of two turns": int(2 * weights),
+            "sums of gradients of two turns": int(2 * sums),
+            "activations of a turn": activations,
+        }
 
 
 def divide(basis: Basis) -> StreamedDivision:

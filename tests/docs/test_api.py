@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from models import load_model
 from options import load_config
 from tests.cases import tiered
 from tests.conftest import FAQ, ROOT
-from tests.docs.pages import blocks
+from tests.docs.pages import blocks, commands
 from tests.launching import metrics, run, topology, write_config
 from training.data_setup import RecordReader, build_loader
 
@@ -74,6 +76,23 @@ def test_what_one_process_does(
     exec(compile(HERE[number], "docs/api.md", "exec"), {"__name__": "docs"})
     if "learnt" in HERE[number]:
         assert capsys.readouterr().out.startswith("Lima.")
+
+
+FROM_ELSEWHERE = "import options, pipetune; assert pipetune.load_config is options.load_config"
+
+
+def test_a_script_runs_from_any_folder(tmp_path: Path) -> None:
+    """After the page's line, and not without it."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "script.py").write_text(FROM_ELSEWHERE)
+    (line,) = commands(blocks("bash", pages=("docs/api.md",))[0].text)
+    codes = []
+    for typed in (line, "true"):
+        script = f"{typed} && cd {tmp_path} && {sys.executable} mine/script.py"
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, check=False)
+        codes.append(done.returncode)
+    assert codes == [0, 1]
 
 
 @pytest.mark.launched

@@ -36,11 +36,11 @@ MINIMAL = {
 }
 PIPELINE, ZERO = "train_ds.py", "train_ds_zero.py"
 ENTRY_POINTS = (PIPELINE, ZERO, "convert_model.py", "demo.py")
-HERE = {"source", "tensorboard", "grep"}
+HERE = {"source", "export", "tensorboard", "grep"}
 ELSEWHERE = {
-    "network": {"pip", "hf", "lm_eval"},
+    "network": {"pip", "hf", "lm_eval", "modelscope"},
     "server": {"pip", "vllm", "curl", "docker", "transformers", "llama-server"},
-    "hosts": {"docker", "ssh", "ssh-copy-id", "ssh-keygen", "sbatch"},
+    "hosts": {"docker", "ssh", "ssh-copy-id", "ssh-keygen", "rsync", "sbatch"},
 }
 TARGETS = re.findall(r"^([^\s:#=]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 MODULES_ELSEWHERE = {"sglang.launch_server", "vllm.entrypoints.openai.api_server"}

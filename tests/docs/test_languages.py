@@ -14,6 +14,8 @@ from tests.docs.pages import PAGES, PAIRS, READMES, Block, blocks, headings, lin
 LINES = 280  # of a README, so that a reader reaches the end
 SHORTER = {"docs/auto.md", "docs/demo.md", "docs/models.md"}  # pages whose Chinese version may leave things out
 FIGURE = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?!\w)", re.ASCII)
+WORD = re.compile(r"(?<![\w.:/=-])[A-Za-z]{2,}(?![\w.:/=-])")  # of a sentence, not of a key, a path or an option
+MOST_WORDS, MOST_NAMES = 4, 2  # that stay what they are: in a Chinese comment, and in one without a Chinese word
 HAN = re.compile(r"[\u4e00-\u9fff]")
 every = pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=[english for english, _ in PAIRS])
 TEMPLATE = "configs/ds_config_pp.yml"
@@ -95,6 +97,15 @@ def test_a_chinese_page_leads_to_chinese_pages(english: str, chinese: str) -> No
     known = {each for each, _ in PAIRS}
     found = {link.partition("#")[0] for link in links(chinese)} - switches
     assert [link for link in found if resolved(folder, link) in known] == []
+
+
+@pytest.mark.parametrize(
+    "block", [each for each in blocks("yaml") if each.page.endswith("_CN.md")], ids=lambda block: block.place
+)
+def test_the_comments_of_a_chinese_config_are_chinese(block: Block) -> None:
+    comments = re.findall(r"(?:^|\s)#(.*)", block.text)
+    english = [each for each in comments if len(WORD.findall(each)) > (MOST_WORDS if HAN.search(each) else MOST_NAMES)]
+    assert english == []
 
 
 def resolved(folder: str, link: str) -> str:

@@ -31,6 +31,7 @@ SOURCES = {
     "no token is trained within max_seq_len": "data/tokenized/parallel.py",
     "no usable tokenizer: expected one of the files": "data/tokenized/tokenizer.py",
     "not found; expected a model folder": "models/checkpoint/layout.py",
+    "in front of the command, or modelscope download --model": "common/hub.py",
     "out of memory: stage": "options/planner/resources.py",
     "the gradient's norm": "training/bad_steps.py",
     "(max_bad_steps)": "training/bad_steps.py",

@@ -71,7 +71,8 @@ def run_cases(path: Path, watch: Watch) -> None:
     for case in json.loads(path.read_text()):
         config = RunConfig.model_validate(case["config"])
         if not torch.distributed.is_initialized():
-            processes.start(process, config.model_topo)
+            processes.check_number(process, config.model_topo)
+            processes.join(process)
         remembered = dict(vars(groups))
         bug: AbstractContextManager[Any] = planted.PLANTED[case["planted"]].bug() if case["planted"] else nullcontext()
         watch.found.clear()

@@ -15,7 +15,7 @@ from data.errors import DataError
 from data.tokenized.store import default_folder
 from models.errors import CheckpointError
 from tests.conftest import FAQ
-from tests.launching import run, write_config
+from tests.launching import run, topology, write_config
 from training import errors
 from training.errors import ConfigError, RunRefused, describe_and_save, exit_with_one_line, keep_tracebacks_in
 
@@ -29,6 +29,13 @@ ASK = (
     "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
     "finally:\n"
     f"    print('imported:', *[name for name in {HEAVY} if name in sys.modules])\n"
+)
+# Runs an entry point where nothing heavy can be imported.
+WITHOUT = (
+    "import runpy, sys\n"
+    f"sys.modules.update(dict.fromkeys({HEAVY}))\n"
+    "sys.argv = sys.argv[1:]\n"
+    "runpy.run_path(sys.argv[0], run_name='__main__')\n"
 )
 # Runs an entry point and sends it Ctrl-C when it first imports torch.
 INTERRUPT = (
@@ -69,6 +76,29 @@ def test_a_mistake_in_the_config_is_reported_before_slow_imports(
     result = run(sys.executable, "-c", ASK, entry_point, "--config", path)
     assert (result.returncode, result.stdout) == (2, "imported:\n")
     assert re.fullmatch(rf"error: {re.escape(str(path))}: .* \(see docs/configuration\.md\)\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+        | {"SLURM_NODEID": "0", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "here"},
+    ],
+    ids=["deepspeed", "srun"],
+)
+def test_another_number_of_processes_is_reported_before_slow_imports(
+    launcher: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    path = write_config(tmp_path / "run.yml", model_path="m", data_path="d", model_topo=topology([2, 1]))
+    result = run(sys.executable, "-c", WITHOUT, "train_ds.py", "--config", path)
+    assert (result.returncode, result.stdout) == (2, "")
+    expected = "expected --num_gpus 2, 2 slots of a hostfile, or srun --ntasks 2 (see docs/configuration.md)"
+    assert result.stderr == (
+        "error: model_topo.process_topology.dims: [2, 1] ask for 2 processes, but 4 were started; " + expected + "\n"
+    )
 
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)

@@ -69,7 +69,8 @@ def run_cases(worker: str, path: Path) -> None:
     for case in json.loads(path.read_text()):
         config = RunConfig.model_validate(case["config"])
         if not torch.distributed.is_initialized():
-            processes.start(process, config.model_topo)
+            processes.check_number(process, config.model_topo)
+            processes.join(process)
         remembered = dict(vars(groups))
         run_case(case, config, path.parent)
         torch.distributed.barrier()

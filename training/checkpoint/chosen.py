@@ -26,10 +26,6 @@ def choose_checkpoint(given: Path, wants_best: bool) -> tuple[Path, list[str]]:
             f"{given}: an adapter in peft's layout, which needs no conversion; to merge it, expected merge_and_unload "
             "of peft, or a run with lora.start_from"
         )
-    if has_record and not adapter and not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{given}: layers of a script, which have no HuggingFace layout; expected load_trained (docs/api.md)"
-        )
     if not has_record:
         if wants_best:
             raise CheckpointError(f"--best: {given} is no folder of a run; expected the save_path of one")

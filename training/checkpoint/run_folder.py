@@ -41,7 +41,7 @@ def find_checkpoint(config: TrainConfig, save_path: Path, disk: Disk, log: Conso
     folder = None
     if config.resume != "none":
         with agreed():
-            folder = resolve(config.resume, adapter=True)
+            folder = resolve(config.resume, adapter=True, layers=True)
         if reason := _fault_together(folder, disk):
             raise ConfigError(f"resume: {folder}: {reason}; expected a whole checkpoint of a run")
     with agreed():

@@ -116,20 +116,22 @@ def end_with_launcher(process: ProcessInfo) -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def start(
-    process: ProcessInfo, topology: ModelTopo, patience: timedelta = timedelta(minutes=30), port: int | None = None
-) -> None:
-    """Join the other processes of a run; raise as `join`, or if there are more or fewer than `dims` asks for."""
+def check_number(process: ProcessInfo, topology: ModelTopo) -> None:
+    """Compare the processes that were started with those that `dims` asks for, before anything large is imported.
+
+    Raises:
+        ConfigError: there are more or fewer; on other ranks than 0, which says it for all, RunRefused.
+    """
     if process.world_size != topology.processes:
-        raise ConfigError(
+        kind: type[Exception] = RunRefused if process.rank else ConfigError
+        raise kind(
             f"model_topo.process_topology.dims: {topology.process_topology.dims} ask for {topology.processes} "
             f"processes, but {process.world_size} were started; expected --num_gpus {topology.processes}, "
             f"{topology.processes} slots of a hostfile, or srun --ntasks {topology.processes}"
         )
-    join(process, patience, port)
 
 
-def join(process: ProcessInfo, patience: timedelta, port: int | None = None) -> None:
+def join(process: ProcessInfo, patience: timedelta = timedelta(minutes=30), port: int | None = None) -> None:
     """Join the other processes of the launcher: by NCCL on GPUs, by gloo elsewhere.
 
     Args:

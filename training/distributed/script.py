@@ -38,6 +38,7 @@ def run_or_launch(
     if process is None:
         config.check_packages()
         launch(config)
+    processes.check_number(process, config.model_topo)
     if config.max_restarts and RUN not in os.environ:
         raise ConfigError(
             f"max_restarts: {config.max_restarts}: a launcher such as deepspeed or torchrun ends with its run; "
@@ -51,7 +52,7 @@ def run_or_launch(
 
     # The failure detector must find a hang, and name the rank, before the process group gives up.
     patience = timedelta(minutes=max(30, 2 * config.timeout_minutes))
-    processes.start(process, config.model_topo, patience, config.ports.meeting)
+    processes.join(process, patience, config.ports.meeting)
     if process.rank == 0:
         import torch
 

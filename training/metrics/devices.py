@@ -7,9 +7,11 @@ GPUs.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,8 @@ STREAMED = 0.9  # share of the memory bandwidth in copy kernels (github.com/calc
 LINKED = 0.84  # share of a link: 380 of 450 GB/s on an H100 (github.com/NVIDIA/nccl, issue 1264)
 PCIE = 25.0  # GB/s of PCIe 4 x16, after its own headers
 HOST_LINK = LINKED * PCIE * GIGA  # bytes/s between a GPU and main memory
+OWN = "8x{tflops: 119, memory_gib: 24, bandwidth_gb_s: 864, link_gb_s: 25}"  # a GPU by its numbers
+SINGLE = 1 / 8  # speed in fp32, of that in 16 bits, where nothing is known
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ CPU = Device(
     "CPU", None, 1e11, 5e10, 1e10, 1.0, 1.0, 0.0, cores=1, link=1e9, kernel=0, launch=0, reserves=False, known=False
 )
 KNOWN: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yml").read_text(encoding="utf-8"))
+SIZED = list[tuple[str, int]](chain.from_iterable(product([name], gpu["memory"]) for name, gpu in KNOWN.items()))
+NEAREST = 5  # names that a message has
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -97,26 +103,73 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def parse_devices(text: str) -> tuple[int, Device]:
-    """Parse a number of devices: `8xA100-40G`, `H200`, `4x4090`.
+    """Parse a number of devices: `8xA100-40G`, `H200`, `4x4090`, or a GPU by its numbers as in `OWN`.
+
+    The numbers are TFLOP/s of dense products in bf16 with fp32 sums, GiB of memory, GB/s of it, and GB/s to a neighbour
+    in one direction, which may be left out (`PCIE`).
 
     Raises:
         ConfigError: the device is unknown, or comes in several sizes and none is given.
     """
-    count, word = re.findall(r"^(?:(\d+)x)?(.*)", "".join(text.split()), re.IGNORECASE)[0]
-    labels: dict[str, tuple[str, int]] = {}
-    for name, gpu in KNOWN.items():
-        labels |= {f"{name}-{size}G": (name, size) for size in gpu["memory"]}
-    asked, number = _normalize(word), int(count or 1)
-    known = {
-        label: (_normalize(label), _normalize(name), _normalize(name).removeprefix("rtx"))
-        for label, (name, _) in labels.items()
-    }
-    found = [label for label, names in known.items() if asked in names]
+    if own := re.fullmatch(r"\s*(?:([1-9]\d*)\s*x)?\s*(\{.*)", text, re.IGNORECASE):
+        return int(own[1] or 1), _own_device(own[2], text)
+
+    plain = "".join(text.split())
+    count, word = re.findall(r"^(?:(\d+)x)?(.*)", plain, re.IGNORECASE)[0]
+    number, found = int(count or 1), _named(word)
     if len(found) == 1 and number:
-        return number, _device(*labels[found[0]])
-    near = found or [label for label, names in known.items() if asked.startswith(names[1:])]
-    near = near or get_close_matches(word.upper(), labels) or list(labels)
-    raise ConfigError(f"--devices: {text!r}: expected a number and one of {', '.join(near)}, such as 8x{near[0]}")
+        return number, _device(*found[0])
+
+    turned = re.fullmatch(r"(.+)x(\d+)", plain, re.IGNORECASE)
+    if turned and (named := _named(turned[1])):
+        names = [_label(*sized) if len(named) > 1 else sized[0] for sized in named]
+        spelled = " or ".join(f"{turned[2]}x{name}" for name in names)
+        raise ConfigError(f"--devices: {text!r}: expected the number first, {spelled}")
+
+    longer = [sized for sized in SIZED if _normalize(word).startswith(_spellings(*sized)[1:])]
+    near = [_label(*sized) for sized in found or longer]
+    near = near or get_close_matches(word.upper(), [_label(*sized) for sized in SIZED], NEAREST)
+    expected = f"one of {', '.join(near)}, such as 8x{near[0]}" if near else "a name that --help lists, such as 8xH100"
+    numbers = "" if found else f"; or the numbers of another GPU, such as '{OWN}'"
+    raise ConfigError(f"--devices: {text!r}: expected a number and {expected}{numbers}")
+
+
+def _label(name: str, gib: int) -> str:
+    return f"{name}-{gib}G"
+
+
+def _spellings(name: str, gib: int) -> tuple[str, ...]:
+    """Return what a device may be called: with its size, without it, and without RTX."""
+    return _normalize(_label(name, gib)), _normalize(name), _normalize(name).removeprefix("rtx")
+
+
+def _named(word: str) -> list[tuple[str, int]]:
+    """Find the devices that a word names: one of each size where it leaves the size out."""
+    return [sized for sized in SIZED if _normalize(word) in _spellings(*sized)]
+
+
+def _own_device(numbers: str, text: str) -> Device:
+    """Make a device of its numbers, as in `OWN`; `text` is the whole option."""
+    try:
+        given = yaml.safe_load(numbers)
+    except yaml.YAMLError:
+        given = None
+    given = {"link_gb_s": PCIE} | given if isinstance(given, dict) else {}
+    wanted = ("tflops", "memory_gib", "bandwidth_gb_s", "link_gb_s")
+    usable = [type(number) in (int, float) and 0 < number < math.inf for number in given.values()]
+    if set(given) != set(wanted) or not all(usable):
+        raise ConfigError(f"--devices: {text!r}: expected numbers above 0, such as {OWN}")
+
+    tflops, gib, bandwidth, link = (given[name] for name in wanted)
+    return Device(
+        f"GPU-{gib:g}G",
+        int(gib * GIB * USABLE),
+        half=tflops * TERA,
+        single=tflops * TERA * SINGLE,
+        bandwidth=STREAMED * bandwidth * GIGA,
+        link=LINKED * link * GIGA,
+        fp8=2 * tflops * TERA,  # as of every GPU in gpus.yml that has it
+    )
 
 
 def _normalize(word: str) -> str:
@@ -144,7 +197,7 @@ def this_device() -> Device:
     if known and near:
         return _device(known, near[0])
     half = peak_flops(name) or 1e14
-    return Device(name, int(memory * USABLE), half, half / 8, 1e12, known=False)
+    return Device(name, int(memory * USABLE), half, half * SINGLE, 1e12, known=False)
 
 
 def _find_gpu(device_name: str) -> str | None:
@@ -157,7 +210,7 @@ def _find_gpu(device_name: str) -> str | None:
 def _device(name: str, gib: int) -> Device:
     gpu = KNOWN[name]
     return Device(
-        f"{name}-{gib}G",
+        _label(name, gib),
         int(gib * GIB * USABLE),
         half=gpu["half"] * TERA,
         single=gpu["single"] * TERA,

@@ -41,9 +41,7 @@ class LiveView:
         self._console, self._total, self._parts, self._printed = console, total_steps, parts, printed or {}
         self._losses: list[float] = []
         self._drawn = 0.0
-        self._live = Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
-        self._live.start()
-        console.show_cursor()  # a killed run could not restore it
+        self._live = self._open(None)
         terminal.live_views.append(self)
 
     def show(self, metrics: StepMetrics, left: str) -> None:
@@ -66,9 +64,14 @@ class LiveView:
 
     def resume(self) -> None:
         """Draw again."""
-        self._live.transient = False
-        self._live.start()
-        self._console.show_cursor()
+        self._live = self._open(self._live.renderable if self._drawn else None)
+
+    def _open(self, drawing: RenderableType | None) -> Live:
+        """Begin below what is printed so far; a `Live` that is started again would erase the last lines of that."""
+        live = Live(drawing, console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+        live.start(refresh=drawing is not None)
+        self._console.show_cursor()  # a killed run could not restore it
+        return live
 
     def _drawing(self, metrics: StepMetrics, left: str) -> Group:
         where = Table.grid(padding=(0, 2))

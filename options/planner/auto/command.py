@@ -28,6 +28,7 @@ from data.tokenized.dataset import Dataset, check_vocabulary
 from models.api import read_spec
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import layout_of
+from models.errors import CheckpointError
 from options.planner.auto.choices import APART, Choices, fill, precision, sample_length, text_length
 from options.planner.auto.search import Machine, Search
 from options.planner.command import WIDTH, show
@@ -82,7 +83,7 @@ def configure(kind: type[TrainConfig], arguments: argparse.Namespace, hosts: dic
     choices.add("model_path", arguments.model, "--model")
     choices.add("data_path", arguments.data, "--data")
     choices.add("save_path", str(save), "--save")
-    lines, plan = choose_config(choices, Machine.find(hosts, arguments.devices), log)
+    lines, plan = choose_config(choices, Machine.find(hosts, arguments.devices), log, trains=not arguments.dry_run)
     text = choices.as_yaml(["Chosen by train_ds.py --auto; beside each value why.", *lines, *plan_summary(plan)])
     show(plan, log)
     replace_text(path, text)
@@ -108,8 +109,11 @@ def _check_same(config: TrainConfig, path: Path, arguments: argparse.Namespace, 
             raise ConfigError(f"--{name}: {found}; expected the same, or another --save")
 
 
-def choose_config(choices: Choices, machine: Machine, log: Console) -> tuple[list[str], Plan]:
+def choose_config(choices: Choices, machine: Machine, log: Console, trains: bool = True) -> tuple[list[str], Plan]:
     """Choose all but the three paths; return lines about machine, model and data, and the plan.
+
+    Args:
+        trains: whether the run follows; without it config.json and the tokenizer are enough.
 
     Raises:
         ConfigError, CheckpointError, DataError: no model, no record, or not enough memory.
@@ -128,10 +132,10 @@ def choose_config(choices: Choices, machine: Machine, log: Console) -> tuple[lis
     config = choices.config(train_batch_size=ANY_BATCH)
 
     # The model first: what of it cannot be trained is refused before the records are read.
-    folder = find_model(config.model_path, weights=not config.from_scratch)
+    folder = find_model(config.model_path, weights=trains and not config.from_scratch)
     spec = read_spec(folder)
     if not config.from_scratch:
-        layout_of(folder)
+        _check_weights(folder, trains, log)
     if key := config.windows_key:
         raise ConfigError(f"{key}: --auto looks at all records before it chooses; expected --config for a stream")
     if own_planner(config):
@@ -162,6 +166,16 @@ def choose_config(choices: Choices, machine: Machine, log: Console) -> tuple[lis
     plan = _choose_topology(choices, Search(machine, spec, _reader(folder), frozenset(fixed), log))
     what = [f"machine: {machine.name}", f"model: {spec.family.name}, {spec.n_layers} layers"]
     return [*what, *summary.facts(data, config.max_seq_len)], plan
+
+
+def _check_weights(folder: Path, trains: bool, log: Console) -> None:
+    """Refuse a folder without weights, or say that training is going to need them."""
+    try:
+        layout_of(folder)
+    except CheckpointError as error:
+        if trains:
+            raise
+        log.print(f"weights: not needed for --dry-run, but to train: {error}")
 
 
 def _reader(folder: Path) -> Callable[[TrainConfig], Dataset]:

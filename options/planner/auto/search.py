@@ -26,6 +26,7 @@ from models.spec import ModelSpec
 from options.planner.inputs import Basis
 from options.planner.measurements import Calibration
 from options.planner.plan import Plan
+from options.planner.progress import each_of, searching
 from options.planner.search import SHORTEST, Feed, feed_of, give_up, more_stages, search, speed
 from options.planner.timing import calibrate
 from training.config.keys import TrainConfig
@@ -96,15 +97,16 @@ class Search:
             ConfigError: none fits.
         """
         calibrations: dict[int, Calibration] = {}
-        for changed in self.ladder(config):
-            feed = feed_of(self.read(changed), self.spec)
-            bases = {count: self._basis(changed, count, feed) for count in self.machine.counts}
-            if not self.machine.kind.known:
-                calibrations = calibrations or self._calibrate(bases)
-                bases = {count: replace(basis, calibration=calibrations[count]) for count, basis in bases.items()}
-            found = chain.from_iterable(self._search(basis, count, feed) for count, basis in bases.items())
-            if ranking := sorted(filter(self.machine.holds, found), key=speed):
-                return ranking
+        with searching(self.log):
+            for changed in self.ladder(config):
+                feed = feed_of(self.read(changed), self.spec)
+                bases = {count: self._basis(changed, count, feed) for count in self.machine.counts}
+                if not self.machine.kind.known:
+                    calibrations = calibrations or self._calibrate(bases)
+                    bases = {count: replace(basis, calibration=calibrations[count]) for count, basis in bases.items()}
+                found = chain.from_iterable(self._search(basis, count, feed) for count, basis in bases.items())
+                if ranking := sorted(filter(self.machine.holds, found), key=speed):
+                    return ranking
         raise ConfigError(self._refusal(bases[self.machine.counts[-1]]))
 
     def ladder(self, config: TrainConfig) -> Iterator[TrainConfig]:
@@ -129,7 +131,7 @@ class Search:
         """Time the layers for each number of processes; in turn, since other programs come and go."""
         self.log.print(f"timing a layer of each kind, as one of {', '.join(map(str, bases))} processes")
         found: dict[int, Calibration] = {}
-        for count, basis in [*bases.items()] * ROUNDS:
+        for count, basis in each_of([*bases.items()] * ROUNDS, "timings"):
             length = min(math.ceil(basis.workload.length), TIMED)
             short = replace(basis.workload, rows=1, length=length, attended=min(basis.workload.attended, length))
             measured = calibrate(basis.config, self.spec, short)

@@ -91,6 +91,18 @@ def test_an_unknown_model_and_an_unreachable_hub_are_errors_of_one_line(
     assert NAME in error_line(lambda: download(NAME, tmp_path / "model"))
 
 
+def test_a_hub_that_is_not_reached_is_answered_with_a_mirror(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = error_line(lambda: download("someone/else", tmp_path / "model"))
+    use_hub(monkeypatch, "http://127.0.0.1:9")
+    mirror = "HF_ENDPOINT=https://hf-mirror.com in front of the command"
+    ways = f"; other ways: {mirror}, or modelscope download --model {NAME}"
+    assert ways in error_line(lambda: download(f"{NAME}@v1", tmp_path / "model"))
+    assert ways in error_line(lambda: find_model(f"{NAME}@v1"))
+    assert "other ways" not in answered
+
+
 def command(name: str) -> str:
     return f"python convert_model.py download --model-name {name} --save-path DIR"
 

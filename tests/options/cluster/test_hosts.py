@@ -36,12 +36,20 @@ def test_a_host_without_slots_takes_no_part(tmp_path: Path) -> None:
 def test_the_shipped_hostfile_is_an_example_of_the_format(tmp_path: Path) -> None:
     """As it is shipped it names no host, and what it recommends says so in one line."""
     shipped = ROOT / "hostfile"
-    with pytest.raises(ConfigError, match="expected lines such as: node1 slots=8"):
+    with pytest.raises(ConfigError) as refused:
         read_hostfile(str(shipped), "", "")
+    assert str(refused.value) == f"--hostfile {shipped}: names no host; expected lines such as: node1 slots=8"
     text = shipped.read_text(encoding="utf-8")
     (tmp_path / "hosts").write_text(text.replace("# node", "node"), encoding="utf-8")
     assert read_hostfile(str(tmp_path / "hosts"), "", "") == {"node1": [*range(8)], "node2": [*range(8)]}
     assert text.index("python train_ds.py --hostfile") < text.index("deepspeed --hostfile")
+
+
+@pytest.mark.parametrize("text", ["node1\n", "node1 slots=2\nnode1 slots=2\n"])
+def test_a_line_that_is_none_is_told_without_the_launchers_words(text: str, tmp_path: Path) -> None:
+    (hosts := tmp_path / "hosts").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"node1; expected lines such as: node1 slots=8$"):
+        read_hostfile(str(hosts), "", "")
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,14 @@ def test_options_without_sense_are_refused_in_one_line(words: str, line: str, fo
     assert (code, out) == (2, "") and re.fullmatch(rf"error: {re.escape(line)} \(see docs/\w+\.md\)\n", error)
 
 
+def test_layers_of_a_script_are_no_model_to_talk_to(run_demo: RunDemo, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.json").touch()
+    code, out, error = run_demo(tmp_path, *PROMPT)
+    assert (code, out) == (2, "")
+    what = "layers of a script, which have no HuggingFace layout; expected load_trained (docs/api.md)"
+    assert error.startswith(f"error: {tmp_path}: {what}")
+
+
 def test_options_of_a_prompt_are_refused_without_one(folder: Path, run_demo: RunDemo) -> None:
     line = "error: --input: expected it with --prompt; a line of --prompts-file has its own (see docs/demo.md)\n"
     files = ("--prompts-file", "x", "--output", "y")

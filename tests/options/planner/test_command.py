@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import train_ds_zero
+from models.adapters import Lora, Trained
+from models.api import read_spec
 from models.errors import CheckpointError
 from options.planner.command import plan_run
 from options.planner.drawing import draw_plan
 from options.planner.inputs import Basis, Workload
 from options.planner.plan import Plan
-from tests.conftest import FAQ
+from tests.conftest import FAQ, ROOT
 from tests.launching import write_config
+from tests.models.adapters import save_adapter
 from tests.options.planner.helpers import config_of, llama
 from training.errors import ConfigError
-from training.metrics.devices import GIB, USABLE, parse_devices, this_device
+from training.metrics.devices import GIB, KNOWN, OWN, TERA, USABLE, parse_devices, peak_flops, this_device
 
 
 def arguments(**given: Any) -> Namespace:
@@ -37,15 +42,62 @@ def arguments(**given: Any) -> Namespace:
         ("A100-40G-8", "A100-40G"),
         ("RTX409", "RTX4090-24G"),
         ("0xH100", "H100-80G"),
-        ("8", "B200-180G, GH200-96G"),
-        ("8xZ9000", "B200-180G, GH200-96G"),
-        ("", "B200-180G, GH200-96G"),
+        ("8xB300-288G", "B300-268G"),
     ],
 )
 def test_a_device_that_is_not_known_is_answered_with_those_like_it(text: str, near: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_devices(text)
     assert str(caught.value).startswith(f"--devices: {text!r}: expected a number and one of {near}")
+    by_numbers = str(caught.value).endswith(f"; or the numbers of another GPU, such as '{OWN}'")
+    assert by_numbers == (text in ("A100-40G-8", "RTX409", "8xA100-41G", "8xB300-288G"))
+
+
+@pytest.mark.parametrize("text", ["8", "8xZ9000", "", "0x{tflops: 1}"])
+def test_a_device_like_no_other_is_answered_with_where_they_are_and_with_its_numbers(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_devices(text)
+    expected = f"a name that --help lists, such as 8xH100; or the numbers of another GPU, such as '{OWN}'"
+    assert str(caught.value) == f"--devices: {text!r}: expected a number and {expected}"
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [("4090x8", "8xRTX4090"), ("RTX4090 x 8", "8xRTX4090"), ("A800x4", "4xA800-40G or 4xA800-80G")],
+)
+def test_a_number_behind_the_device_is_answered_with_it_in_front(text: str, spelled: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_devices(text)
+    assert str(caught.value) == f"--devices: {text!r}: expected the number first, {spelled}"
+
+
+def test_a_device_by_its_numbers_is_planned_as_one_by_its_name() -> None:
+    text = "8x{tflops: 165.2, memory_gib: 24, bandwidth_gb_s: 1008, link_gb_s: 25}"
+    count, found = parse_devices(text)
+    _, known = parse_devices("RTX4090")
+    assert (count, found.name, found.known) == (8, "GPU-24G", True)
+    for name in ("memory", "half", "bandwidth", "link"):
+        assert getattr(found, name) == getattr(known, name)
+    assert parse_devices("{tflops: 165.2, memory_gib: 24, bandwidth_gb_s: 1008}") == (1, found)
+    assert parse_devices(OWN)[0] == 8
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        "{tflops: 119}",
+        "{tflops: 119, memory_gib: 24, bandwidth_gb_s: 864, watts: 450}",
+        "{tflops: 0, memory_gib: 24, bandwidth_gb_s: 864}",
+        "{tflops: .inf, memory_gib: 24, bandwidth_gb_s: 864}",
+        "{tflops: yes, memory_gib: 24, bandwidth_gb_s: 864}",
+        "{tflops: 119, memory_gib: 24 GB, bandwidth_gb_s: 864}",
+        "{tflops: 119",
+    ],
+)
+def test_numbers_that_describe_no_device_are_refused(numbers: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_devices(f"2x{numbers}")
+    assert str(caught.value) == f"--devices: '2x{numbers}': expected numbers above 0, such as {OWN}"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +112,21 @@ def test_a_device_that_is_not_known_is_answered_with_those_like_it(text: str, ne
         ("RTX 4090", 1, "RTX4090-24G"),
         ("8XA6000", 8, "RTXA6000-48G"),
         ("H200NVL", 1, "H200NVL-141G"),
+        ("8xRTX 5090", 8, "RTX5090-32G"),
+        ("5080", 1, "RTX5080-16G"),
+        ("RTX PRO 6000", 1, "RTXPRO6000-96G"),
+        ("8xB300", 8, "B300-268G"),
+        ("4xGB200", 4, "GB200-186G"),
+        ("8xH20", 8, "H20-96G"),
+        ("H800", 1, "H800-80G"),
+        ("8xA800-80G", 8, "A800-80G"),
+        ("A800-40G", 1, "A800-40G"),
+        ("L20", 1, "L20-48G"),
+        ("8x4090D", 8, "RTX4090D-24G"),
+        ("RTX 4090 D", 1, "RTX4090D-24G"),
+        ("3080", 1, "RTX3080-10G"),
+        ("3080 Ti", 1, "RTX3080Ti-12G"),
+        ("2080Ti", 1, "RTX2080Ti-11G"),
     ],
 )
 def test_devices_go_by_the_names_that_people_use(text: str, count: int, name: str) -> None:
@@ -67,6 +134,47 @@ def test_devices_go_by_the_names_that_people_use(text: str, count: int, name: st
     assert (found, device.name) == (count, name)
     if name == "A100-80G":
         assert device.memory == int(80 * GIB * USABLE) and device.half == 312e12
+
+
+@pytest.mark.parametrize(
+    ("named", "half"),
+    [
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 D", 147.1),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA H20", 148),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H800 PCIe", 756),
+        ("NVIDIA A800-SXM4-80GB", 312),
+        ("NVIDIA L20", 119.5),
+        ("NVIDIA GeForce RTX 3080", 59.5),
+        ("NVIDIA GeForce RTX 3080 Ti", 68.2),
+        ("NVIDIA GeForce RTX 2080 Ti", 53.8),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_torch_gives_it(named: str, half: float | None) -> None:
+    assert peak_flops(named) == (half and half * TERA)
+
+
+@pytest.mark.parametrize("page", ["parallelism.md", "parallelism_CN.md"])
+def test_the_page_lists_every_gpu(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    (paragraph,) = re.findall(r"^- `--devices`.*?(?=^- )", text, re.MULTILINE | re.DOTALL)
+    named = re.findall(r"(?<![\w-])([A-Z][A-Z0-9]*\d[A-Za-z0-9]*)(?![\w-])", paragraph, re.ASCII)
+    assert sorted(named) == sorted(KNOWN)
+
+
+def test_what_the_numbers_of_a_gpu_say_of_each_other_is_right() -> None:
+    """Products in 8 bits are twice as fast, and sums in fp32 never faster than in bf16; a wrong digit shows here."""
+    for name, gpu in KNOWN.items():
+        assert gpu.get("fp8", 2 * gpu["half"]) == pytest.approx(2 * gpu["half"], rel=0.02), name
+        assert gpu["single"] < gpu["half"] and gpu.get("best", 0) < 1.1 * gpu["half"], name
+        assert all(100 < bandwidth <= 8000 for bandwidth in gpu["memory"].values()), name
 
 
 @pytest.mark.parametrize(
@@ -149,6 +257,46 @@ def test_the_picture_says_what_the_lines_say(
     for panel in (memory, time):
         legend = panel.get_legend()
         assert legend and legend.get_window_extent().x0 >= panel.get_window_extent().x1, "nothing is hidden"
+
+
+def test_a_picture_makes_no_folders_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It lies in save_path where that is in this folder, or where the folder around it is there; else here."""
+    (here := tmp_path / "clone").mkdir()
+    monkeypatch.chdir(here)
+    llama(tmp_path)
+    for save_path, place, says in (
+        ("runs/a", here / "runs" / "a", "drawn: runs/a/plan.png\n"),
+        ("../run", tmp_path / "run", "drawn: ../run/plan.png\n"),
+        ("../llm/run", here, "drawn: plan.png in this folder, as ../llm is not there yet\n"),
+    ):
+        plan_run(config_of(tmp_path, 2, save_path=save_path), arguments(devices="2xA100-80G"))
+        assert says in capsys.readouterr().out
+        assert (place / "plan.png").is_file()
+    assert not (tmp_path / "llm").exists()
+
+
+@pytest.mark.parametrize(
+    ("lora", "line"),
+    [
+        (
+            {"r": 2, "alpha": 6, "start_from": "runs/nope"},
+            r"lora\.start_from: runs/nope: not found; expected an adapter",
+        ),
+        ({"r": 8, "alpha": 6, "start_from": "adapter"}, r"lora\.r: 8, but the adapter in adapter .* has 2"),
+        ({"r": 2, "alpha": 6, "start_from": "adapter"}, ""),
+    ],
+)
+def test_an_adapter_to_start_from_that_the_run_would_refuse_is_no_plan(
+    lora: dict[str, Any], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_checkpoint: Any
+) -> None:
+    folder = make_checkpoint("llama")
+    monkeypatch.chdir(tmp_path)
+    save_adapter(read_spec(folder).training(Trained(Lora(r=2, alpha=6))), folder).rename("adapter")
+    config = config_of(folder, 2, fp16={"enabled": False}, lora=lora, save_path="run")
+    with pytest.raises(ConfigError, match=line) if line else nullcontext():
+        plan_run(config, arguments(devices="2xA100-80G"))
 
 
 def test_a_plan_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

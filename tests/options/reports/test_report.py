@@ -115,6 +115,8 @@ def test_the_curves_are_the_numbers(tmp_path: Path, figure: list[Figure]) -> Non
         "peak memory of each stage",
     ]
     assert figure[0].get_suptitle() == "run: 3 steps"
+    draw_run(tmp_path / "run", title="quickstart")
+    assert figure[1].get_suptitle() == "quickstart: 3 steps"
     assert mfu.get_ylim() == (0, 1)
 
 

@@ -13,12 +13,14 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import pytest
+from matplotlib.figure import Figure
 
+from common.quantities import duration
 from models.checkpoint.layout import layer_file
 from options.planner.simulation import simulate
 from options.timeline.drawing import draw_timeline, trace
 from options.timeline.recorder import Record
-from options.timeline.session import Figures, add_idle_spans
+from options.timeline.session import Figures, add_idle_spans, describe_drawn
 from tests.conftest import FAQ
 from tests.launching import metrics, supervised, topology, write_config
 from training.schedule.instructions import WORK, Transfer, read_schedule
@@ -131,6 +133,36 @@ def test_the_slowest_stage_is_named() -> None:
 def test_the_chart_is_a_picture(tmp_path: Path) -> None:
     draw_timeline(measured("1f1b", [1.0, 2.0], [2.0, 3.0], 4), ["rank 0", "rank 1"], "a step", tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(PNG)
+
+
+def test_the_title_says_what_is_drawn_and_of_what_the_figures_are() -> None:
+    rows = measured("1f1b", [4.0, 6.0], [8.0, 12.0], 8)
+    figures = Figures.from_spans([rows]).describe(2)
+    whole = describe_drawn(6, rows, "steps 5 to 6", figures)
+    work = [[span for span in spans if span.kind != "optimizer"] for spans in rows]
+    seconds = max(span.end for span in chain(*work))
+    assert whole == (
+        f"step 6: {duration(seconds + 5)} with the optimizer\nmean of steps 5 to 6 without the optimizer: {figures}"
+    )
+    alone = f"step 6: {duration(seconds)} without the optimizer\nstep 6 without the optimizer: {figures}"
+    assert describe_drawn(6, work, "step 6", figures) == alone
+    assert f"of {duration(seconds)}; " in figures
+
+
+@pytest.mark.parametrize(
+    ("shortest", "rotation"), [(0.5, {0.0}), (0.1, {90.0}), (0.01, set())], ids=["level", "upright", "none"]
+)
+def test_a_row_has_all_its_numbers_or_none(
+    shortest: float, rotation: set[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a row with a narrow bar they all stand upright, and where even that does not fit there is none."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    draw_timeline(measured("1f1b", [shortest, 2.0], [1.0, 2.0], 2), ["", ""], "a step", tmp_path / "chart.png")
+    texts = drawn[0].axes[0].texts
+    first, second = ([text for text in texts if round(text.get_position()[1]) == row] for row in (0, 1))
+    assert {text.get_rotation() for text in first} == rotation and len(first) in (0, 4)
+    assert [text.get_text() for text in second] == ["0", "0", "1", "1"]
 
 
 def test_the_trace_counts_in_microseconds() -> None:

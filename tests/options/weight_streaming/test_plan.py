@@ -6,12 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle, StepPatch
 
+from common.quantities import GIGA
+from options.planner.command import plan_run
 from options.planner.measurements import Measured
 from options.planner.plan import Plan
+from options.weight_streaming.drawing import lanes
 from options.weight_streaming.plan import Streaming
+from options.weight_streaming.schedule import Slot
 from tests.options.planner.helpers import basis_of, config_of, llama
+from tests.options.planner.test_command import arguments
+from training.metrics.devices import HOST_LINK
 
 KEYS: dict[str, Any] = {
     "bf16": {"enabled": True},
@@ -19,6 +28,9 @@ KEYS: dict[str, Any] = {
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     "packing": False,
 }
+
+FEW = KEYS | {"train_batch_size": 64}
+ROWS = "train_micro_batch_size_per_gpu"
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
@@ -32,7 +44,7 @@ def test_all_layers_are_computed_and_gpus_hardly_wait(gpus: int, tmp_path: Path)
     assert plan.step.work == pytest.approx(work) and plan.seconds * gpus > work
     # Few micro-batches: the update alone, for which all wait, is a tenth of the step of eight GPUs.
     assert plan.bubble < (0.03 if gpus == 1 else 0.2)
-    assert plan.memory <= (basis.device.memory or 0)
+    assert plan.peak <= (basis.device.memory or 0)
     assert gpus == 1 or (pipeline.fits and plan.tokens_per_s > 1.05 * pipeline.tokens_per_s)
     assert pipeline.fits == (gpus == 8)  # one such GPU does not hold 16-bit weights and sums of 7 billion parameters
 
@@ -60,3 +72,87 @@ def test_neither_gpus_nor_measurements_change_how_many_turns_share_the_head(tmp_
 def test_what_fits_no_gpu_in_turns_either_has_no_plan(tmp_path: Path) -> None:
     config = config_of(tmp_path, 8, train_micro_batch_size_per_gpu=32, **KEYS)
     assert Streaming(basis_of(llama(tmp_path, "llama-65b"), config, "T4"), 8).best() is None
+
+
+def test_memory_has_parts_of_which_the_sums_decide(tmp_path: Path) -> None:
+    """Per weight of a host 2 bytes in bf16, 4 of its gradient's sum, 12 of fp32 and AdamW's states."""
+    spec = llama(tmp_path, num_hidden_layers=8)
+    plan = Streaming(basis_of(spec, config_of(tmp_path, 8, **FEW), "RTX4090"), 8).best()
+    assert plan is not None
+    weights, states, sums, inputs = plan.of_host.values()
+    head = 32000 * 4096 + 4096
+    assert states == 6 * weights and sums == 2 * weights + 4 * (plan.slots.heads - 1) * head
+    blocks = sum(plan.slots.forward)
+    assert inputs == plan.slots.a_round * blocks * 2048 * 4096 * 2
+    assert plan.peak == sum(plan.of_device.values()) and plan.host == weights + states + sums + inputs
+
+
+def test_a_turn_has_three_lanes() -> None:
+    turn = Slot(2.0, weights=3 * HOST_LINK, sums=HOST_LINK, enters=0.5 * HOST_LINK, leaves=0.25 * HOST_LINK)
+    assert list(lanes(turn, 4, rounds=1).values()) == [8.0, 5.0, 2.0]
+    assert list(lanes(turn, 4, rounds=2).values()) == [8.0, 6.0, 2.0], "sums so far come back"
+    assert list(lanes(replace(turn, share=(1, 2)), 4, rounds=1).values()) == [4.0, 4.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("rows", "main_memory", "says"),
+    [
+        (1, 10**11, "memory: fits: at most "),
+        (1, 10**10, "memory: does not fit: at most "),
+        pytest.param(64, None, "memory: does not fit: at most ", marks=pytest.mark.slow),
+    ],
+    ids=["all fits", "the host has too little", "a device has too little"],
+)
+def test_the_picture_shows_the_parts_beside_what_is_there_and_the_lanes_of_every_turn(
+    rows: int, main_memory: int | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+
+    def savefig(figure: Figure, path: Path, **_: Any) -> None:
+        figure.draw_without_rendering()
+        drawn.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    spec, config = llama(tmp_path, num_hidden_layers=8), config_of(tmp_path, 8, **FEW, **{ROWS: rows})
+    streaming = Streaming(basis_of(spec, config, "RTX4090"), 8)
+    plan = streaming.best() or streaming.smallest()
+    assert plan is not None
+    plan.draw(tmp_path / "plan.png", main_memory)
+    (figure,) = drawn
+    title = figure.get_suptitle()
+    assert says in title and "tokens/s" in title and f"8 x {plan.basis.device.name}" in title
+    device, host, turns = figure.axes
+    for panel, parts, there in ((device, plan.of_device, plan.basis.device.memory), (host, plan.of_host, main_memory)):
+        bars = [bar.get_width() * GIGA for bar in panel.patches if isinstance(bar, Rectangle)]
+        assert bars == pytest.approx(list(parts.values()))
+        assert [numpy.asarray(line.get_xdata())[0] for line in panel.lines] == (
+            [pytest.approx(there / GIGA)] if there else []
+        )
+        assert panel.get_xlim()[1] * GIGA > max(sum(bars), there or 0)
+    stairs = [patch for patch in turns.patches if isinstance(patch, StepPatch)]
+    assert [len(patch.get_data()[0]) for patch in stairs] == [len(plan.turns)] * 3
+    for panel in figure.axes:
+        legend = panel.get_legend()
+        assert legend and legend.get_window_extent().x0 >= panel.get_window_extent().x1, "nothing is hidden"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rows", "search", "code"),
+    [
+        (8, 1, False, 0),
+        pytest.param(8, 64, False, 1, marks=pytest.mark.slow),
+        pytest.param(40, 64, True, 1, marks=pytest.mark.slow),
+    ],
+    ids=["fits", "does not", "nothing does"],
+)
+def test_a_plan_is_drawn_whether_it_fits_or_not(
+    blocks: int, rows: int, search: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a search where no pipeline fits, which would have its own picture."""
+    llama(tmp_path, "llama-65b", num_hidden_layers=blocks)
+    keys = FEW | {"zero_optimization": {"stage": 1}, "schedule": "1f1b" if search else "weight_streaming"}
+    with pytest.raises(SystemExit) as left:
+        plan_run(config_of(tmp_path, 8, **keys, **{ROWS: rows}), arguments(devices="8xRTX4090", search=search))
+    printed = capsys.readouterr().out
+    assert left.value.code == code and printed.count("drawn: ") == 1
+    assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -88,16 +88,26 @@ def test_a_run_takes_the_gpus_that_its_user_chose(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
 
 
+@pytest.mark.parametrize(("rank", "kind"), [(0, ConfigError), (3, RunRefused)])
+def test_rank_0_alone_says_that_other_processes_were_started_than_dims_ask_for(
+    rank: int, kind: type[Exception]
+) -> None:
+    asked = TrainConfig.model_validate(KEYS | {"model_topo": topology((2, 1))}).model_topo
+    processes.check_number(ProcessInfo(rank, 2, 0, 2), asked)
+    with pytest.raises(kind, match=r"\[2, 1\] ask for 2 processes, but 4 were started; expected --num_gpus 2"):
+        processes.check_number(ProcessInfo(rank, 4, 0, 4), asked)
+
+
 @pytest.mark.parametrize("minutes", [0.25, 15, 29, 30, 31, 600])
 def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The detector names the rank at fault; an operation's timeout would only name one that waits for it."""
     waits: list[timedelta] = []
 
-    def start(process: ProcessInfo, topology: Any, patience: timedelta, port: int | None) -> None:
+    def join(process: ProcessInfo, patience: timedelta, port: int | None) -> None:
         waits.append(patience)
         raise RunRefused
 
-    monkeypatch.setattr(processes, "start", start)
+    monkeypatch.setattr(processes, "join", join)
     monkeypatch.setattr(phases, "enter", lambda *_, **__: None)
     config = TrainConfig.model_validate(KEYS | {"timeout_minutes": minutes})
     with pytest.raises(RunRefused):

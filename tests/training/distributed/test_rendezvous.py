@@ -23,12 +23,10 @@ STARTED = """
 import os, sys
 from datetime import timedelta
 import psutil, torch
-from training.config.model_topo import ModelTopo
-from training.distributed.processes import ProcessInfo, start
+from training.distributed.processes import ProcessInfo, join
 from training.errors import ConfigError
-topology = ModelTopo(process_topology={"axes": ["pipe", "data"], "dims": [1, 1]})
 try:
-    start(ProcessInfo.from_environment(), topology, timedelta(minutes=77))
+    join(ProcessInfo.from_environment(), timedelta(minutes=77))
 except ConfigError as error:
     sys.exit(f"error: {error}")
 group = torch.distributed.new_group([0])

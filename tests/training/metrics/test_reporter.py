@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import math
 import os
-import pty
 import resource
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -21,7 +17,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from benchmarks.recording import run_in_terminal, screen
 from tests.conftest import ROOT
 from training.engine.trainer import PARTS
 from training.metrics import reporter as module
@@ -333,28 +331,26 @@ def test_the_view_has_the_layers_of_each_stage(parts: tuple[int, ...], layers: t
 
 
 def test_a_resumed_run_has_a_live_view_on_a_terminal(tmp_path: Path) -> None:
+    """What is printed meanwhile, by print and by the run's log, stands above it."""
     code = (
-        f"{LIGHT}import time\n"
+        f"{LIGHT}import time; from common.log import Log; log = Log()\n"
         "with Reporter(Path(sys.argv[1]), 7, 1, first_step=5, parts=(3, 4)) as reporter:\n"
         "    for step in (5, 6, 7):\n"
         "        time.sleep(0.2)\n"
         "        reporter.report(metrics(step)); reporter.report_evaluation(step, {'eval_loss': 1.0})\n"
+        "        log.print(f'saved: {step}')\n"
     )
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # rows and columns
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=slave, stderr=slave)
-    os.close(slave)
-    printed = b""
-    while process.poll() is None or printed[-1:] != b"\n":
-        try:
-            printed += os.read(master, 65536)
-        except OSError:  # the other side is closed
-            break
-    os.close(master)
-    assert process.wait() == 0
-    text = printed.decode()
-    assert "step 7/7" in text and "00:00 left" in text
-    assert "grad norm 0.750" in text and "▁" in text, "the curve of losses"
-    assert "stage 0: 3 layers, 3.2 GB  stage 1: 4 layers, 2.1 GB" in text
-    assert "step 6/7  eval_loss 1.0000\r\n" in text
-    assert "grad_norm" not in text, "no printed lines beside the view"
+    exit_code, printed = run_in_terminal([sys.executable, "-c", code, str(tmp_path)])
+    assert exit_code == 0
+    *above, progress, loss, speed, memory, after = map(plain, screen(printed))
+    assert above[::2] == [f"step {step}/7  eval_loss 1.0000" for step in (5, 6, 7)]
+    assert above[1::2] == [f"saved: {step}" for step in (5, 6, 7)]
+    assert progress.startswith("step 7/7  epoch 1  ") and progress.rstrip().endswith("  00:00 left")
+    assert loss.startswith("loss 0.3571  █") and "▁" in loss, "the curve of losses"
+    assert speed.startswith("lr 1.00e-04  grad norm 0.750  2,400 tokens/s")
+    assert memory.rstrip() == "stage 0: 3 layers, 3.2 GB  stage 1: 4 layers, 2.1 GB" and after == ""
+
+
+def plain(text: str) -> str:
+    """A line without its colours."""
+    return Text.from_ansi(text).plain

@@ -16,10 +16,16 @@ UNTRAINED = "from_scratch=true"  # of a model that has no weights yet
 
 
 def auto(
-    model: str | Path, save: Path, *words: str, data: str | Path = FAQ, devices: str | None = "2xA100-40G"
+    model: str | Path,
+    save: Path,
+    *words: str,
+    data: str | Path = FAQ,
+    devices: str | None = "2xA100-40G",
+    dry_run: bool = False,
 ) -> Path:
     """The file that `--auto` gives."""
     asked = Namespace(model=str(model), data=[str(data)], save=str(save), overrides=list(words), devices=devices)
+    asked.dry_run = dry_run
     return configure(RunConfig, asked, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,6 +72,23 @@ def test_what_the_user_says_stays_and_the_rest_is_chosen_around_it(model: Path, 
     for name in "dims train_micro_batch_size_per_gpu use_grad_ckpt max_seq_len train_batch_size schedule".split():
         assert reason(path, name) == "yours"
     assert reason(path, "parts") != "yours"
+
+
+def test_a_dry_run_chooses_the_same_without_weights(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So one knows what to rent before a model is downloaded."""
+    shutil.copytree(model, tmp_path / "outline", ignore=shutil.ignore_patterns("*.safetensors*"))
+    words = ["model_topo.process_topology.dims=[2, 1]", "train_micro_batch_size_per_gpu=1"]
+    words += ["schedule=1f1b", "use_grad_ckpt=true"]  # to search little
+    written = {}
+    for folder in (model, tmp_path / "outline"):
+        path = auto(folder, tmp_path / "run", *words, dry_run=True)
+        written[folder] = path.read_text(encoding="utf-8").replace(str(folder), "MODEL")
+        without = "weights: not needed for --dry-run, but to train: "
+        assert (f"{without}{folder}: no weights; expected" in capsys.readouterr().out) == (folder != model)
+        shutil.rmtree(tmp_path / "run")
+    assert written[model] == written[tmp_path / "outline"]
 
 
 @pytest.mark.slow
