@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from models.ahead.model import ahead_in_layers, looking_ahead
+from models.ahead.names import blocks_of
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
 from models.checkpoint.adapter import (
@@ -24,7 +28,7 @@ from models.checkpoint.adapter_settings import SCORES, with_adapter
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
 from models.checkpoint.source import HuggingFaceSource, open_source
-from models.config_json import model_fields, read_json, reason_of
+from models.config_json import count_ahead, model_fields, read_json, reason_of
 from models.derived import proven
 from models.derived.outline import Underivable
 from models.errors import CheckpointError
@@ -60,12 +64,19 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
     except Exception as error:  # transformers raises many kinds for a config that makes no sense
         raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
 
+    # Layers that predict further ahead are no part of the model, but an export has them.
+    numbers = range(config.num_hidden_layers, config.num_hidden_layers + count_ahead(fields))
+    carried = [rf"^{re.escape(blocks_of(family))}\.{number}\." for number in numbers]
+    family = replace(family, carried=(*family.carried, *carried))
     if labels:
         config.num_labels, config.tie_word_embeddings = len(labels), False
         family = scoring_family(family)
     config._experts_implementation = experts_implementation()
     spec = ModelSpec(family, config, raw, fields, is_part=whole is not None)
     spec.set_attention(family.attention[0])
+
+    if ahead := ahead_in_layers(folder, spec):
+        spec = looking_ahead(spec, ahead)
 
     # A config of which no layer can be built ends here, before weights are read.
     try:

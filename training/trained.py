@@ -12,6 +12,7 @@ from pathlib import Path
 from common.quantities import counted
 from data.tokenized.store import digests_folder
 from models.adapters import ALL, Lora, Trained, ends_with, is_factor
+from models.ahead.model import ahead_in_layers
 from models.checkpoint.adapter import (
     AdaptedStates,
     LayerFiles,
@@ -106,10 +107,10 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
         return SeededStates(spec, config.seed)
     origin = folder if config.lora is None else find_model(config.model_path)
     language = spec.language
-    if language and labels_of(read_json(origin / "config.json")):  # the run's own checkpoint
+    if language and is_own_checkpoint(spec, origin):
         language = None
     given = open_source(origin, language or spec.base)
-    base = NewScores(given, spec.base, config.seed) if language else given
+    base = (spec.fresh or NewScores)(given, spec.base, config.seed) if language else given
     if config.lora is None:
         return base
     if (folder / ADAPTER).is_file():
@@ -122,6 +123,14 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
     if spec.labels and (known := labels_of_adapter(start)):
         check_labels(spec.labels, known, start)
     return AdaptedStates(base, spec, open_factors(start, spec))
+
+
+def is_own_checkpoint(spec: ModelSpec, folder: Path) -> bool:
+    """Return whether a folder holds what a model has beyond its language model: a checkpoint of this run."""
+    if spec.labels:
+        return bool(labels_of(read_json(folder / "config.json")))
+    assert spec.language
+    return ahead_in_layers(folder, spec.language) is not None
 
 
 def adapter_file(spec: ModelSpec, base: Path, notes: Path | None = None) -> dict[str, bytes]:
