@@ -94,8 +94,10 @@ class AheadLoss(MeasuredLoss):
         """Make `mtp_loss` of the sums, and of each depth the shares of drafts that are right and that agree."""
         depths = range(1, 1 + len(self.measures) // len(COUNTED))
         trained = [k for k in depths if found[f"{TARGETS}_{k}"]]
-        losses = [found[f"{LOSS}_{k}"] / found[f"{TARGETS}_{k}"] for k in trained]
-        made = {"mtp_loss": sum(losses) / max(len(losses), 1)}
+        losses = {f"mtp_loss_{k}": found[f"{LOSS}_{k}"] / found[f"{TARGETS}_{k}"] for k in trained}
+        made = {"mtp_loss": sum(losses.values()) / max(len(losses), 1)}
+        if len(depths) > 1:
+            made |= losses
         for k in trained:
             if judged := found[f"{JUDGED}_{k}"]:
                 made[f"draft_{k}_right"] = found[f"{RIGHT}_{k}"] / found[f"{TARGETS}_{k}"]
