@@ -136,6 +136,10 @@ class WeightMap:
         rules = (*self.family.embedding, *self.family.block, *self._head_rules)
         return [(rule, list(map(pattern, rule.disk_names))) for rule in rules]
 
+    def spelled(self, name: str) -> str:
+        """Spell a name of the family's as the checkpoint does."""
+        return name if self.prefix is None else self._name_on_disk(name)
+
     def in_own_spelling(self, disk_name: str) -> str:
         """Spell a name on disk as the family does, where the checkpoint begins names in another way."""
         return self._full_names(disk_name)[0]

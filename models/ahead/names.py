@@ -5,12 +5,17 @@ A folder's own tensors tell which it is: some published config.json have no numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count, product, takewhile
+from typing import TYPE_CHECKING
 
 from models.family import Family, Rule
 
+if TYPE_CHECKING:
+    from models.weight_map import WeightMap
+
+MOST_AHEAD = 16  # layers whose copies are looked for
 MODULE = "ahead"  # their place in the last layer
 
 
@@ -76,10 +81,10 @@ class Naming:
             module = tuple(f"{place}.decoder.{name}" for name in rule.module_names)
             yield Rule(disk, module, rule.by_key_head)
 
-    def copies(self, family: Family, n_blocks: int, k: int) -> dict[str, bool]:
-        """Name the copies that a checkpoint may hold for the layer `k`: name on disk -> whether it is the head's."""
-        named = {self.embedding_copy: False, self.head_copy: True}
-        return {f"{_filled(name, family, n_blocks, k)}.weight": of for name, of in named.items() if name}
+    def copies(self, family: Family, n_blocks: int, k: int) -> list[str]:
+        """Name the copies of embedding and head that a checkpoint may hold for the layer `k`."""
+        named = filter(None, (self.embedding_copy, self.head_copy))
+        return [f"{_filled(name, family, n_blocks, k)}.weight" for name in named]
 
 
 # GLM-4.5 and later, DeepSeek-V3: transformers' conversion_mapping.py (`MtpModel`), vLLM's deepseek_mtp.py.
@@ -131,12 +136,22 @@ def naming_of(names: Iterable[str], family: Family, n_blocks: int) -> tuple[Nami
     return None
 
 
-def copies_of(names: Mapping[str, object], family: Family, n_blocks: int) -> dict[str, bool]:
-    """Find the tensors that are copies of embedding or head: name on disk -> whether it is a copy of the head."""
-    found: dict[str, bool] = {}
-    for naming in NAMINGS:
-        for k in takewhile(lambda k, naming=naming: naming.copies(family, n_blocks, k).keys() & names.keys(), count()):
-            found |= {name: of for name, of in naming.copies(family, n_blocks, k).items() if name in names}
+def copies_of(weight_map: WeightMap, names: Collection[str], tied: bool) -> dict[str, str]:
+    """Find a checkpoint's copies of embedding and head for its layers ahead: name -> name of what each is a copy of.
+
+    Args:
+        weight_map: in the checkpoint's spelling.
+        names: of its tensors.
+        tied: whether embedding and head are one weight, of which a checkpoint may have one name alone.
+    """
+    ends = [weight_map.tied_embedding, weight_map.tied_head]
+    if tied:
+        ends = [next((end for end in ends if end in names), ends[0])] * 2
+    found: dict[str, str] = {}
+    for naming, k in product(NAMINGS, range(MOST_AHEAD)):
+        for name, end in zip(naming.copies(weight_map.family, weight_map.n_blocks, k), ends, strict=False):
+            if (copy := weight_map.spelled(name)) in names:
+                found[copy] = end
     return found
 
 

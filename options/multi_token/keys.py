@@ -65,5 +65,3 @@ class DraftKeys(TrainConfig):
             yield "mtp.only: trains these layers alone; expected no freeze"
         if self.mtp.only and not self.mtp.detach:
             yield "mtp.only: nothing else learns, so detach: false has no effect; leave it out"
-        if self.weights_on_host:
-            yield f"mtp: not with schedule: {self.schedule}; expected another schedule"
