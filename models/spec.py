@@ -86,6 +86,11 @@ class ModelSpec:
         return n_experts(self.config) > 0
 
     @property
+    def horizon(self) -> int:
+        """How many tokens are predicted after each: the next one, and those of the layers ahead."""
+        return 1 + (self.family.ahead.depth if self.family.ahead else 0)
+
+    @property
     def tied(self) -> bool:
         return bool(self.config.tie_word_embeddings)
 

@@ -87,6 +87,7 @@ class Objective(ABC):
         printed: the measures on the screen, by their names there.
         unprinted: how measures begin that the line of an evaluation leaves out; metrics.jsonl has them.
         says_words: whether it trains a language model, and no model that gives a text numbers instead.
+        looks_ahead: whether it trains layers that predict further ahead, where the model has them.
     """
 
     documents: ClassVar[int] = 1
@@ -97,6 +98,7 @@ class Objective(ABC):
     printed: ClassVar[Mapping[str, str]] = {}
     unprinted: ClassVar[tuple[str, ...]] = ()
     says_words: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = False
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config

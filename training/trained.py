@@ -48,6 +48,9 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
     Raises:
         ConfigError: a name or a pattern matches nothing, or nothing is left to train.
     """
+    if spec.family.ahead and not config.objective.looks_ahead:
+        what = "its last layer has the layers ahead that a run trained, which would no longer fit"
+        raise ConfigError(f"model_path: {what}; expected to train them along, or the folder that pp_to_hg makes of it")
     lora, spec = config.lora, config.objective.model(spec)
     if lora is None and not config.freeze:
         return spec

@@ -13,6 +13,7 @@ t serves as well as t + k.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 
@@ -53,8 +54,12 @@ class LayerAhead(nn.Module):
             position_ids: [B, S] of the whole rows, as for any block.
             cache: of this layer's own keys and values, in generation.
         """
+        return self.through(embedded, hidden, lambda inputs: self.decoder((inputs, position_ids), cache)[0])
+
+    def through(self, embedded: Tensor, hidden: Tensor, decode: Callable[[Tensor], Tensor]) -> Tensor:
+        """Compute the same with `decode` in the place of the decoder layer, which a plan runs in a way of its own."""
         halves = self.embedding_norm(embedded), self.hidden_norm(hidden)
-        output = self.decoder((self.joined(torch.cat(halves, dim=-1)), position_ids), cache)[0]
+        output = decode(self.joined(torch.cat(halves, dim=-1)))
         return output if self.norm is None else self.norm(output)
 
 

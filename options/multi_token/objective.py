@@ -26,6 +26,7 @@ class MultiToken(FineTuning):
     """Learn to say what the records say, and to draft it some tokens ahead."""
 
     printed = {"mtp": "mtp_loss"}
+    looks_ahead = True
 
     def __init__(self, config: TrainConfig, section: DraftSection) -> None:
         super().__init__(config)
