@@ -70,11 +70,9 @@ def copy_side_files(source: Path, target: Path, spec: ModelSpec, in_folders: boo
 
 def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
     """Write the tensors that belong to no layer; return the manifest."""
-    # What is a copy of a trained weight is no longer one behind the first step, so an export makes it anew.
+    # An export makes copies of embedding and head anew, as training changes what they are copies of.
     copies = copies_of(source.weight_map, source.names, source.spec.tied)
-    same = {
-        name for name, of in copies.items() if of in source.names and same_bytes(source.read(name), source.read(of))
-    }
+    same = {name for name, of in copies.items() if same_bytes(source.read(name), source.read(of))}
     if carried := [name for name in source.carried if name not in same]:
         infos = {name: source.info(name) for name in carried}
         with SafetensorsWriter(target, {CARRIED: carried}, infos) as writer:

@@ -21,7 +21,5 @@ class StaleDrafts(Callback):
     def on_build(self, job: JobView) -> Iterable[Choice]:
         found = stored_ahead(job.model_folder, self._spec) if job.model_folder else None
         if found:
-            what = f"{found.depth} in the model, exported as they are: servers would draft with stale ones"
-            yield Choice(
-                report=[f"layers that predict ahead: {what}; mtp trains them (docs/multi-token-prediction.md)"]
-            )
+            what = f"{found.depth}, exported as they are, so servers would draft with stale ones"
+            yield Choice(report=[f"layers ahead: {what}; mtp trains them (docs/multi-token-prediction.md)"])

@@ -101,9 +101,8 @@ def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
         share.connect(layer, module)
         hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
         ids = torch.empty(rows, length, dtype=torch.int64)
-        block = next(
-            (each for each in module.modules() if isinstance(each, Block)), None
-        )  # a head may have layers ahead
+        # A head takes a block's arguments where it has layers ahead.
+        block = next((each for each in module.modules() if isinstance(each, Block)), None)
         short_arguments = kinds[block.kind] if block else {}
         if case.flash and block and block.kind == SLIDING:
             short_arguments["document_window"] = spec.config.sliding_window
