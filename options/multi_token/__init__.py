@@ -21,7 +21,7 @@ def callbacks(config: DraftKeys, task: Task) -> Sequence[Callback]:
 
     if config.mtp or not isinstance(task, LanguageModel):
         return []
-    return [StaleDrafts(task.spec)]
+    return [StaleDrafts(task)]
 
 
 OPTION = Option(

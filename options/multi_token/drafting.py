@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,9 @@ from training.errors import ConfigError
 from training.measures import Measures, loss_of
 
 if TYPE_CHECKING:
-    from data.loader import GlobalBatch
+    from data.loader import GlobalBatch, Loader
     from options.multi_token.keys import DraftSection
+    from training.engine.trainer import Trainer
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
     from training.objective import ModelAndRecords
@@ -37,33 +39,34 @@ class Drafting(Measures):
         self._copy: EmbeddingCopy | None = None
 
     def on_start(self, run: Run) -> None:
-        """Connect the loss on every rank.
+        """Connect the loss; raises as `connect`."""
+        self.connect(run.trainer, [run.loader, *(run.evaluation.loaders.values() if run.evaluation else [])])
+
+    def connect(self, trainer: Trainer, loaders: Sequence[Loader]) -> None:
+        """Tell loss and loaders of the layers ahead, and give the loss an embedding; all ranks call it together.
 
         Raises:
             ConfigError: the embedding is to learn, and lies on another stage than the head, which has no copy of it.
         """
-        spec, module = self._task.spec, run.trainer.engine.module
-        assert spec.family.ahead
-        depth, loss = spec.family.ahead.depth, loss_of(run.trainer)
-        assert isinstance(loss, AheadLoss)
-        loss.expect(depth)
-        loaders = [run.loader, *(run.evaluation.loaders.values() if run.evaluation else [])]
+        spec, module, loss = self._task.spec, trainer.engine.module, loss_of(trainer)
+        assert spec.family.ahead and isinstance(loss, AheadLoss)
+        loss.expect(spec.family.ahead.depth)
         for loader in loaders:
             assert isinstance(loader.collation, AheadCollation)
-            loader.collation.depth = depth
+            loader.collation.depth = spec.family.ahead.depth
+
+        apart = isinstance(module, PipelineModel) and module.stage_owner(0) != module.stage_owner(spec.n_layers - 1)
+        if apart and not spec.tied:
+            if not self._section.detach:
+                what = "the embedding is on the first stage, and only a head that is tied to it has a copy"
+                raise ConfigError(f"mtp.detach: false, but {what}; expected detach: true, one stage, or dualpipev")
+            self._copy = EmbeddingCopy(module, EMBEDDING_WEIGHT in spec.trained_names(0))
 
         layers = dict(module.named_children())
         first, last = layers.get("0"), layers.get(str(spec.n_layers - 1))
-        if isinstance(last, Head):
-            self._prepare(last, [layer for layer in layers.values() if isinstance(layer, Block)])
-        if isinstance(module, PipelineModel) and module.stage_owner(0) != module.stage_owner(spec.n_layers - 1):
-            if not (spec.tied or self._section.detach):
-                what = "the embedding is on the first stage, and only a head that is tied to it has a copy"
-                raise ConfigError(f"mtp.detach: false, but {what}; expected detach: true, one stage, or dualpipev")
-            if not spec.tied:
-                self._copy = EmbeddingCopy(module, EMBEDDING_WEIGHT in spec.trained_names(0))
         if not isinstance(last, Head):
             return
+        self._prepare(last, [layer for layer in layers.values() if isinstance(layer, Block)])
         if self._copy:
             loss.embed = partial(embed_with, module, self._copy.weight)
         elif isinstance(first, Embedding):
