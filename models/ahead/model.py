@@ -14,7 +14,7 @@ from models.adapters import Trained
 from models.ahead.layers import Ahead
 from models.ahead.names import BEHIND_THE_BLOCKS, MODULE, naming_of
 from models.attention.positions import LINEAR, attention_kind
-from models.checkpoint.layout import Layout, Manifest, has_huggingface_weights, layer_file, layout_of
+from models.checkpoint.layout import Manifest, has_huggingface_weights, layer_file
 from models.checkpoint.source import HuggingFaceSource
 from models.checkpoint.tensor_files import MappedFile
 from models.config_json import count_ahead
@@ -29,11 +29,13 @@ def stored_ahead(folder: Path, spec: ModelSpec) -> Ahead | None:
     Args:
         spec: of the model without them.
     """
-    if not (has_huggingface_weights(folder) or layout_of(folder) is Layout.PIPELINE):
-        # A plan needs config.json alone: the shapes are the same under any name.
+    if has_huggingface_weights(folder):
+        names = HuggingFaceSource(folder, spec).names
+    elif manifest := Manifest.read(folder):
+        names = set(manifest.dtypes)
+    else:  # a plan needs config.json alone: the shapes are the same under any name
         count = count_ahead(spec.fields)
         return Ahead(BEHIND_THE_BLOCKS, count) if count else None
-    names = _names_in(folder, spec)
     found = naming_of(map(spec.weight_map.for_names(names).in_own_spelling, names), spec.family, spec.n_blocks)
     return Ahead(*found) if found else None
 
@@ -103,17 +105,9 @@ class CopiedLayers:
         return state[f"norm.{rest}"].clone()
 
 
-def _names_in(folder: Path, spec: ModelSpec) -> set[str]:
-    """List the names on disk of a folder's tensors; of a pipeline folder, those of the folder that it came from."""
-    if layout_of(folder) is Layout.PIPELINE:
-        manifest = Manifest.read(folder)
-        return set(manifest.dtypes) if manifest else set()
-    return HuggingFaceSource(folder, spec).names
-
-
 def carried_apart(folder: Path) -> bool:
     """Return whether a folder is one of `hg_to_pp`, which keeps layers ahead beside the others."""
-    return layout_of(folder) is Layout.PIPELINE
+    return (folder / layer_file(0)).is_file()
 
 
 def ahead_alone(spec: ModelSpec) -> ModelSpec:
