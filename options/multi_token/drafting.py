@@ -62,7 +62,7 @@ class Drafting(Measures):
                 raise ConfigError(f"mtp.detach: false, but {what}; expected detach: true, one stage, or dualpipev")
             self._copy = EmbeddingCopy(module, EMBEDDING_WEIGHT in spec.trained_names(0))
 
-        layers = dict(module.named_children())
+        layers, loss.sends_back = dict(module.named_children()), apart
         first, last = layers.get("0"), layers.get(str(spec.n_layers - 1))
         if not isinstance(last, Head):
             return

@@ -33,9 +33,11 @@ class AheadLoss(MeasuredLoss):
 
     Attributes:
         embed: makes embeddings of token ids, on the last stage; set when all weights are there.
+        sends_back: whether the stage before waits for a gradient, also where nothing learns from it.
     """
 
     embed: Callable[[Tensor], Tensor]
+    sends_back = True
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class AheadLoss(MeasuredLoss):
         self.count(torch.cat(counted)[None])
         if not head.training:
             return loss
-        if self._only:  # a pipeline sends a gradient to each stage
+        if self._only and self.sends_back:
             loss = loss + 0.0 * normalised[0].sum()
         ahead = self._weight * ahead
         return loss + (ahead - ahead.detach())

@@ -8,6 +8,7 @@ from data.sample_set import SampleSet
 from models.ahead.layers import Ahead
 from models.ahead.model import ahead_alone, carried_apart, looking_ahead, stored_ahead, with_new_layers
 from models.checkpoint.hub import find_model
+from models.config_json import count_ahead
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.multi_token.collation import AheadCollation
@@ -45,6 +46,8 @@ class MultiToken(FineTuning):
             raise ConfigError(f"mtp.init: copy, but {path} has such layers; expected no init, which trains them")
         if self.section.init:
             made = with_new_layers(spec, depth or 1)
+        elif found is None and count_ahead(spec.fields):
+            raise ConfigError(f"mtp: {path} names its layers ahead in a way that is not known; expected no mtp")
         elif found is None:
             raise ConfigError(f"mtp: {path} has no layers that predict ahead; expected init: copy, which makes some")
         elif depth and depth > found.depth:
