@@ -27,7 +27,7 @@ from models.checkpoint.adapter import (
 from models.checkpoint.adapter_settings import SCORES, with_adapter
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
-from models.checkpoint.source import HuggingFaceSource, open_source
+from models.checkpoint.source import HuggingFaceSource, PipelineSource, open_source
 from models.config_json import count_ahead, model_fields, read_json, reason_of
 from models.derived import proven
 from models.derived.outline import Underivable
@@ -90,14 +90,21 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
 
 
 def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
-    """Get a model with the adapters in a folder of either kind, and a head that scores where they have one.
+    """Get a model with the adapters in a folder of either kind, and with the scores or layers ahead that it trained.
 
     Raises:
         CheckpointError: the folder holds no usable adapter.
     """
     if read_json(folder / ADAPTER).get("task_type") == SCORES and not base.labels:
         base = base.scoring(labels_of_adapter(folder))
+    if ahead := ahead_in_layers(folder, base):
+        base = looking_ahead(base, ahead)
     return with_adapter(base, folder)
+
+
+def base_source(source: PipelineSource | HuggingFaceSource, spec: ModelSpec) -> PipelineSource | HuggingFaceSource:
+    """Open a base with the layers ahead that an adapter of it has."""
+    return source if spec.family.ahead == source.spec.family.ahead else open_source(source.folder, spec.base)
 
 
 def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[ModelSpec, Any]:
@@ -122,7 +129,7 @@ def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[Mod
     adapter = resolve(adapter, adapter=True)
     check_base(adapter, source)
     spec = adapted_spec(adapter, spec)
-    return spec, AdaptedStates(source, spec, open_factors(adapter, spec))
+    return spec, AdaptedStates(base_source(source, spec), spec, open_factors(adapter, spec))
 
 
 def load_model(

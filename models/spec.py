@@ -145,7 +145,8 @@ class ModelSpec:
                 module.ahead = self.family.ahead.build(self.family, self.config, positions)
         else:
             module = Block(self.family, self.config, layer - 1, positions)
-        self.trained.prepare(module, layer in (0, self.n_blocks + 1), partial(self.paths, layer))
+        ends = layer in (0, self.n_blocks + 1)
+        self.trained.prepare(module, lambda name: ends and not name.startswith("ahead."), partial(self.paths, layer))
         return module
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
@@ -188,6 +189,11 @@ class ModelSpec:
         config.num_labels, config.tie_word_embeddings = len(labels), False
         family, raw = scoring_family(self.family), scoring_fields(self.raw, labels)
         return replace(self, family=family, config=config, raw=raw, language=self, _shapes={})
+
+    @property
+    def plain(self) -> ModelSpec:
+        """The model without adapters and layers ahead."""
+        return replace(self.base, family=replace(self.family, ahead=None), _shapes={})
 
     @property
     def base(self) -> ModelSpec:

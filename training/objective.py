@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from data.loader import Loader
+    from models.causal_lm import CausalLM
     from training.config.keys import TrainConfig
     from training.engine.trainer import Trainer
     from training.evaluation import Evaluation
@@ -185,6 +186,29 @@ class Parts(NamedTuple):
     noted: Tensor
 
 
+class Along(NamedTuple):
+    """Hold what is learnt along: the mean over n losses, each a mean over its tokens in the global batch.
+
+    Attributes:
+        sums: [n], of each over the tokens of a document.
+        tokens: [n], how many they are.
+    """
+
+    sums: Tensor
+    tokens: Tensor
+
+    def __add__(self, other: object) -> Along:
+        assert isinstance(other, Along)
+        return Along(self.sums + other.sums, self.tokens + other.tokens)
+
+    @property
+    def mean(self) -> Tensor:
+        return (self.sums / self.tokens.clamp(min=1)).mean()
+
+
+NOTHING_ALONG = Along(torch.zeros(0), torch.zeros(0))
+
+
 class Formula(ABC):
     """An objective written out with torch for one sample at a time, from all logits at once.
 
@@ -197,12 +221,16 @@ class Formula(ABC):
         begins_alone: whether what is kept of a run's first weights must be this model's: the proof has another model
             leave its own in the cache first.
         widening: factor of the bounds of losses and norms, where these feel the rounding of sums.
+        along_as: the name in metrics.jsonl of the mean of what is learnt along, if there is some.
+        along_weight: what that mean counts.
     """
 
     noted: tuple[str, ...] = ()
     about: str = ""
     begins_alone: bool = False
     widening: float = 1.0
+    along_as: str = ""
+    along_weight: float = 0.0
 
     @abstractmethod
     def parts(self, sample: Sample, found: Sequence[tuple[Tensor, Tensor]], begin: Tensor, auxiliary: bool) -> Parts:
@@ -214,6 +242,23 @@ class Formula(ABC):
             begin: [noted], what this returned in `noted` before the first step.
             auxiliary: whether losses count that an evaluation leaves out.
         """
+
+    def along(self, model: CausalLM, document: Sample, hidden: Tensor) -> Along:
+        """Compute what is learnt along of a document, and counts in the gradients alone.
+
+        Args:
+            model: that is trained, in one process.
+            hidden: [1, S, H], what its last block gives for the document.
+        """
+        return NOTHING_ALONG
+
+    def learns_along(self, name: str) -> bool:
+        """Return whether a weight `<layer>.<name>` learns from that."""
+        return True
+
+    def in_norm(self, name: str) -> bool:
+        """Return whether a weight counts in the norm by which gradients are clipped."""
+        return True
 
     def record(self, sample: Sample) -> dict[str, Any]:
         """Write a sample as a record in a file of token ids."""

@@ -121,7 +121,7 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
     if config.lora.start_from is None:
         return AdaptedStates(base, spec, None, config.seed)
     start = resolve(config.lora.start_from, adapter=True)
-    check_base(start, given, digests_folder(config.cache_dir))
+    check_base(start, open_source(origin, as_stored(spec, origin)), digests_folder(config.cache_dir))
     _check_start(start, spec)
     if spec.labels and (known := labels_of_adapter(start)):
         check_labels(spec.labels, known, start)
@@ -136,9 +136,15 @@ def is_own_checkpoint(spec: ModelSpec, folder: Path) -> bool:
     return ahead_in_layers(folder, spec.language) is not None
 
 
+def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """Return a base as its folder has it, by which an adapter knows it again."""
+    plain = spec.language or spec.plain
+    return spec.base if ahead_in_layers(folder, plain) else plain
+
+
 def adapter_file(spec: ModelSpec, base: Path, notes: Path | None = None) -> dict[str, bytes]:
     """Make the file that names an adapter's settings and its base, for a checkpoint."""
-    source = open_source(base, spec.language or spec.base)
+    source = open_source(base, as_stored(spec, base))
     settings = peft_config(spec, str(base.resolve())) | {DIGEST: model_digest(source, notes)}
     return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
 
@@ -158,7 +164,7 @@ def check_same_base(adapter: Path, base: Path, spec: ModelSpec, notes: Path) -> 
         ConfigError: the weights or the config differ.
     """
     try:
-        check_base(adapter, open_source(base, spec.language or spec.base), notes)
+        check_base(adapter, open_source(base, as_stored(spec, base)), notes)
     except CheckpointError as error:
         raise ConfigError(f"model_path: {error}, or another save_path") from None
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from models.ahead.names import copies_of
-from models.api import adapted_spec, read_spec
+from models.api import adapted_spec, base_source, read_spec
 from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, check_base
 from models.checkpoint.layout import ADAPTER, CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.publish import publish_folder
@@ -243,7 +243,8 @@ def merged_source(folder: Path) -> MergedStates:
     where = base_folder(folder)
     base = open_source(where, read_spec(where))
     check_base(folder, base)
-    return MergedStates(base, adapted_spec(folder, base.spec), LayerFiles(folder))
+    spec = adapted_spec(folder, base.spec)
+    return MergedStates(base_source(base, spec), spec, LayerFiles(folder))
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -58,9 +58,10 @@ class DraftKeys(TrainConfig):
         for key in self.objective_keys:
             if key != KEY:
                 yield f"mtp: learns what records say, and {key} has a loss of its own; expected one of them"
-        if self.lora:
-            what = "adapters leave the layers that predict ahead as they are"
-            yield f"mtp: {what}; expected no lora, or mtp with only: true on the merged model"
+        if self.lora and self.mtp.init:
+            yield "mtp.init: an adapter belongs to layers that its base has; expected no init, or no lora"
+        if self.lora and self.mtp.only:
+            yield "mtp.only: trains these layers in full; expected no lora"
         if self.mtp.only and self.freeze:
             yield "mtp.only: trains these layers alone; expected no freeze"
         if self.mtp.only and not self.mtp.detach:

@@ -12,6 +12,7 @@ from models.config_json import count_ahead
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.multi_token.collation import AheadCollation
+from options.multi_token.formula import AheadFormula
 from options.multi_token.loss import AheadLoss
 from training.callbacks import Callback
 from training.errors import ConfigError
@@ -74,4 +75,4 @@ class MultiToken(FineTuning):
         return [Drafting(task, self.section)]
 
     def formula(self) -> Formula:
-        raise ConfigError("--prove: no mtp; expected mtp=null beside it, to prove all other keys")
+        return AheadFormula(self.config.aux_max_z_loss.weight, self.section)

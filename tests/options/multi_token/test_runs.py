@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from models.checkpoint.layout import layer_file
-from models.conversion.to_huggingface import pp_to_hg
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.errors import CheckpointError
 from options import RunConfig
 from tests.closeness import assert_near
 from tests.conftest import FAQ
@@ -62,6 +63,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "untied-learning": PIPE | {"mtp": MTP | {"detach": False}},
     "stored": PIPE | {"mtp": {"weight": WEIGHT}, "model": "glm", "gradient_clipping": 1.0},
     "stored-again": PIPE | {"mtp": {"weight": WEIGHT}, "model": "glm", "gradient_clipping": 1.0, "resume": "stored"},
+    "lora": PIPE | {"mtp": {"weight": WEIGHT}, "model": "glm", "lora": {"r": 2, "alpha": 8}},
+    "lora-again": PIPE | {"mtp": {"weight": WEIGHT}, "model": "glm", "lora": {"r": 2, "alpha": 8}, "resume": "lora"},
     "bf16": PIPE | {"bf16": {"enabled": True}},
 }
 ONE = {
@@ -281,6 +284,27 @@ def test_an_export_has_the_layers_under_their_own_names(
     state = torch.load(step_folder(folder / "stored", STEPS) / layer_file(4), weights_only=True)
     assert torch.equal(found["model.layers.3.eh_proj.weight"], state["ahead.0.joined.weight"])
     assert not torch.equal(found["model.layers.3.eh_proj.weight"], given["model.layers.3.eh_proj.weight"])
+
+
+def test_adapters_of_the_layers_ahead_are_merged_with_the_others(
+    outcomes: dict[str, Any], folder: Path, models: dict[str, Path]
+) -> None:
+    for name in ("lora", "lora-again"):
+        assert outcomes[name]["error"] is None, name
+    assert losses(folder / "lora-again") == losses(folder / "lora")
+    noted, name = steps(folder / "lora"), "model.layers.3.self_attn.o_proj.weight"
+    assert noted[1]["mtp_loss"] == pytest.approx(steps(folder / "stored")[1]["mtp_loss"], rel=1e-5)
+    assert noted[STEPS]["mtp_loss"] < noted[1]["mtp_loss"]
+    with pytest.raises(CheckpointError, match="peft has no names for layers that predict ahead; expected --merge"):
+        pp_to_hg(folder / "lora", folder / "peft")
+
+    pp_to_hg(folder / "lora", folder / "merged", options=ExportOptions(merge=True))
+    found, given = (load_file(each / "model.safetensors") for each in (folder / "merged", models["glm"]))
+    state = torch.load(step_folder(folder / "lora", STEPS) / layer_file(4), weights_only=True)
+    a, b = (state[f"ahead.0.decoder.block.self_attn.o_proj.lora_{factor}"] for factor in "AB")
+    assert found.keys() == given.keys()
+    assert_near(found[name], given[name] + 4 * b @ a)
+    assert torch.equal(found["model.layers.3.enorm.weight"], given["model.layers.3.enorm.weight"])
 
 
 def test_new_layers_are_exported_and_trained_on(outcomes: dict[str, Any], folder: Path, ranks: Ranks) -> None:
