@@ -49,6 +49,22 @@ def moments_lost() -> None:
     resume.load_optimizer_state = lost
 
 
+def targets_meet() -> None:
+    """A layer ahead predicts tokens of the next document."""
+    import torch.nn.functional as F
+
+    from options.multi_token import loss
+
+    loss.targets_ahead = lambda labels, position_ids, k: F.pad(labels[:, k + 1 :], (0, k + 1), value=loss.IGNORED)
+
+
+def stale_embedding() -> None:
+    """The last stage's copy of the embedding stays as it was."""
+    from options.multi_token.drafting import EmbeddingCopy
+
+    EmbeddingCopy.follow = lambda self: None  # type: ignore[method-assign]
+
+
 def padding_counts() -> None:
     """The loss is divided by all tokens instead of the supervised ones."""
     from data.loader import Loader

@@ -1,0 +1,133 @@
+"""Train a layer ahead for a real small model, and count what it drafts; a quarter of an hour on two cores.
+
+SmolLM2-135M, the quickstart's model, has no such layer. A new one learns maths problems alone (`mtp: {init: copy, only:
+true}`), and each evaluation counts, on problems that it does not learn from, how many of its drafts are the model's own
+next token. Then `demo.py` answers some of these problems with drafts and without.
+
+`--picture FILE` draws the shares by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from benchmarks.report import table_of
+from benchmarks.tokenizing import pairs
+
+STEPS, EVALUATED_EVERY = 120, 20
+LEARNT, EVALUATED, ASKED = 1920, 48, 8
+MOST_TOKENS = 96  # of an answer
+SPEED = re.compile(r"([\d.,]+) tokens/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Drafts of a new layer ahead, before and after it learnt.")
+    parser.add_argument("--base", type=Path, default=Path("runs/quickstart/base"), help="the quickstart's model")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--picture", type=Path, help="draw the shares by step into this file")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=".") as folder:
+        figures = measure(arguments.base.resolve(), Path(folder).resolve())
+    if arguments.picture:
+        draw(figures["evaluations"], arguments.picture)
+    if arguments.json:
+        print(json.dumps(figures))
+        return
+    console = Console()
+    rows = [
+        (str(step), *(f"{line[key]:.3f}" for key in ("mtp_loss", "right", "agrees")))
+        for step, line in figures["evaluations"].items()
+    ]
+    console.print(table_of("A new layer ahead of SmolLM2-135M", ("step", "mtp_loss", "right", "agrees"), rows))
+    rows = [(way, f"{speed:.1f}") for way, speed in figures["tokens_per_s"].items()]
+    console.print(table_of("demo.py, greedy", ("way", "tokens/s"), rows))
+    print(figures["drafts"])
+
+
+def measure(base: Path, folder: Path) -> dict[str, Any]:
+    """Train the layer, and answer with it."""
+    known = list(islice(pairs(), LEARNT + EVALUATED + ASKED))
+    records = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in known
+    ]
+    for name, part in (("records", records[:LEARNT]), ("evaluated", records[LEARNT : LEARNT + EVALUATED])):
+        (folder / f"{name}.json").write_text(json.dumps(part), encoding="utf-8")
+    config = {
+        "model_path": str(base),
+        "data_path": str(folder / "records.json"),
+        "eval_data_path": str(folder / "evaluated.json"),
+        "eval_interval": EVALUATED_EVERY,
+        "eval_at_start": True,
+        "save_path": str(folder / "run"),
+        "max_seq_len": 512,
+        "max_steps": STEPS,
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": 5.0e-4}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10}},
+        "mtp": {"weight": 1.0, "init": "copy", "only": True},
+        "model_topo": {"process_topology": {"dims": [1, 1]}},
+    }
+    (folder / "config.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    run("train_ds.py", "--config", str(folder / "config.yml"))
+
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = {"mtp_loss": "eval_mtp_loss", "right": "eval_draft_1_right", "agrees": "eval_draft_1_agrees"}
+    evaluations = {
+        line["step"]: {short: line[name] for short, name in names.items()} for line in lines if "eval_loss" in line
+    }
+    questions = folder / "questions.jsonl"
+    asked = ({"messages": [{"role": "user", "content": question}]} for question, _ in known[-ASKED:])
+    questions.write_text("".join(json.dumps(each) + "\n" for each in asked), encoding="utf-8")
+    ways = {"without drafts": [], "--draft": ["--draft"]}
+    printed = {way: answer(folder, questions, words) for way, words in ways.items()}
+    drafts = next((line for line in printed["--draft"].splitlines() if line.startswith("drafts:")), "")
+    speeds = {way: float(SPEED.findall(text)[-1].replace(",", "")) for way, text in printed.items()}
+    return {"evaluations": evaluations, "tokens_per_s": speeds, "drafts": drafts}
+
+
+def answer(folder: Path, questions: Path, words: list[str]) -> str:
+    """Answer the questions greedily; return what is printed."""
+    asked = ["--model", str(folder / "run"), "--prompts", str(questions), "--max-new-tokens", str(MOST_TOKENS)]
+    return run("demo.py", *asked, "--temperature", "0", *words)
+
+
+def run(script: str, *words: str) -> str:
+    """Run a command of the project; return what it prints, or exit with it where it fails."""
+    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{script} {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def draw(evaluations: dict[int, dict[str, float]], path: Path) -> None:
+    """Draw the shares of drafts by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    shown = {"agrees": "the model's own next but one token (greedy decoding accepts it)", "right": "the text's"}
+    for name, label in shown.items():
+        axes.plot(list(evaluations), [100 * line[name] for line in evaluations.values()], marker="o", label=label)
+    axes.set(xlabel="step", ylabel="% of drafts", ylim=(0, None), title="Drafts of a new layer ahead, SmolLM2-135M")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
