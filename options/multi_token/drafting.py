@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from models.layers import Block, Embedding, Head
 from models.pipeline import PipelineModel
 from options.multi_token.collation import AheadCollation
 from options.multi_token.loss import AheadLoss
+from training.callbacks import Choice, JobView
 from training.distributed.communication import among_members
 from training.errors import ConfigError
 from training.measures import Measures, loss_of
@@ -37,6 +38,13 @@ class Drafting(Measures):
         super().__init__()
         self._task, self._section = task, section
         self._copy: EmbeddingCopy | None = None
+
+    def on_build(self, job: JobView) -> Iterable[Choice]:
+        spec, ahead = self._task.spec, self._task.spec.family.ahead
+        assert ahead
+        new = "new ones, copies of the last block" if spec.language else "those of the model"
+        who = "only they learn" if self._section.only else f"weight {self._section.weight:g}"
+        yield Choice(report=[f"layers ahead: {ahead.depth}, {new}; {who} (mtp)"])
 
     def on_start(self, run: Run) -> None:
         """Connect the loss; raises as `connect`."""

@@ -43,9 +43,9 @@ class MultiToken(FineTuning):
         path, depth = self.config.model_path, self.section.depth
         folder = find_model(path, weights=False)
         found = spec.family.ahead or stored_ahead(folder, spec)
-        if found and self.section.init:
+        if found and self.section.init and not spec.family.ahead:
             raise ConfigError(f"mtp.init: copy, but {path} has such layers; expected no init, which trains them")
-        if self.section.init:
+        if self.section.init and not found:
             made = with_new_layers(spec, depth or 1)
         elif found is None and count_ahead(spec.fields):
             raise ConfigError(f"mtp: {path} names its layers ahead in a way that is not known; expected no mtp")

@@ -49,13 +49,12 @@ def moments_lost() -> None:
     resume.load_optimizer_state = lost
 
 
-def targets_meet() -> None:
-    """A layer ahead predicts tokens of the next document."""
-    import torch.nn.functional as F
-
+def targets_near() -> None:
+    """A layer ahead predicts the token before the one that it should."""
     from options.multi_token import loss
 
-    loss.targets_ahead = lambda labels, position_ids, k: F.pad(labels[:, k + 1 :], (0, k + 1), value=loss.IGNORED)
+    right = loss.targets_ahead
+    loss.targets_ahead = lambda labels, position_ids, k: right(labels, position_ids, k - 1)
 
 
 def stale_embedding() -> None:

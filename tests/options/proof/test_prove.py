@@ -123,7 +123,7 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
         ("readers_alone", "gradients", "layer"),
         ("left_out", "logits of the exported model", "text"),
         ("other_alpha", "logits of the exported adapter", "text"),
-        ("targets_meet", "loss of the layers ahead", "step"),
+        ("targets_near", "loss of the layers ahead", "step"),
         ("stale_embedding", "gradients", "ahead.0.joined"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
         keys = {"model_topo": SHARED}
     if adapted := fault in ("other_scale", "neighbours_adapter", "other_alpha"):
         keys |= {"lora": LORA}
-    if fault in ("targets_meet", "stale_embedding"):
+    if fault in ("targets_near", "stale_embedding"):
         keys |= {"mtp": AHEAD}
     config = proofs.config("mixtral", MIXTRAL, **keys) if adapted else proofs.config(**keys)
     result = proofs.prove(config, "tests/workers/unproved.py", FAULT=fault)
