@@ -14,22 +14,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from models.ahead.layers import Ahead
-from models.ahead.model import looking_ahead
-from models.ahead.names import BEHIND_THE_BLOCKS
-from models.api import read_spec
+from models.api import load_model
 from models.checkpoint.layout import layer_file
 from models.conversion.to_huggingface import pp_to_hg
-from models.loading import SeededStates
 from options import RunConfig
+from options.demo.drafts import Drafter
+from options.demo.generation import Request, generate_many
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import metrics, topology
+from tests.options.multi_token.folders import add_layers_ahead
 from tests.ranks import Ranks, job
 from tests.training.starts import STEPS, TAKEN_UP_AT, losses, steps, weights
 from training.checkpoint.folder import step_folder
@@ -73,22 +72,6 @@ ONE = {
     "stored-alone": {"model_topo": topology((1, 1)), "mtp": {"weight": WEIGHT}, "model": "glm"},
 }
 UNDER_TEST = [pytest.param(name, marks=LATER.get(name, ())) for name in TOPOLOGIES if name != "alone"]
-
-
-def add_layers_ahead(folder: Path, depth: int) -> None:
-    """Give a checkpoint random layers ahead, and the copies of embedding and head that published ones have."""
-    spec = read_spec(folder)
-    spec = looking_ahead(spec, Ahead(BEHIND_THE_BLOCKS, depth))
-    state = load_file(folder / "model.safetensors")
-    fresh = SeededStates(spec, 7).read_layer(spec.n_layers - 1)
-    ahead = {name: tensor for name, tensor in fresh.items() if name.startswith("ahead.")}
-    state |= spec.weight_map.on_disk(spec.n_layers - 1, ahead)
-    for number in range(spec.n_blocks, spec.n_blocks + depth):
-        state[f"model.layers.{number}.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
-        state[f"model.layers.{number}.shared_head.head.weight"] = state["lm_head.weight"].clone()
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": depth}))
 
 
 @pytest.fixture(scope="module")
@@ -317,3 +300,12 @@ def test_new_layers_are_exported_and_trained_on(outcomes: dict[str, Any], folder
     assert json.loads((folder / "further.json").read_text())["error"] is None
     before, after = steps(folder / "stages")[STEPS], steps(folder / "further")[1]
     assert after["mtp_loss"] < before["mtp_loss"] + 0.5
+
+
+def test_a_run_drafts_for_itself(outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes["stages"]["error"] is None
+    drafter, plain = Drafter(load_model(folder / "stages", ahead=True)), load_model(folder / "stages")
+    requests = [Request([1, 2, 3], 12, set()), Request([1, 2, 3], 12, set())]
+    drafted = [token for _, token in drafter.generate(requests[:1])]
+    assert drafted == [token for _, token in generate_many(plain, requests[1:])]
+    assert drafter.tally.tokens == 11
