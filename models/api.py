@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.ahead.model import ahead_in_layers, looking_ahead
+from models.ahead.model import ahead_in_layers, carried_apart, looking_ahead, stored_ahead
 from models.ahead.names import blocks_of
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
@@ -107,15 +107,33 @@ def base_source(source: PipelineSource | HuggingFaceSource, spec: ModelSpec) -> 
     return source if spec.family.ahead == source.spec.family.ahead else open_source(source.folder, spec.base)
 
 
-def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[ModelSpec, Any]:
+def with_stored_ahead(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """Get the same model with the layers that predict further ahead in its folder.
+
+    Raises:
+        CheckpointError: there are none, or they lie beside the model's own.
+    """
+    if spec.family.ahead:
+        return spec
+    found = stored_ahead(folder, spec)
+    if found is None:
+        raise CheckpointError(f"{folder}: no layers that predict further ahead; mtp in a run's config trains some")
+    if carried_apart(folder):
+        reason = "the pipeline layout of hg_to_pp keeps layers that predict further ahead apart"
+        raise CheckpointError(f"{folder}: {reason}; expected the HuggingFace folder that it was made from")
+    return looking_ahead(spec, found)
+
+
+def open_model(path: str | Path, adapter: str | Path | None = None, ahead: bool = False) -> tuple[ModelSpec, Any]:
     """Open a model's weights, or those of a base and an adapter.
 
     Args:
         path: a model, or a run that trained an adapter.
         adapter: a folder of peft's or of a run, to use with the model at `path`.
+        ahead: whether layers that predict further ahead are a part of the model, in a HuggingFace folder too.
 
     Raises:
-        CheckpointError: a folder is none of these.
+        CheckpointError: a folder is none of these, or has no such layers.
     """
     folder = find_model(path, adapter=True)
     if (folder / ADAPTER).is_file():
@@ -123,6 +141,11 @@ def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[Mod
             raise CheckpointError(f"{folder}: an adapter itself; expected the model that {adapter} belongs to")
         folder, adapter = base_folder(folder), folder
     spec = read_spec(folder)
+    if ahead and adapter:
+        reason = "drafts need a whole model"
+        raise CheckpointError(f"{adapter}: {reason}; expected the merged model (pp_to_hg --merge)")
+    if ahead:
+        spec = with_stored_ahead(folder, spec)
     source = open_source(folder, spec)
     if adapter is None:
         return spec, source
@@ -138,6 +161,7 @@ def load_model(
     device: str | torch.device = "cpu",
     part: Sequence[int] | None = None,
     adapter: str | Path | None = None,
+    ahead: bool = False,
 ) -> CausalLM:
     """Load the model of a folder of either layout, in evaluation mode.
 
@@ -146,12 +170,12 @@ def load_model(
             name on the HuggingFace hub.
         dtype: the dtype to hold the weights in; as stored where absent.
         part: which layers to load; all where absent.
-        adapter: as `open_model`.
+        adapter, ahead: as `open_model`.
 
     Raises:
         CheckpointError: the folder is damaged, incomplete or of an unknown family.
     """
-    spec, source = open_model(path, adapter)
+    spec, source = open_model(path, adapter, ahead)
     return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part).eval()
 
 

@@ -24,7 +24,8 @@ def add_layers_ahead(folder: Path, depth: int) -> None:
     state |= spec.weight_map.on_disk(spec.n_layers - 1, ahead)
     for number in range(spec.n_blocks, spec.n_blocks + depth):
         state[f"model.layers.{number}.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
-        state[f"model.layers.{number}.shared_head.head.weight"] = state["lm_head.weight"].clone()
+        if not spec.tied:
+            state[f"model.layers.{number}.shared_head.head.weight"] = state["lm_head.weight"].clone()
     save_file(
         {name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors", {"format": "pt"}
     )

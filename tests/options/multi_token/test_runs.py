@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from models.api import load_model
 from models.checkpoint.layout import layer_file
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.errors import CheckpointError
 from options import RunConfig
+from options.demo.drafts import Drafter
+from options.demo.generation import Request, generate_many
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import metrics, topology
@@ -321,3 +324,12 @@ def test_new_layers_are_exported_and_trained_on(outcomes: dict[str, Any], folder
     assert json.loads((folder / "further.json").read_text())["error"] is None
     before, after = steps(folder / "stages")[STEPS], steps(folder / "further")[1]
     assert after["mtp_loss"] < before["mtp_loss"] + 0.5
+
+
+def test_a_run_drafts_for_itself(outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes["stages"]["error"] is None
+    drafter, plain = Drafter(load_model(folder / "stages", ahead=True)), load_model(folder / "stages")
+    requests = [Request([1, 2, 3], 12, set()), Request([1, 2, 3], 12, set())]
+    drafted = [token for _, token in drafter.generate(requests[:1])]
+    assert drafted == [token for _, token in generate_many(plain, requests[1:])]
+    assert drafter.tally.tokens == 11
