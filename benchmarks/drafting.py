@@ -2,7 +2,7 @@
 
 SmolLM2-135M, the quickstart's model, has no such layer. A new one learns maths problems alone (`mtp: {init: copy, only:
 true}`), and each evaluation counts, on problems that it does not learn from, how many of its drafts are the model's own
-next token. Then `demo.py` answers some of these problems with drafts and without.
+next token. Then it answers some of these problems with drafts and without, as `demo.py` does.
 
 `--picture FILE` draws the shares by step.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
+import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from benchmarks.tokenizing import pairs
 STEPS, EVALUATED_EVERY = 60, 10
 LEARNT, EVALUATED, ASKED = 480, 24, 6
 MOST_TOKENS = 96  # of an answer
-SPEED = re.compile(r"([\d.,]+) tokens/s")
 
 
 def main() -> None:
@@ -51,8 +51,8 @@ def main() -> None:
     ]
     console.print(table_of("A new layer ahead of SmolLM2-135M", ("step", "mtp_loss", "right", "agrees"), rows))
     rows = [(way, f"{speed:.1f}") for way, speed in figures["tokens_per_s"].items()]
-    console.print(table_of("demo.py, greedy", ("way", "tokens/s"), rows))
-    print(figures["drafts"])
+    console.print(table_of("Answers, greedy", ("way", "tokens/s"), rows))
+    print(f"drafts: {figures['drafts']}")
 
 
 def measure(base: Path, folder: Path) -> dict[str, Any]:
@@ -88,20 +88,35 @@ def measure(base: Path, folder: Path) -> dict[str, Any]:
     evaluations = {
         line["step"]: {short: line[name] for short, name in names.items()} for line in lines if "eval_loss" in line
     }
-    questions = folder / "questions.jsonl"
-    asked = ({"messages": [{"role": "user", "content": question}]} for question, _ in known[-ASKED:])
-    questions.write_text("".join(json.dumps(each) + "\n" for each in asked), encoding="utf-8")
-    ways = {"without drafts": [], "--draft": ["--draft"]}
-    printed = {way: answer(folder, questions, words) for way, words in ways.items()}
-    drafts = next((line for line in printed["--draft"].splitlines() if line.startswith("drafts:")), "")
-    speeds = {way: float(SPEED.findall(text)[-1].replace(",", "")) for way, text in printed.items()}
-    return {"evaluations": evaluations, "tokens_per_s": speeds, "drafts": drafts}
+    return {"evaluations": evaluations} | answer(folder / "run", [question for question, _ in known[-ASKED:]])
 
 
-def answer(folder: Path, questions: Path, words: list[str]) -> str:
-    """Answer the questions greedily; return what is printed."""
-    asked = ["--model", str(folder / "run"), "--prompts", str(questions), "--max-new-tokens", str(MOST_TOKENS)]
-    return run("demo.py", *asked, "--temperature", "0", *words)
+def answer(model: Path, questions: list[str]) -> dict[str, Any]:
+    """Answer greedily with drafts and without, in turn; return the speed of each, and what became of the drafts."""
+    from transformers import AutoTokenizer
+
+    from models.api import load_model
+    from models.checkpoint.layout import resolve
+    from options.demo.drafts import Drafter
+    from options.demo.generation import Request, generate_many
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve(model))
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)["input_ids"]
+        for question in questions
+    ]
+    loaded = load_model(model, ahead=True)
+    drafter = Drafter(loaded)
+    ways = {"without drafts": partial(generate_many, loaded, rows=1), "--draft": drafter.generate}
+    seconds, answers = dict.fromkeys(ways, 0.0), {way: list[list[int | None]]() for way in ways}
+    for prompt in prompts:
+        for way, generate in ways.items():
+            begin = time.perf_counter()
+            answers[way].append([token for _, token in generate([Request(prompt, MOST_TOKENS, set())])])
+            seconds[way] += time.perf_counter() - begin
+    assert answers["without drafts"] == answers["--draft"], "drafts change no greedy answer"
+    speeds = {way: MOST_TOKENS * len(prompts) / seconds[way] for way in ways}
+    return {"tokens_per_s": speeds, "drafts": drafter.tally.describe()}
 
 
 def run(script: str, *words: str) -> str:
