@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -107,7 +108,11 @@ def answer(model: Path, questions: list[str]) -> dict[str, Any]:
     ]
     loaded = load_model(model, ahead=True)
     drafter = Drafter(loaded)
-    ways = {"without drafts": partial(generate_many, loaded, rows=1), "--draft": drafter.generate}
+    without = partial(generate_many, loaded, rows=1)
+    ways: dict[str, Callable[[list[Request]], Iterator[Any]]] = {
+        "without drafts": without,
+        "--draft": drafter.generate,
+    }
     seconds, answers = dict.fromkeys(ways, 0.0), {way: list[list[int | None]]() for way in ways}
     for prompt in prompts:
         for way, generate in ways.items():

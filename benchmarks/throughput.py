@@ -326,7 +326,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         division = divide(config, spec, engine.in_stages)
         trainer = engine.build(config, spec, model, division)
         if config.mtp:
-            Drafting(SimpleNamespace(spec=spec), config.mtp).connect(trainer, [loader])  # type: ignore[arg-type]
+            Drafting(SimpleNamespace(spec=spec), config.mtp).connect(trainer, [loader])
         if slots := getattr(division, "slots", None):  # of weight streaming
             timed = time_turns(trainer, slots, asked.rows)
         if way.engine == "reference":

@@ -148,4 +148,4 @@ def embed_with(module: Any, weight: Tensor, ids: Tensor) -> Tensor:
     """Look tokens up in a weight like the embedding's; with tensor parallelism this rank has some of its words."""
     if module.share.ranks.size == 1:
         return F.embedding(ids, weight)
-    return module.share.look_up(weight, ids)  # type: ignore[no-any-return]
+    return module.share.look_up(weight, ids)

@@ -69,7 +69,7 @@ class AheadLoss(MeasuredLoss):
 
         ahead, counted = loss.new_zeros(()), list[Tensor]()
         assert head.ahead is not None
-        hidden = self._left_alone(normalised[0] if head.ahead[0].norm else before_norm)  # type: ignore[index]
+        hidden = self._left_alone(normalised[0] if head.ahead[0].norm else before_norm)
         for k, layer in enumerate(head.ahead, start=1):
             assert isinstance(layer, LayerAhead)
             embedded = self._left_alone(self.embed(self._own(further(ids, k))))

@@ -146,7 +146,7 @@ def begin_before_the_norm(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> No
     forward = golden.model.head.forward
 
     def with_both_alike(activations: Any) -> Any:
-        normalised, *rest, before = forward(activations)  # type: ignore[misc]
+        normalised, *rest, before = forward(activations)
         return before, *rest, normalised
 
     monkeypatch.setattr(golden.model.head, "forward", with_both_alike)

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from models.api import load_model
@@ -130,24 +131,30 @@ def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path], asked: set[str
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem != "records"}
 
 
+class ReferenceLayer(nn.Module):
+    """A layer ahead of transformers' parts, as `init: copy` makes it of a model."""
+
+    def __init__(self, trunk: Any) -> None:
+        super().__init__()
+        config = trunk.config
+        self.decoder = LlamaDecoderLayer(config, config.num_hidden_layers - 1)
+        self.decoder.load_state_dict(trunk.model.layers[-1].state_dict())
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+        )
+        for norm in (self.embedding_norm, self.hidden_norm, self.norm):
+            norm.load_state_dict(trunk.model.norm.state_dict())
+        self.joined = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.joined.weight.data = torch.cat([torch.eye(config.hidden_size)] * 2, dim=1)
+
+
 class Reference(nn.Module):
     """transformers' model, with layers ahead of transformers' decoder layers, one document at a time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        config = AutoConfig.from_pretrained(folder)
-        self.trunk = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        last = self.trunk.model.layers[-1]
-        self.layers = nn.ModuleList()
-        for _ in range(DEPTH):
-            block = LlamaDecoderLayer(config, config.num_hidden_layers - 1)
-            block.load_state_dict(last.state_dict())
-            norms = [LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)]
-            for norm in norms:
-                norm.load_state_dict(self.trunk.model.norm.state_dict())
-            joined = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-            joined.weight.data = torch.cat([torch.eye(config.hidden_size)] * 2, dim=1)
-            self.layers.append(nn.ModuleList([*norms, joined, block]))
+        self.trunk: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.layers = nn.ModuleList(ReferenceLayer(self.trunk) for _ in range(DEPTH))
 
     def sums(self, ids: Tensor, labels: Tensor) -> list[tuple[Tensor, int]]:
         """Sum the cross-entropy of the model and of each layer ahead; with how many targets each has."""
@@ -155,17 +162,18 @@ class Reference(nn.Module):
         hidden = model(input_ids=ids[None], use_cache=False).last_hidden_state
         found = [_sum(self.trunk.lm_head(hidden), labels[1:])]
         hidden, head = hidden.detach(), self.trunk.lm_head.weight.detach()
-        for k, (of_words, of_states, behind, joined, block) in enumerate(self.layers, start=1):
+        for k, layer in enumerate(self.layers, start=1):
+            assert isinstance(layer, ReferenceLayer)
             if len(ids) - k < 1:
                 break
             hidden = hidden[:, : len(ids) - k]
             words = model.embed_tokens(ids[None, k:]).detach()
-            inputs = joined(torch.cat([of_words(words), of_states(hidden)], dim=-1))
+            inputs = layer.joined(torch.cat([layer.embedding_norm(words), layer.hidden_norm(hidden)], dim=-1))
             positions = torch.arange(len(ids) - k)[None]
             mask = torch.full((len(ids) - k,) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
             angles = model.rotary_emb(inputs, positions)
-            output = block(inputs, attention_mask=mask, position_embeddings=angles, position_ids=positions)
-            hidden = behind(output[0] if isinstance(output, tuple) else output)
+            output = layer.decoder(inputs, attention_mask=mask, position_embeddings=angles, position_ids=positions)
+            hidden = layer.norm(output[0] if isinstance(output, tuple) else output)
             found.append(_sum(F.linear(hidden, head), labels[k + 1 :]))
         return found
 
@@ -188,7 +196,7 @@ def test_six_steps_are_those_of_transformers_layers(
         totals, counts = [torch.zeros(())] * (1 + DEPTH), [0] * (1 + DEPTH)
         for number in loader.batch(step - 1).samples:
             sample = data.samples[number]
-            ids, labels = (torch.tensor(sample[name].tolist()) for name in ("input_ids", "labels"))
+            ids, labels = (torch.tensor(numpy.asarray(sample[name])) for name in ("input_ids", "labels"))
             for place, (total, count) in enumerate(reference.sums(ids, labels)):
                 totals[place] = totals[place] + total
                 counts[place] += count
@@ -202,11 +210,9 @@ def test_six_steps_are_those_of_transformers_layers(
 
     found = weights(folder / "alone")
     for k, layer in enumerate(reference.layers):
-        of_words, of_states, behind, joined, block = layer
-        parts = {"embedding_norm": of_words, "hidden_norm": of_states, "norm": behind, "joined": joined}
-        for part, module in (parts | {"decoder.block": block}).items():
-            for name, weight in module.named_parameters():
-                assert_near(found[f"4.ahead.{k}.{part}.{name}"], weight, name=f"{k}.{part}.{name}")
+        for name, weight in layer.named_parameters():
+            place = name.replace("decoder.", "decoder.block.")
+            assert_near(found[f"4.ahead.{k}.{place}"], weight, name=f"{k}.{name}")
     assert_near(found["4.norm.weight"], reference.trunk.model.norm.weight)
     assert_near(found["2.block.mlp.up_proj.weight"], reference.trunk.model.layers[1].mlp.up_proj.weight)
 
