@@ -46,11 +46,9 @@ def main() -> None:
         print(json.dumps(figures))
         return
     console = Console()
-    rows = [
-        (str(step), *(f"{line[key]:.3f}" for key in ("mtp_loss", "right", "agrees")))
-        for step, line in figures["evaluations"].items()
-    ]
-    console.print(table_of("A new layer ahead of SmolLM2-135M", ("step", "mtp_loss", "right", "agrees"), rows))
+    names = "mtp_loss", "right", "agrees"
+    rows = [(str(step), *map("{:.3f}".format, line.values())) for step, line in figures["evaluations"].items()]
+    console.print(table_of("A new layer ahead of SmolLM2-135M", ("step", *names), rows))
     rows = [(way, f"{speed:.1f}") for way, speed in figures["tokens_per_s"].items()]
     console.print(table_of("Answers, greedy", ("way", "tokens/s"), rows))
     print(f"drafts: {figures['drafts']}")
@@ -86,9 +84,8 @@ def measure(base: Path, folder: Path) -> dict[str, Any]:
 
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     names = {"mtp_loss": "eval_mtp_loss", "right": "eval_draft_1_right", "agrees": "eval_draft_1_agrees"}
-    evaluations = {
-        line["step"]: {short: line[name] for short, name in names.items()} for line in lines if "eval_loss" in line
-    }
+    evaluated = [line for line in lines if "eval_loss" in line]
+    evaluations = {line["step"]: dict(zip(names, map(line.get, names.values()), strict=True)) for line in evaluated}
     return {"evaluations": evaluations} | answer(folder / "run", [question for question, _ in known[-ASKED:]])
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from data.collation import Collation
 from data.sample_set import KeptSamples, Sample, SampleSet, documents
 from data.settings import Wanted
+from models.layers import Embedding, Head
 from models.loss.micro_batch import MicroBatchLoss
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from data.loader import Loader
-    from models.causal_lm import CausalLM
     from training.config.keys import TrainConfig
     from training.engine.trainer import Trainer
     from training.evaluation import Evaluation
@@ -186,6 +186,15 @@ class Parts(NamedTuple):
     noted: Tensor
 
 
+class EndsOfModel(Protocol):
+    """A whole model in one process, as far as what is learnt along of its hidden states needs it."""
+
+    @property
+    def embedding(self) -> Embedding: ...
+    @property
+    def head(self) -> Head: ...
+
+
 class Along(NamedTuple):
     """Hold what is learnt along: the mean over n losses, each a mean over its tokens in the global batch.
 
@@ -243,7 +252,7 @@ class Formula(ABC):
             auxiliary: whether losses count that an evaluation leaves out.
         """
 
-    def along(self, model: CausalLM, document: Sample, hidden: Tensor) -> Along:
+    def along(self, model: EndsOfModel, document: Sample, hidden: Tensor) -> Along:
         """Compute what is learnt along of a document, and counts in the gradients alone.
 
         Args:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,8 @@ class Ahead:
 
     def rules(self, family: Family, n_blocks: int) -> tuple[Rule, ...]:
         """Make the naming table; arguments as of `Naming.rules`."""
-        return tuple(rule for k in range(self.depth) for rule in self.naming.rules(family, n_blocks, k))
+        each = (self.naming.rules(family, n_blocks, k) for k in range(self.depth))
+        return tuple(chain.from_iterable(each))
 
     def _like(self, config: PreTrainedConfig) -> tuple[int, PreTrainedConfig]:
         """Find a block of the model that these layers are like, and the config that it is built with."""

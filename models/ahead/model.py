@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,5 +115,6 @@ def ahead_alone(spec: ModelSpec) -> ModelSpec:
     """Get the same model with nothing trained but its layers ahead."""
     ahead = spec.family.ahead
     assert ahead
-    names = [re.escape(name) for k in range(ahead.depth) for name in ahead.naming.begin(spec.family, spec.n_blocks, k)]
+    begin = (ahead.naming.begin(spec.family, spec.n_blocks, k) for k in range(ahead.depth))
+    names = map(re.escape, chain.from_iterable(begin))
     return spec.training(Trained(freeze=(rf"^(?!({'|'.join(names)})\.)",)))

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from models.ahead.names import MODULE
 from training.fine_tuning import WordsFormula
-from training.objective import Along
+from training.objective import Along, EndsOfModel
 
 if TYPE_CHECKING:
     from data.sample_set import Sample
-    from models.causal_lm import CausalLM
     from options.multi_token.keys import DraftSection
 
 
@@ -29,7 +28,7 @@ class AheadFormula(WordsFormula):
         self._section = section
         self.along_weight = section.weight
 
-    def along(self, model: CausalLM, document: Sample, hidden: Tensor) -> Along:
+    def along(self, model: EndsOfModel, document: Sample, hidden: Tensor) -> Along:
         ids, labels = torch.tensor(document["input_ids"]), torch.tensor(document["labels"])
         head, sums, tokens = model.head, list[Tensor](), list[int]()
         states = head.norm(hidden)

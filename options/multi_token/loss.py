@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class AheadLoss(MeasuredLoss):
 
     def expect(self, depth: int) -> None:
         """Set how many layers ahead there are, on every rank."""
-        self.measures = tuple(f"{name}_{k}" for k in range(1, depth + 1) for name in COUNTED)
+        self.measures = tuple(f"{name}_{k}" for k, name in product(range(1, depth + 1), COUNTED))
 
     def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
         """Compute a micro-batch's part of the global loss; `labels` as `AheadCollation` sends them."""
