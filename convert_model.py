@@ -98,6 +98,7 @@ def make_parser() -> Parser:
     verify.add_argument("--verify", action="store_true", help="read everything back and compare it")
 
     parser = Parser(prog=typed_name(), description="Convert or download model checkpoints.")
+    parser.meant = {"merge": "pp_to_hg --merge", "export": "pp_to_hg"}
     commands = parser.add_subparsers(dest="command", required=True)
     to_folder = [source, target, overwrite]
     commands.add_parser("hg_to_pp", help="HuggingFace folder -> pipeline layout", parents=[*to_folder, verify])

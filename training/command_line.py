@@ -16,13 +16,14 @@ from common import early_signals
 from common.command_line import Parser
 from common.terminal import typed_name
 from models.checkpoint.hub import find_model
+from training.config.foreign_names import FOREIGN
 from training.config.keys import ALIASES, TrainConfig
 from training.distributed import processes
 from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_or_launch
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
 from training.launch.start import name_accelerator
-from training.option import EntryPoint, Flags, find_action, options_of
+from training.option import CommandLine, EntryPoint, find_action, options_of
 
 if TYPE_CHECKING:
     from training.distributed.rank_monitor import RankMonitor
@@ -33,11 +34,13 @@ NEEDS = {"html": ("inspect",)}  # of the core's flags those without effect unles
 def make_parser(kind: type[TrainConfig], description: str = "", in_stages: bool = True) -> Parser:
     """Make the parser, with the flags of the options of `kind`; without a pipeline, hide those that need one."""
     parser = Parser(prog=typed_name(), description=description)
-    parser.set_defaults(processes=None)  # see `Option.prepare`
+    parser.set_defaults(processes=None)  # see `Flags.prepare`
+    keys = {name: key for name, (key, *_) in FOREIGN.items() if key} | {key: key for key in kind.model_fields}
+    parser.meant = {f"--{name}": f"{key}=VALUE" for name, key in keys.items()}
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", help="YAML file of the run")
     for option in options_of(kind):  # first, as the usage shows a group only where its flags follow each other
-        option.add_flags(Flags(parser, source, in_stages))
+        option.flags.add(CommandLine(parser, source, in_stages))
     parser.add_argument(
         "--inspect", type=_count, metavar="N", help="print N samples and one of each other type, and exit"
     )
@@ -57,12 +60,12 @@ def parse_arguments(kind: type[TrainConfig], description: str, in_stages: bool =
     parser = make_parser(kind, description, in_stages)
     arguments = parser.parse_intermixed_args()
     for option in options_of(kind):
-        option.check_flags(parser, arguments, partial(_is_override, kind))
+        option.flags.check(parser, arguments, partial(_is_override, kind))
 
     names, needs = ["inspect"], dict[str, Sequence[str]](NEEDS)
     for option in options_of(kind):
-        names += [*option.acts, *option.on_ranks]
-        needs |= option.needs
+        names += [*option.flags.acts, *option.flags.on_ranks]
+        needs |= option.flags.needs
     *first, last = map(_spelled, names)
     actions = f"{', '.join(first)} and {last}" if first else last
     acts = sum(bool(getattr(arguments, name)) for name in names)
@@ -122,21 +125,22 @@ def run_entry_point(
         act = find_action(options_of(kind), arguments)
         if act or arguments.inspect or not arguments.config:
             early_signals.give_back()  # there is nothing to save
-        found = (option.find_hosts(arguments, process) for option in options_of(kind))
+        found = (option.flags.find_hosts(arguments, process) for option in options_of(kind))
         hosts = next(filter(None, found), None)
         entry = EntryPoint(kind, in_stages, process, hosts)
         for option in options_of(kind):
-            option.prepare(arguments, entry)
+            option.flags.prepare(arguments, entry)
 
         config = load(ProcessInfo(0, sum(map(len, hosts.devices.values())), 0, 1) if hosts else process)
         keep_tracebacks_in(config.save_path)
-        if act:
-            act(config, arguments, entry)
-            return
-        if process is None and not hosts:
-            find_model(config.model_path, weights=not (arguments.inspect or config.from_scratch))
-        if arguments.inspect:
+        # A missing model is reported before what takes seconds to import.
+        if act.reads_model(config) if act else process is None and not hosts:
+            find_model(config.model_path, weights=not (act or arguments.inspect or config.from_scratch))
+        if act or arguments.inspect:
             name_accelerator()
+        if act:
+            act.do(config, arguments, entry)
+        elif arguments.inspect:
             inspect(config, arguments.inspect, arguments.html)
         elif hosts:
             hosts.launch(config, with_override)

@@ -21,7 +21,10 @@ from models.errors import CheckpointError
 
 
 class ConfigError(ValueError):
-    """The YAML file, the command line or the number of started processes is wrong."""
+    """The YAML file, the command line or the number of started processes is wrong. Each argument is a line."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class RunRefused(Exception):

@@ -41,8 +41,8 @@ class Conversions(NamedTuple):
     overwrite: ArgumentParser
 
 
-class Flags(NamedTuple):
-    """Where an option adds flags to the command line of the entry points.
+class CommandLine(NamedTuple):
+    """Where an option adds flags: the command line of the entry points.
 
     Attributes:
         parser: takes them.
@@ -90,7 +90,18 @@ class EntryPoint(NamedTuple):
     hosts: Hosts | None
 
 
-Action = Callable[[Keys, Namespace, EntryPoint], None]
+class Action(NamedTuple):
+    """What is done in place of training, before processes start.
+
+    Attributes:
+        do: does it.
+        reads_model: whether it needs the model's folder, which is then looked for before what takes seconds to import.
+    """
+
+    do: Callable[[Any, Namespace, EntryPoint], None]
+    reads_model: Callable[[Any], bool] = lambda config: True
+
+
 IsOverride = Callable[[str], bool]
 
 
@@ -99,6 +110,34 @@ class RankAction(Protocol):
 
     def __call__(self, config: Any, process: ProcessInfo, monitor: RankMonitor, in_stages: bool) -> bool:
         """Do it; return whether the processes are to start over. `in_stages` is false for train_ds_zero.py."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """An option's flags on the command line of the entry points, and what they ask for.
+
+    Attributes:
+        add: adds them.
+        needs: by the name of a flag, the flags without any of which it has no effect.
+        check: completes and checks the parsed flags, beyond `needs`, by `parser.error`; given also what says whether a
+            word is `key.sub=value` of the config, as the planner's `--data` swallows what stands behind it.
+        find_hosts: finds the hosts that this process is to start the run on, if not this machine alone.
+        prepare: does what is asked for before the config is read: the planner writes the file and names it in
+            `config`. It may set `processes`, to load a config without model_topo for so many.
+        acts: by the name of a flag, what is done in place of training, before processes start.
+        on_ranks: by the name of a flag, what every rank does in place of training where the flag is given.
+        wrap_trainer: returns what trains in place of a kind of trainer: a proof watches the steps of a user's own run,
+            which it can do only from inside.
+    """
+
+    add: Callable[[CommandLine], None] = lambda line: None
+    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    check: Callable[[ArgumentParser, Namespace, IsOverride], None] = lambda parser, arguments, is_override: None
+    find_hosts: Callable[[Namespace, ProcessInfo | None], Hosts | None] = lambda arguments, process: None
+    prepare: Callable[[Namespace, EntryPoint], None] = lambda arguments, entry: None
+    acts: Mapping[str, Action] = field(default_factory=dict)
+    on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)
+    wrap_trainer: Callable[[Namespace, type[Trainer]], type[Trainer]] = lambda arguments, kind: kind
 
 
 @dataclass(frozen=True)
@@ -115,17 +154,7 @@ class Option(OptionKeys[Keys]):
         open_trackers: opens what receives the numbers of each step, given the run's folder and first step.
         add_to_export: adds files to a HuggingFace folder that is made of a run's checkpoint, given both folders.
         add_conversions: adds its commands to convert_model.py.
-        add_flags: adds its flags to the command line of the entry points.
-        needs: by the name of a flag, the flags without any of which it has no effect.
-        check_flags: completes and checks the parsed flags, beyond `needs`, by `parser.error`; given also what says
-            whether a word is `key.sub=value` of the config, as the planner's `--data` swallows what stands behind it.
-        find_hosts: finds by its flags the hosts that this process is to start the run on, if not this machine alone.
-        prepare: does what its flags ask for before the config is read: the planner writes the file and names it in
-            `config`. It may set `processes`, to load a config without model_topo for so many.
-        acts: by the name of a flag, what is done in place of training, before processes start.
-        on_ranks: by the name of a flag, what every rank does in place of training where the flag is given.
-        wrap_trainer: returns what trains in place of a kind of trainer where its flags ask for it: a proof watches the
-            steps of a user's own run, which it can do only from inside.
+        flags: its flags on the command line of the entry points.
     """
 
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
@@ -135,14 +164,7 @@ class Option(OptionKeys[Keys]):
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
     add_to_export: Callable[[Path, Path], None] = lambda checkpoint, folder: None
     add_conversions: Callable[[Conversions], None] = lambda conversions: None
-    add_flags: Callable[[Flags], None] = lambda flags: None
-    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    check_flags: Callable[[ArgumentParser, Namespace, IsOverride], None] = lambda parser, arguments, is_override: None
-    find_hosts: Callable[[Namespace, ProcessInfo | None], Hosts | None] = lambda arguments, process: None
-    prepare: Callable[[Namespace, EntryPoint], None] = lambda arguments, entry: None
-    acts: Mapping[str, Action[Keys]] = field(default_factory=dict)
-    on_ranks: Mapping[str, Callable[[], RankAction]] = field(default_factory=dict)
-    wrap_trainer: Callable[[Namespace, type[Trainer]], type[Trainer]] = lambda arguments, kind: kind
+    flags: Flags = Flags()
 
 
 def options_of(config: TrainConfig | type[TrainConfig]) -> tuple[Option[Any], ...]:
@@ -156,10 +178,10 @@ def add_to_export(options: Sequence[Option[Any]], checkpoint: Path, folder: Path
         option.add_to_export(checkpoint, folder)
 
 
-def find_action(options: Sequence[Option[Any]], arguments: Namespace) -> Action[Any] | None:
+def find_action(options: Sequence[Option[Any]], arguments: Namespace) -> Action | None:
     """Find what the flags ask for in place of training, before processes start, if anything."""
     for option in options:
-        for flag, act in option.acts.items():
+        for flag, act in option.flags.acts.items():
             if getattr(arguments, flag):
                 return act
     return None
@@ -168,7 +190,7 @@ def find_action(options: Sequence[Option[Any]], arguments: Namespace) -> Action[
 def rank_action(options: Sequence[Option[Any]], arguments: Namespace) -> RankAction | None:
     """Find what the flags ask every rank to do in place of training, if anything."""
     for option in options:
-        for flag, find in option.on_ranks.items():
+        for flag, find in option.flags.on_ranks.items():
             if getattr(arguments, flag):
                 return find()
     return None
@@ -177,5 +199,5 @@ def rank_action(options: Sequence[Option[Any]], arguments: Namespace) -> RankAct
 def wrap_trainer(options: Sequence[Option[Any]], arguments: Namespace, kind: type[Trainer]) -> type[Trainer]:
     """Return the kind of trainer that the flags ask for in place of `kind`."""
     for option in options:
-        kind = option.wrap_trainer(arguments, kind)
+        kind = option.flags.wrap_trainer(arguments, kind)
     return kind

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 ALONE = "expected the key preference, or good answers alone, as prompt and completion"
+MARKED = f"{ALONE}; preference: kto learns from marked answers"
 # A field grades an answer if it has one of the first words, and nothing but the second beside them.
 GRADES = frozenset(
     "chosen reject rejected preferred dispreferred preference desirable undesirable winner loser better worse bad "
@@ -83,7 +84,8 @@ def check_grades(fields: Mapping[str, Any]) -> None:
         ValueError: fields grade or pair answers.
     """
     if names := graded(fields):
-        raise ValueError(f"preference data (fields {', '.join(names)}): {ALONE}")
+        marked = all(isinstance(fields[name], bool) for name in names)
+        raise ValueError(f"preference data (fields {', '.join(names)}): {MARKED if marked else ALONE}")
 
 
 def graded(fields: Mapping[str, Any]) -> list[str]:
@@ -145,6 +147,6 @@ def check_columns(extra: Mapping[str, Any], columns: Mapping[str, str]) -> None:
     """
     for name, value in extra.items():
         if name in ("label", "kto_tag") and value is False:
-            raise ValueError(f"preference data (fields {name}): {ALONE}; preference: kto learns from marked answers")
+            raise ValueError(f"preference data (fields {name}): {MARKED}")
         if name in columns and value not in EMPTY:
             raise ValueError(f"{NO_PLACE.format(name=name)}; expected no column {columns[name]} for it")

@@ -218,6 +218,8 @@ def _find(there: dict[str, Any], named: dict[str, Any], format_name: str | None)
         return known
     if kind is not None or format_name:
         raise DataError(f"field type: expected one of {', '.join(OWN)}, found {kind!r:.60}")
+    if any(isinstance(entry, dict) and entry.keys() & {"file_name", "hf_hub_url"} for entry in named.values()):
+        raise DataError("a list of data sets, as in dataset_info.json; expected the files that it names in data_path")
     names = [f"{name!r:.60}" for name in list(named)[:FIELDS_SHOWN]]
     if len(named) > FIELDS_SHOWN:
         names.append("...")

@@ -6,15 +6,15 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from training.config.keys import TrainConfig
-from training.option import Conversions, Flags, Option, RankAction
+from training.option import CommandLine, Conversions, Flags, Option, RankAction
 
 if TYPE_CHECKING:
     from options.cluster.hostfile import ListedHosts
     from training.distributed.processes import ProcessInfo
 
 
-def _add_flags(flags: Flags) -> None:
-    add = flags.parser.add_argument
+def _add_flags(line: CommandLine) -> None:
+    add = line.parser.add_argument
     add("--hostfile", metavar="FILE", help="train on several machines: lines such as node1 slots=8")
     add("--include", default="", metavar="node1@node2:0,1", help="use only these of the hostfile")
     add("--exclude", default="", metavar="node1@node2:0,1", help="use all but these of the hostfile")
@@ -54,9 +54,11 @@ def _gather(arguments: Namespace) -> None:
 
 OPTION = Option(
     TrainConfig,
-    add_flags=_add_flags,
-    needs={"include": ("hostfile",), "exclude": ("hostfile",)},
-    find_hosts=_find_hosts,
-    on_ranks={"check": _check},
+    flags=Flags(
+        add=_add_flags,
+        needs={"include": ("hostfile",), "exclude": ("hostfile",)},
+        find_hosts=_find_hosts,
+        on_ranks={"check": _check},
+    ),
     add_conversions=_add_conversions,
 )

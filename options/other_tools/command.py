@@ -6,7 +6,6 @@ the other file is passed over in silence; what would train something else is ref
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -14,42 +13,12 @@ from rich.table import Table
 
 from common.log import Log
 from options import RunConfig
-from options.other_tools import axolotl, llama_factory, ms_swift, trl
 from options.other_tools.draft import Draft
-from options.other_tools.reading import AXOLOTL, GDGPT, HF, LLAMA_FACTORY, SWIFT, TRL, Theirs, read_theirs
+from options.other_tools.reading import GDGPT, read_theirs
+from options.other_tools.translation import translate
 from training.config.commented_yaml import commented, nested
 from training.config.yaml_file import checked
 from training.errors import ConfigError, exit_with_one_line
-
-TOOLS: dict[str, Callable[[Draft, str, int, Path], None]] = {
-    LLAMA_FACTORY: llama_factory.translate,
-    AXOLOTL: axolotl.translate,
-    TRL: trl.translate,
-    HF: trl.translate_trainer,
-    SWIFT: ms_swift.translate,
-}
-REQUIRED = {"model_path": "../llm/MODEL", "data_path": "data/records.json", "save_path": "runs/new"}
-
-
-def translate(theirs: Theirs, devices: int) -> Draft:
-    """Translate a config for so many devices, each of which had a batch of its own.
-
-    Raises:
-        ConfigError: it asks for what is not trained here, or has a value that cannot be read.
-    """
-    draft = Draft(theirs.tool, theirs.values)
-    try:
-        TOOLS[theirs.tool](draft, theirs.method, devices, theirs.folder)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise ConfigError(f"a value of another kind than {theirs.tool}'s: {error}") from None
-    if "preference.loss" in draft.ours:
-        draft.ours.pop("mask", None)  # prompts never count there
-    draft.lose_the_rest()
-    for key, value in REQUIRED.items():
-        if key not in draft.ours:
-            draft.put(key, value, "missing there: write yours")
-    draft.put("model_topo.process_topology.dims", [devices, 1], "[stages, replicas]")
-    return draft
 
 
 def write_or_exit(file: Path, new: Path, devices: int) -> None:
@@ -72,7 +41,7 @@ def write_config(file: Path, new: Path, devices: int, log: Console) -> None:
         raise ConfigError(f"{file}: a config of gdGPT works as it is; set its three paths")
     devices = devices or theirs.devices or 1
     try:
-        draft = translate(theirs, devices)
+        draft = translate(theirs._replace(devices=devices))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     checked(RunConfig, nested(draft.ours), f"{file}, translated: ")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from training.config.foreign_names import FOREIGN
+from options.other_tools.reading import HF, Theirs
+from training.config.foreign_names import FOREIGN, NAMES
 from training.errors import ConfigError
 
 NOT_HERE = "not known to Pipetune; look whether the run needs it"
@@ -16,88 +16,74 @@ class Draft:
     """A config of ours in the making.
 
     Attributes:
+        theirs: the other tool's file.
+        method: what is trained, in its words.
+        usual: what it trains without a key, by our key.
+        left: values of theirs by name, without those that have found their place.
         ours: values by dotted key.
         notes: on each of them, which values of theirs it comes from.
         lost: values of theirs without a counterpart, and why.
         differs: lines on what Pipetune does otherwise.
     """
 
-    def __init__(self, tool: str, theirs: Mapping[str, Any]) -> None:
-        self.tool = tool
+    def __init__(self, theirs: Theirs, usual: Mapping[str, Any]) -> None:
+        self.theirs, self.method, self.usual = theirs, theirs.method, dict(usual)
         self.ours: dict[str, Any] = {}
         self.notes: dict[str, str] = {}
         self.lost: dict[str, str] = {}
         self.differs: list[str] = []
-        self._left = {name.replace("-", "_"): value for name, value in theirs.items() if value is not None}
+        given = theirs.values.items()
+        self.left = {name.replace("-", "_"): value for name, value in given if value not in (None, "")}
 
-    def has(self, *names: str) -> bool:
-        """Say whether one of their keys is given and not taken yet."""
-        return any(name in self._left for name in names)
+    def names(self, key: str) -> list[str]:
+        """List what their tool calls a key of ours: as the table of names has it, or as transformers' Trainer does."""
+        return NAMES[self.theirs.tool].get(key) or NAMES[HF].get(key, [key])
 
     def take(self, *names: str, otherwise: Any = None) -> Any:
         """Take the value of the first of their keys that is given, which then has found its place."""
-        for name in names:
-            if name in self._left:
-                return self._left.pop(name)
-        return otherwise
+        given = next((name for name in names if name in self.left), None)
+        return otherwise if given is None else self.left.pop(given)
 
-    def put_back(self, name: str, value: Any) -> None:
-        """Give a value of theirs another of their names."""
-        self._left[name] = value
+    def find(self, key: str) -> tuple[Any, str]:
+        """Take what they say on a key of ours, or train without it: the value, None without any, and a note."""
+        names = self.names(key)
+        given = next((name for name in names if name in self.left), None)
+        if given is None:
+            usual = self.usual.get(key)
+            return usual, f"{names[0]}: {usual}, the default of {self.theirs.tool}"
+        value = self.left.pop(given)
+        return value, f"{given}: {value}"
 
     def put(self, key: str, value: Any, note: str) -> None:
         """Set a value of ours."""
         self.ours[key], self.notes[key] = value, note
 
-    def move(
-        self, key: str, *names: str, otherwise: Any = None, by: Callable[[Any], Any] = lambda value: value
-    ) -> None:
-        """Take a value of theirs, or what their tool takes without it, and set ours; neither sets nothing.
+    def move(self, key: str, by: Callable[[Any], Any] = lambda value: value) -> None:
+        """Set a value of ours by theirs; `by` makes it, and None of what asks for nothing."""
+        value, note = self.find(key)
+        if value is not None and (made := by(value)) is not None:
+            self.put(key, made, note)
 
-        Args:
-            by: makes our value of theirs.
-        """
-        given = next((name for name in names if self.has(name)), None)
-        value = self.take(given) if given else otherwise
-        if value is not None:
-            default = f"{names[0]}: {value}, the default of {self.tool}"
-            self.put(key, by(value), f"{given}: {value}" if given else default)
-
-    def lose(self, name: str, why: str) -> None:
-        """Take a value for which there is no place, and say why."""
-        if self.has(name):
-            self.lost[f"{name}: {self.take(name)}"] = why
-
-    def drop(self, *names: str) -> None:
-        """Take values that change nothing here."""
-        for name in names:
-            self.take(name)
-
-    def refuse(self, name: str, value: Any, expected: str) -> ConfigError:
-        """Make the error for what would train something else."""
+    def refuse(self, name: str, value: Any, known: Iterable[str]) -> ConfigError:
+        """Make the error for what would train something else than is known."""
+        *first, last = known
+        expected = f"{', '.join(first)} or {last}" if first else last
         return ConfigError(f"{name}: {value}: is not trained here; expected {expected}")
 
-    def lose_the_rest(self) -> None:
-        """Take what nobody has taken, with the words of the table of names; what is off asks for nothing."""
-        for name in [name for name, value in self._left.items() if value is not False]:
-            key, advice, _ = FOREIGN.get(name.lower(), (None, "", []))
-            self.lose(name, (f"see {key}" if key else "") or advice or NOT_HERE)
+    def lose(self, names: Iterable[str], why: str = "") -> None:
+        """Take values for which there is no place, each with a reason; what is off asks for nothing."""
+        for name in names:
+            value = self.left.pop(name)
+            key, advice, _ = FOREIGN.get(name.lower(), ("", NOT_HERE, []))
+            if value is not False:
+                self.lost[f"{name}: {value}"] = why or (f"see {key}" if key else advice)
 
+    def leave_out(self, section: str, kept: Collection[str], why: str) -> None:
+        """Take what they say on the keys of a section that this run does not have, all but those that are kept."""
 
-def source(path: Any, **more: Any) -> Any:
-    """Return an entry of data_path; split and subset are a hub's, and files have none."""
-    files = Path(str(path)).suffix or Path(str(path)).exists()
-    more = {} if files else {key: value for key, value in more.items() if value}
-    return {"path": path} | more if more else path
+        def is_out(key: str) -> bool:
+            place, _, name = key.partition(".")
+            return place == section and name not in kept
 
-
-def is_true(value: Any) -> bool:
-    """Read a switch: `auto` of axolotl's counts, and the words of a command line."""
-    return value is True or str(value).lower() in ("true", "auto", "yes", "1")
-
-
-def as_list(value: Any) -> list[Any]:
-    """Read a list, or names with commas or blanks between them."""
-    if isinstance(value, str):
-        return value.replace(",", " ").split()
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+        self.usual = {key: value for key, value in self.usual.items() if not is_out(key)}
+        self.lose([name for name in self.left if is_out(FOREIGN.get(name, ("",))[0])], why)

@@ -11,22 +11,13 @@ import yaml
 
 from common.terminal import reason_of
 from data.paths import read_small
-from options.other_tools.draft import as_list
 from training.config.yaml_file import parse_yaml
 from training.errors import ConfigError
 
-LLAMA_FACTORY, AXOLOTL, TRL, HF, SWIFT, GDGPT = "LLaMA-Factory", "axolotl", "TRL", "HF Trainer", "ms-swift", "gdGPT"
-# What only this tool's configs have; the first that fits counts.
-MARKS = {
-    GDGPT: {"model_topo", "n_epoches"},
-    AXOLOTL: {"base_model"},
-    LLAMA_FACTORY: {"stage", "finetuning_type", "cutoff_len", "dataset_dir"},
-    SWIFT: {"model", "rlhf_type", "train_type", "tuner_type"},
-    HF: {"train_file", "block_size", "validation_split_percentage"},
-    TRL: {"dataset_name", "datasets", "use_peft", "beta", "loss_type", "assistant_only_loss"},
-}
-MARKS |= {"Trainer": {"per_device_train_batch_size", "learning_rate", "output_dir"}}
-COMMANDS = {"llamafactory-cli": LLAMA_FACTORY, "axolotl": AXOLOTL, "trl": TRL, "swift": SWIFT}
+HF, GDGPT = "HF Trainer", "gdGPT"
+TOOLS: dict[str, dict[str, Any]] = parse_yaml(Path(__file__).with_name("tools.yml").read_text(encoding="utf-8"))
+COMMANDS = {tool["command"]: name for name, tool in TOOLS.items() if "command" in tool}
+OF_ALL = {"per_device_train_batch_size", "learning_rate", "output_dir"}  # a file without any mark is of the Trainer
 SCRIPTS = re.compile(r"(sft|dpo|kto|orpo|cpo|reward|run_clm)[\w-]*\.py$")
 DEVICES = ("NPROC_PER_NODE", "nproc_per_node", "nproc-per-node", "num_processes", "num_gpus")
 
@@ -36,7 +27,7 @@ class Theirs(NamedTuple):
 
     Attributes:
         method: the word of the command line that says what is trained, such as `dpo`; empty in other files.
-        devices: that the command line starts, 0 where it does not say.
+        devices: to train on, each of which had a batch of its own; 0 where the command line does not say.
         folder: that its paths are relative to: of the file.
     """
 
@@ -64,11 +55,11 @@ def read_theirs(path: Path) -> Theirs:
     tool, method, devices = "", "", 0
     if values is None:
         tool, method, values, devices = _as_command(text, path)
-    named = tool or next((name for name, marks in MARKS.items() if marks & values.keys()), None)
-    if not named:
-        tools = ", ".join([*COMMANDS.values(), HF, GDGPT])
-        raise ConfigError(f"{path}: of no tool that is known here; expected a config of {tools}")
-    return Theirs(HF if named == "Trainer" else named, values, method, devices, path.parent)
+    marked = (name for name, declared in TOOLS.items() if values.keys() & set(declared["marks"]))
+    tool = tool or next(marked, "") or (HF if values.keys() & OF_ALL else "")
+    if not tool:
+        raise ConfigError(f"{path}: of no tool that is known here; expected a config of {', '.join(TOOLS)}")
+    return Theirs(tool, values, method, devices, path.parent)
 
 
 def _as_yaml(text: str) -> dict[str, Any] | None:
@@ -94,7 +85,7 @@ def _as_command(text: str, path: Path) -> tuple[str, str, dict[str, Any], int]:
     tool, method, start = "", "", len(words)
     for number, word in enumerate(words):
         if found := SCRIPTS.search(word):
-            tool, method, start = HF if found[1] == "run_clm" else TRL, found[1], number + 1
+            tool, method, start = HF if found[1] == "run_clm" else "TRL", found[1], number + 1
             break
         if Path(word).name in COMMANDS and number + 1 < len(words):
             tool, method, start = COMMANDS[Path(word).name], words[number + 1], number + 2
@@ -132,3 +123,15 @@ def _value(word: str) -> Any:
         return parse_yaml(word)
     except (yaml.YAMLError, ValueError):
         return word
+
+
+def is_true(value: Any) -> bool:
+    """Read a switch: `auto` of axolotl's counts, and the words of a command line."""
+    return str(value).lower() in ("true", "auto", "yes", "1")
+
+
+def as_list(value: Any) -> list[Any]:
+    """Read a list, or names with commas or blanks between them."""
+    if isinstance(value, str):
+        return value.replace(",", " ").split()
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from options.planner import flags
+from options.planner.flags import FLAGS
 from options.planner.keys import PlannerKeys
 from training.config.changes import FREE
 from training.option import Option
@@ -38,9 +38,5 @@ OPTION = Option(
     rules={"rebalance": FREE},
     callbacks=_callbacks,
     first_callbacks=_first_callbacks,
-    add_flags=flags.add_flags,
-    needs=flags.NEEDS,
-    check_flags=flags.check_flags,
-    prepare=flags.prepare,
-    acts={"plan": flags.plan},
+    flags=FLAGS,
 )

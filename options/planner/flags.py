@@ -6,14 +6,13 @@ import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 
-from models.checkpoint.hub import find_model
 from options.planner.keys import PlannerKeys
 from options.planner.shapes import shape_of
 from training.command_line import refuse_launcher
 from training.errors import ConfigError, keep_tracebacks_in
 from training.launch.start import name_accelerator
 from training.metrics.devices import KNOWN, parse_devices
-from training.option import EntryPoint, Flags, IsOverride
+from training.option import Action, CommandLine, EntryPoint, Flags, IsOverride
 
 NEEDS = {
     "dry_run": ("auto",),
@@ -25,10 +24,10 @@ NEEDS = {
 }
 
 
-def add_flags(flags: Flags) -> None:
+def _add(line: CommandLine) -> None:
     """Add them; `--auto` stands in the place of `--config`."""
-    staged, add = flags.staged, flags.parser.add_argument
-    flags.source.add_argument(
+    staged, add = line.staged, line.parser.add_argument
+    line.source.add_argument(
         "--auto", action="store_true", help=staged("choose a config for --model and --data, and train")
     )
     add("--model", metavar="DIR", help=staged("with --auto: the model's folder or hub name"))
@@ -46,7 +45,7 @@ def add_flags(flags: Flags) -> None:
     add("--calibrate", action="store_true", help="with --plan: measure the layers here first")
 
 
-def check_flags(parser: ArgumentParser, arguments: Namespace, is_override: IsOverride) -> None:
+def _check(parser: ArgumentParser, arguments: Namespace, is_override: IsOverride) -> None:
     """Give back the overrides that `--data` has swallowed, and check that `--auto` has what it needs."""
     if arguments.data:
         arguments.overrides += filter(is_override, arguments.data)
@@ -55,14 +54,16 @@ def check_flags(parser: ArgumentParser, arguments: Namespace, is_override: IsOve
         parser.error("--auto, --model, --data and --save: expected all of them, or --config")
 
 
-def prepare(arguments: Namespace, entry: EntryPoint) -> None:
+def _prepare(arguments: Namespace, entry: EntryPoint) -> None:
     """Check the device names; for `--auto` choose a config, then continue as if `--config` had named its file.
 
     Raises:
-        ConfigError: a device is unknown, or nothing can be chosen here.
+        ConfigError: a device is unknown, or nothing can be proposed or chosen here.
     """
     if arguments.devices:
         arguments.processes, _ = parse_devices(arguments.devices)
+    if arguments.search and not entry.in_stages:
+        raise ConfigError("--search: proposes pipelines; expected train_ds.py")
     if not arguments.auto:
         return
     if not entry.in_stages:
@@ -81,16 +82,19 @@ def prepare(arguments: Namespace, entry: EntryPoint) -> None:
         sys.exit()
 
 
-def plan(config: PlannerKeys, arguments: Namespace, entry: EntryPoint) -> None:
+def _plan(config: PlannerKeys, arguments: Namespace, entry: EntryPoint) -> None:
     """Predict the time and memory of the run, on one rank where a launcher started several."""
     if entry.process is not None and entry.process.rank > 0:
         return
-    if arguments.search and not entry.in_stages:
-        raise ConfigError("--search: proposes pipelines; expected train_ds.py")
-    if not shape_of(config.model_path):
-        find_model(config.model_path, weights=False)  # a missing one is reported before what takes seconds to import
-
-    name_accelerator()
     from options.planner.command import plan_run
 
     plan_run(config, arguments, entry.in_stages)
+
+
+FLAGS = Flags(
+    add=_add,
+    needs=NEEDS,
+    check=_check,
+    prepare=_prepare,
+    acts={"plan": Action(_plan, reads_model=lambda config: not shape_of(config.model_path))},
+)

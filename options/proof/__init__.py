@@ -6,30 +6,29 @@ import sys
 from argparse import SUPPRESS, Namespace
 from typing import TYPE_CHECKING
 
-from models.checkpoint.hub import find_model
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.launch.start import name_accelerator
-from training.option import EntryPoint, Flags, Option
+from training.option import Action, CommandLine, EntryPoint, Flags, Option
 
 if TYPE_CHECKING:
     from training.engine.trainer import Trainer
 
 
-def _add_flags(flags: Flags) -> None:
-    prove = flags.staged("compare a small run with one process, and exit")
-    flags.parser.add_argument("--prove", action="store_true", help=prove)
-    flags.parser.add_argument("--record", metavar="FOLDER", help=SUPPRESS)  # where ranks of a proof record steps
+def _add_flags(line: CommandLine) -> None:
+    prove = line.staged("compare a small run with one process, and exit")
+    line.parser.add_argument("--prove", action="store_true", help=prove)
+    line.parser.add_argument("--record", metavar="FOLDER", help=SUPPRESS)  # where ranks of a proof record steps
+
+
+def _prepare(arguments: Namespace, entry: EntryPoint) -> None:
+    """Refuse another entry point, and a launcher."""
+    if arguments.prove and not entry.in_stages:
+        raise ConfigError("--prove: proves pipelines; expected train_ds.py")
+    if arguments.prove and entry.process is not None:
+        raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
 
 
 def _prove(config: TrainConfig, arguments: Namespace, entry: EntryPoint) -> None:
-    if not entry.in_stages:
-        raise ConfigError("--prove: proves pipelines; expected train_ds.py")
-    if entry.process is not None:
-        raise ConfigError("--prove: starts processes of its own, on this machine; expected python train_ds.py")
-    find_model(config.model_path, weights=False)  # a missing one is reported before what takes seconds to import
-
-    name_accelerator()
     from options.proof.command import prove_run
 
     prove_run(config, sys.argv[0])
@@ -43,4 +42,5 @@ def _record(arguments: Namespace, kind: type[Trainer]) -> type[Trainer]:
     return make_recorder(arguments.record, kind)
 
 
-OPTION = Option(TrainConfig, add_flags=_add_flags, acts={"prove": _prove}, wrap_trainer=_record)
+FLAGS = Flags(add=_add_flags, prepare=_prepare, acts={"prove": Action(_prove)}, wrap_trainer=_record)
+OPTION = Option(TrainConfig, flags=FLAGS)

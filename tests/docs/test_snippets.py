@@ -97,7 +97,10 @@ def test_the_page_of_keys_is_that_of_the_config(page: Path) -> None:
 def test_the_page_of_other_tools_has_the_names_that_errors_know(page: Path) -> None:
     there = text_of(f"docs/{page.name}").partition(BEGIN)[2].partition(END)[0]
     assert there == written(page), "expected: python -m options.reference --write"
-    assert "| `max_seq_len` | `model_max_length` | `max_length`, `max_seq_length` | `sequence_len` |" in there
+    assert (
+        "| `max_seq_len` | `block_size`, `model_max_length` | `max_length`, `max_seq_length` | `sequence_len` |"
+        in there
+    )
 
 
 @pytest.mark.parametrize("template", sorted((ROOT / "configs").glob("ds_config_*.yml")), ids=lambda path: path.name)

@@ -30,7 +30,17 @@ from training.engine.trainer import Trainer
 from training.errors import ConfigError
 from training.job import Task
 from training.measures import Measures
-from training.option import EntryPoint, Flags, IsOverride, Option, find_action, rank_action, wrap_trainer
+from training.option import (
+    Action,
+    CommandLine,
+    EntryPoint,
+    Flags,
+    IsOverride,
+    Option,
+    find_action,
+    rank_action,
+    wrap_trainer,
+)
 from training.runs import run_callbacks
 
 GREETED = "hello from the flag"
@@ -64,11 +74,11 @@ def first_callbacks(config: DummyKeys, _: Task) -> Sequence[Callback]:
     return [DummyCallback(0)] if config.dummy_mode else []
 
 
-def add_flags(flags: Flags) -> None:
-    flags.parser.add_argument("--greet", action="store_true", help=flags.staged("greet"))
-    flags.parser.add_argument("--greet-all", action="store_true")
-    flags.parser.add_argument("--loudly", action="store_true")
-    flags.parser.add_argument("--watch", action="store_true")
+def add_flags(line: CommandLine) -> None:
+    line.parser.add_argument("--greet", action="store_true", help=line.staged("greet"))
+    line.parser.add_argument("--greet-all", action="store_true")
+    line.parser.add_argument("--loudly", action="store_true")
+    line.parser.add_argument("--watch", action="store_true")
 
 
 def check_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace, is_override: IsOverride) -> None:
@@ -102,13 +112,15 @@ DUMMY: Option[Any] = Option(
     rules={"dummy_mode": FREE},
     callbacks=dummy_callbacks,
     first_callbacks=first_callbacks,
-    add_flags=add_flags,
-    needs={"loudly": ("greet", "greet_all")},
-    check_flags=check_flags,
-    prepare=write_first,
-    acts={"greet": greet},
-    on_ranks={"greet_all": lambda: greet_all},
-    wrap_trainer=watch,
+    flags=Flags(
+        add=add_flags,
+        needs={"loudly": ("greet", "greet_all")},
+        check=check_flags,
+        prepare=write_first,
+        acts={"greet": Action(greet, reads_model=lambda config: False)},
+        on_ranks={"greet_all": lambda: greet_all},
+        wrap_trainer=watch,
+    ),
 )
 
 

@@ -1,135 +1,26 @@
-"""Map keys of other tools to Pipetune's."""
+"""Map keys and values of other tools to Pipetune's: foreign_names.yml, by what is looked for."""
 
 from __future__ import annotations
 
-TOOLS = {"H": "HF Trainer", "T": "TRL", "A": "axolotl", "L": "LLaMA-Factory", "S": "ms-swift", "D": "DeepSpeed"}
-TOOLS |= {"M": "Megatron-LM", "N": "NeMo", "F": "FlagAI", "B": "LiBai"}
-_WARMUP, _DIMS = "scheduler.params.warmup_num_steps", "model_topo.process_topology.dims"
-_THIRD = "the third number, with axes: [pipe, data, model]"
-OTHERS = [  # our key, or none where there is no such thing; advice; names, each with the letters of its tools
-    ("model_path", "", "model_name_or_path:TL base_model:A model:S pretrained_checkpoint:M restore_from_path:N"),
-    ("data_path", "", "dataset:LS datasets:A dataset_name:T train_data_path:M file_names:N"),
-    ("save_path", "", "output_dir:HTALSB save:M exp_dir:N save_dir:F"),
-    ("prompt_format", "chat_template, plain, gdgpt, a Jinja file", "template:LS chat_template:A chat_template_path:T"),
-    ("train_micro_batch_size_per_gpu", "", "per_device_train_batch_size:HTLS micro_batch_size:AMN"),
-    ("train_micro_batch_size_per_gpu", "", "batch_size:F train_micro_batch_size:B"),
-    ("train_batch_size", "samples of a step, over all replicas", "global_batch_size:MNB"),
-    ("gradient_accumulation_steps", "computed", "accumulate_grad_batches:N num_accumulation_steps:B"),
-    ("n_epoches", "", "num_train_epochs:HTLS num_epochs:A max_epochs:N epochs:F train_epoch:B epoch:"),
-    ("max_steps", "", "train_iters:M train_iter:B"),
-    ("max_seq_len", "", "cutoff_len:L sequence_len:A max_length:TS max_seq_length:TN model_max_length:H seq_length:M"),
-    ("packing", "batch, dataset or false", "sample_packing:A neat_packing:L"),
-    ("mask", "assistant, last_turn or all", "train_on_inputs:A train_on_prompt:L assistant_only_loss:T"),
-    ("optimizer.type", "AdamW, Adam, Lion, Adafactor or SGD", "optim:HTLSN"),
-    ("optimizer.params.lr", "", "learning_rate:HTALS lr:DMF"),
-    ("optimizer.params.weight_decay", "", "weight_decay:HTALSDMF"),
-    ("optimizer.params.betas", "a pair such as [0.9, 0.95]", "adam_beta1:HTALSM adam_beta2:HTALSM betas:D"),
-    ("optimizer.params.eps", "", "adam_epsilon:HTALS eps:D adam_eps:M"),
-    (
-        "scheduler.type",
-        "WarmupCosineLR, linear, constant or WSD",
-        "lr_scheduler_type:HTLS lr_scheduler:A lr_decay_style:M sched:N",
-    ),
-    (_WARMUP, "", "warmup_steps:HTALSN num_warmup_steps:H lr_warmup_iters:M warmup_iter:B"),
-    ("scheduler.params.warmup_ratio", "", "warmup_ratio:HTALSB lr_warmup_fraction:M warm_up:F"),
-    ("gradient_clipping", "", "max_grad_norm:HTALS clip_grad:MF gradient_clip_val:N clip_grad_norm:B"),
-    ("", "clipping is by the 2-norm", "clip_grad_norm_type:B"),
-    ("use_grad_ckpt", "", "gradient_checkpointing:HTALS activation_checkpointing:D recompute_granularity:M"),
-    ("use_grad_ckpt", "", "activations_checkpoint_granularity:N checkpoint_activations:F activation_checkpoint:B"),
-    ("use_flash_attn", "", "flash_attention:A flash_attn:L attn_impl:S attn_implementation:T"),
-    ("fp16", "{enabled: true}", "amp:DB"),
-    ("bf16", "{enabled: true}, or fp16", "precision:N"),
-    ("zero_optimization.stage", "", "zero_stage:"),
-    (_DIMS, "[stages, replicas]", "pipeline_parallel: pipeline_model_parallel_size:SMN devices:N num_gpus:F"),
-    (_DIMS, "[stages, replicas]", "pipeline_parallel_size:B data_parallel_size:B dist:B"),
-    (_DIMS, _THIRD, "tensor_parallel:D tensor_parallel_size:AB tensor_model_parallel_size:SMN model_parallel_size:F"),
-    ("model_topo.sequence", "", "sequence_parallel_size:S context_parallel_size:AMN"),
-    ("model_topo.parts", "layers of each stage", "decoder_first_pipeline_num_layers:M custom_pipeline_stage_id:B"),
-    ("schedule", "dualpipev", "num_layers_per_virtual_pipeline_stage:M virtual_pipeline_model_parallel_size:N"),
-    ("", "--auto chooses a config, and --plan --search compares", "auto_parallel:B"),
-    ("", "the command line names the machines: --hostfile FILE", "num_nodes:NF hostfile:F master_ip:F"),
-    ("ports.meeting", "", "master_port:F"),
-    ("save_interval", "in steps", "save_steps:HTALS save_strategy:HTALS every_n_train_steps:N checkpointer:B"),
-    ("keep_last", "", "save_total_limit:HTALS save_top_k:N num_checkpoints:F max_to_keep:B"),
-    ("resume", "auto, none or a checkpoint's folder", "resume_from_checkpoint:HTALS load:M load_dir:F"),
-    ("steps_per_print", "", "logging_steps:HTALS log_interval:MF log_every_n_steps:N log_period:B"),
-    ("eval_interval", "in steps", "eval_steps:HTALS eval_strategy:HTALS evaluation_strategy:HTA eval_period:B"),
-    ("eval_interval", "in steps", "val_check_interval:N"),
-    ("eval_share", "a share of data_path, not a count", "val_set_size:A val_size:L split_dataset_ratio:S split:M"),
-    ("trackers", "tensorboard, wandb, swanlab or mlflow, in a list", "report_to:HTLS use_swanlab:L"),
-    ("wandb.name", "or that of another tracker", "experiment_name:F"),
-    ("lora.r", "", "lora_r:TA lora_rank:LS rank:"),
-    ("lora.alpha", "", "lora_alpha:TALS"),
-    ("lora.dropout", "", "lora_dropout:TALS"),
-    ("lora.rslora", "", "peft_use_rslora:A use_rslora:LS"),
-    ("lora.targets", "", "lora_target_modules:TA lora_target_linear:A lora_target:L target_modules:S"),
-    ("lora.lr_ratio", "", "loraplus_lr_ratio:AL lorap_lr_ratio:S"),
-    ("lora.modules_to_save", "", "lora_modules_to_save:TA additional_target:L modules_to_save:S"),
-    ("lora.start_from", "", "lora_model_dir:A adapter_name_or_path:L adapters:S"),
-    ("freeze", "what is not trained", "unfrozen_parameters:A freeze_trainable_layers:L freeze_parameters:S"),
-    ("preference.loss", "dpo, cdpo, ipo, simpo, orpo, kto or reward", "pref_loss:L rlhf_type:S rl:A loss_type:T"),
-    ("preference.beta", "", "beta:TS pref_beta:L dpo_beta:A rl_beta:A"),
-    ("preference.label_smoothing", "with loss: cdpo", "label_smoothing:T dpo_label_smoothing:L"),
-    ("preference", "{loss: dpo}", "dpo: use_dpo:"),
-    ("", "the reference is the model that training begins with", "ref_model:TLS ref_model_name_or_path:T"),
-    ("", "the reference's numbers are always computed before the first step", "precompute_ref_log_probs:TA"),
-    ("max_seq_len", "prompt and answer together", "max_prompt_length:T max_completion_length:T"),
-    ("preference.sft_weight", "", "pref_ftx:L rpo_alpha:TAS"),
-    ("preference.gamma", "", "simpo_gamma:LTAS cpo_simpo_gamma:A"),
-    ("preference.desirable_weight", "", "desirable_weight:TS kto_desirable_weight:A kto_chosen_weight:L"),
-    ("preference.undesirable_weight", "", "undesirable_weight:TS kto_undesirable_weight:A kto_rejected_weight:L"),
-    ("", "a lora section trains adapters", "adapter:A finetuning_type:L tuner_type:S train_type:S use_peft:T"),
-    ("", "a lora section trains adapters", "peft_config:T"),
-    ("", "adapters are plain LoRA", "use_dora:LS peft_use_dora:A pissa_init:L"),
-    ("", "lora: {base: nf4} holds the base in 4 bits", "load_in_4bit:TA quantization_bit:L quant_bits:S"),
-    ("", "lora: {base: nf4} holds the base in 4 bits; 8 are not there", "load_in_8bit:TA"),
-    ("", "the keys say it: `preference` trains on pairs, `mask: all` on whole texts", "stage:L task_type:S"),
-    ("", "config.json in model_path says it", "model_type:AS"),
-    ("wandb.name", "or that of another tracker", "run_name:HTLS wandb_name:A swanlab_run_name:L"),
-    ("wandb.project", "", "wandb_project:A"),
-    ("swanlab.project", "", "swanlab_project:L"),
-    ("", "`repeat` in an entry of data_path takes a share of its records", "max_samples:L"),
-    ("", "write the files themselves into data_path", "dataset_dir:L"),
-    ("", "there are as many as the machine has cores", "preprocessing_num_workers:L dataset_num_proc:TS"),
-    ("", "a run never writes over another; save_path names a new folder", "overwrite_output_dir:HL"),
-    ("", "pipetune report draws them", "plot_loss:L"),
-    ("", "train_ds.py trains; eval_data_path evaluates too", "do_train:HL do_eval:HL"),
-    ("", "rows are packed, or padded behind their tokens", "padding_side:S pad_to_sequence_len:A"),
-    ("", "the tokenizer in model_path is taken as it is", "special_tokens:A eos_token:T pad_token:T"),
-    ("", "there is no NEFTune", "neftune_noise_alpha:HTALS"),
-    ("", "code of a model's folder is never run", "trust_remote_code:TAL"),
-    ("", "the tokenizer is the one in model_path", "tokenizer: tokenizer_name:H tokenizer_type:AM"),
-    ("deepspeed_config", "or its keys, in this file", "deepspeed:HTALS"),
-    ("", "train_ds_zero.py shards the weights with zero_optimization.stage: 3", "fsdp:HTALS fsdp_config:HTA"),
-    ("", "upload the exported folder afterwards, with hf upload", "push_to_hub:HTLS hub_model_id:HTALS"),
-    ("", "its keys stand at the top, under the names of this page", "trainer:N exp_manager:N train:B"),
-    ("", "the GPUs of the machine, or its CPU, without a key", "pytorch_device:F"),
-    ("", "train_ds.py is a pipeline, train_ds_zero.py ZeRO", "env_type:F"),
-    ("", "the best checkpoint by evaluation is kept; pp_to_hg --best takes it", "load_best_model_at_end:HTAL"),
-    ("", "a run ends with its last step; the best checkpoint is kept", "early_stopping_patience:A"),
-]
-# Values of other tools, in small letters, by the key here that they are of.
-VALUES: dict[str, dict[str, str]] = {
-    "optimizer.type": {
-        **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "AdamW"),
-        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw", "paged_adamw_8bit"), "AdamW"),
-        **dict.fromkeys(("paged_adamw_32bit", "adamw_anyprecision"), "AdamW"),
-        **dict.fromkeys(("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), "Lion"),
-        "sgd": "SGD",
-        "adafactor": "Adafactor",
-    },
-    "scheduler.type": {
-        **dict.fromkeys(("cosine", "cosine_with_min_lr", "warmupcosinelr"), "WarmupCosineLR"),
-        **dict.fromkeys(("constant", "constant_with_warmup"), "constant"),
-        **dict.fromkeys(("warmup_stable_decay", "wsd"), "WSD"),
-        "linear": "linear",
-    },
-    "preference.loss": dict.fromkeys(("sigmoid", "true"), "dpo"),
-    "packing": {"true": "batch"},
-    "mask": {"true": "assistant", "false": "all", "last_round": "last_turn"},
-    "prompt_format": {"tokenizer_default": "chat_template", "alpaca": "plain"},
-}
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
+TOOLS: dict[str, str] = _TABLE["tools"]  # by their letters
+OTHERS: list[tuple[str, str, str]] = _TABLE["keys"]  # our key, advice, names with the letters of their tools
+
 FOREIGN: dict[str, tuple[str, str, list[str]]] = {}  # another tool's name -> our key, advice, the tools
+NAMES: dict[str, dict[str, list[str]]] = {tool: {} for tool in TOOLS.values()}  # the tool's names of our key
 for _key, _advice, _names in OTHERS:
-    for _name, _, _tools in (each.partition(":") for each in _names.split()):
-        FOREIGN[_name] = _key, _advice, [TOOLS[letter] for letter in _tools]
+    for _name, _, _letters in (each.partition(":") for each in _names.split()):
+        FOREIGN[_name] = _key, _advice, [TOOLS[letter] for letter in _letters]
+        for _letter in _letters:
+            NAMES[TOOLS[_letter]].setdefault(_key, []).append(_name)
+
+VALUES: dict[str, dict[str, str]] = {}  # by our key other tools' values, in small letters, and ours
+for _key, _values in _TABLE["values"].items():
+    VALUES[_key] = {}
+    for _ours, _theirs in _values.items():
+        VALUES[_key] |= dict.fromkeys(str(_theirs).lower().split(), _ours)

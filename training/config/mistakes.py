@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 UNKNOWN = ("extra_forbidden", "invalid_key")
 MANY = 3  # keys of another tool, from which on the whole file is taken for one of its
 WORDS = [  # pydantic's words, and ours
+    (r"greater than or equal to", "at least"),
+    (r"less than or equal to", "at most"),
     (r"a valid dictionary or (instance|object).*", "a section of keys"),
     (r"a valid dictionary", "a section of keys"),
     (r"a valid integer.*", "a whole number"),

@@ -60,7 +60,7 @@ def checked(kind: type[Config], raw: dict[str, Any], place: str = "", overridden
     try:
         return kind.model_validate(raw, context={OVERRIDES: overridden})
     except ValidationError as error:
-        raise ConfigError(f"{place}{explain(error, kind)}") from None
+        raise ConfigError(*f"{place}{explain(error, kind)}".splitlines()) from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -78,6 +78,8 @@ GOOD = {"prompt": "q", "completion": "a"}
 def test_graded_answers_are_refused_under_any_name(raw: dict[str, Any], names: str) -> None:
     assert refusal(raw).startswith(f"preference data (fields {names}")
     assert "expected the key preference, or good answers alone" in refusal(raw)
+    marked = names in ("label", "kto_tag", "desirable")
+    assert refusal(raw).endswith("preference: kto learns from marked answers") == marked
 
 
 @pytest.mark.parametrize(

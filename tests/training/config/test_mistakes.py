@@ -53,13 +53,13 @@ MISTAKES = [
     ("1: 2", "unknown key 1"),
     # Types and ranges, by pydantic.
     ("max_seq_len: long", "max_seq_len: expected a whole number, found 'long'"),
-    ("max_seq_len: 1", "max_seq_len: expected greater than or equal to 2, found 1"),
-    ("max_seq_len: 1000000000", "max_seq_len: expected less than or equal to 16777216, found 1000000000"),
+    ("max_seq_len: 1", "max_seq_len: expected at least 2, found 1"),
+    ("max_seq_len: 1000000000", "max_seq_len: expected at most 16777216, found 1000000000"),
     ("max_steps: 1000000000001", "max_steps: expected at most 1,000,000,000,000, found 1000000000001"),
     ("timeout_minutes: .inf", "timeout_minutes: expected a finite number, found inf"),
     ("save_interval: yes", "save_interval: expected a number, found True"),
     ("scheduler: {params: {warmup_num_steps: true}}", "scheduler.params.warmup_num_steps: expected a number"),
-    ("scheduler: {type: linear, params: {min_ratio: 2}}", "scheduler.params.min_ratio: expected less than or "),
+    ("scheduler: {type: linear, params: {min_ratio: 2}}", "scheduler.params.min_ratio: expected at most 1, found 2"),
     (
         "scheduler: {type: [WSD]}",
         "scheduler.type: expected 'WarmupCosineLR', 'linear', 'constant' or 'WSD', fou",

@@ -58,7 +58,7 @@ def test_a_whole_section_of_the_users_takes_the_place_of_what_was_chosen_in_it()
     [
         ("seed", "command line: 'seed': expected key.sub=value"),
         ("optimizr.type=SGD", "command line: unknown key optimizr; did you mean optimizer?"),
-        ("n_epoches=0", "command line: n_epoches: expected greater than or equal to 1, found 0"),
+        ("n_epoches=0", "command line: n_epoches: expected at least 1, found 0"),
         ("model_topo.parts=[1, 2]", "command line: model_topo.parts: expected one entry for each of 1 stages, found"),
     ],
 )
