@@ -84,12 +84,14 @@ class ChatModel:
         # A base model learns its template's end of an answer, which none of its files names.
         self._stop = stop_ids(resolved) | end_tokens(self.tokenizer) | answer_end(self.tokenizer, self.prompts)
         self.drafter: Drafter | None = None
-        if model is None:
+        self.model: Passes | CausalLM
+        if model:
+            self.model = model
+        else:
             device, ahead = "cuda" if torch.cuda.is_available() else "cpu", drafts is not None
-            model = load_model(folder, dtype, device, adapter=adapter, ahead=ahead)
-            if drafts is not None:
-                model = self.drafter = Drafter(model, drafts)
-        self.model: Passes | CausalLM = model
+            loaded = load_model(folder, dtype, device, adapter=adapter, ahead=ahead)
+            self.drafter = None if drafts is None else Drafter(loaded, drafts)
+            self.model = self.drafter or loaded
         self.context = self.model.spec.context
 
     def encode(self, said: Sequence[Said], tools: list[JSON] | None = None) -> list[int]:

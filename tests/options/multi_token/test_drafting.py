@@ -17,12 +17,15 @@ from models.api import load_model
 from models.attention.cache import KeyValueCache
 from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
+from options.demo.command_line import make_parser, open_demo
 from options.demo.drafts import Drafter, LayerInUse
 from options.demo.generation import GREEDY, Request, Sampling, generate_many
 from tests.cases import tiered
 from tests.options.demo.conftest import RunDemo, run_demo
 from tests.options.multi_token.folders import add_layers_ahead
 from tests.options.multi_token.test_golden import FOLDERS
+from training.distributed.processes import ProcessInfo
+from training.errors import ConfigError
 
 __all__ = ["run_demo"]
 
@@ -246,6 +249,9 @@ def test_the_command_says_what_became_of_drafts(make_checkpoint: Make, run_demo:
 
 
 def test_what_cannot_draft_is_refused(make_checkpoint: Make) -> None:
+    with pytest.raises(ConfigError, match=r"--draft: needs the whole model .*; expected python demo\.py"):
+        open_demo(make_parser().parse_args(["--draft"]), ProcessInfo(0, 2, 0, 2))
+
     folder = make_folder(make_checkpoint, 1)
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
