@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from itertools import chain
@@ -67,7 +68,9 @@ def with_new_layers(spec: ModelSpec, depth: int) -> ModelSpec:
 class CopiedLayers:
     """The weights of a model, with layers ahead made of its last block with attention.
 
-    Their norms begin as the final one, and the projection adds both halves up.
+    The norm behind each begins as the final one. The projection adds both halves up, the hidden states times the root of
+    their width: blocks are used to states some tens of times as large as a norm makes them. On SmolLM2-135M this starts
+    at a loss of 13; with equal halves behind copies of the final norm it is 35.
 
     Args:
         base: of the model without them.
@@ -97,13 +100,16 @@ class CopiedLayers:
         return state
 
     def _new(self, name: str, shape: torch.Size, state: dict[str, Tensor], block: dict[str, Tensor]) -> Tensor:
-        if name == "joined.weight":
-            identity = torch.eye(shape[0], dtype=next(iter(block.values())).dtype)
-            return torch.cat([identity, identity], dim=1)
         part, _, rest = name.partition(".")
+        if part == "joined":
+            identity = torch.eye(shape[0], dtype=next(iter(block.values())).dtype)
+            return torch.cat([identity, math.sqrt(shape[0]) * identity], dim=1)
         if part == "decoder":
             return block[rest].clone()
-        return state[f"norm.{rest}"].clone()
+        if part == "norm":
+            return state[name].clone()
+        fresh: Tensor = self._spec.family.norm(self._spec.config).state_dict()[rest]
+        return fresh.to(state[f"norm.{rest}"].dtype)
 
 
 def carried_apart(folder: Path) -> bool:

@@ -32,7 +32,7 @@ from options.demo.generation import Pass, Passes, Request, finite
 
 
 @dataclass
-class Tally:
+class DraftTally:
     """What became of the drafts, in the steps after each prompt's own pass."""
 
     steps: int = 0
@@ -120,7 +120,7 @@ class Drafter(Passes):
         self._ahead = [layer for layer in model.head.ahead or () if isinstance(layer, LayerAhead)]
         self._drafts = drafts or len(self._ahead)
         self._in_use: list[LayerInUse] = []
-        self.tally = Tally()
+        self.tally = DraftTally()
 
     @torch.inference_mode()
     def generate(self, requests: Iterable[Request]) -> Iterator[tuple[Request, int | None]]:

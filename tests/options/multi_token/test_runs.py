@@ -142,10 +142,10 @@ class ReferenceLayer(nn.Module):
         self.embedding_norm, self.hidden_norm, self.norm = (
             LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
         )
-        for norm in (self.embedding_norm, self.hidden_norm, self.norm):
-            norm.load_state_dict(trunk.model.norm.state_dict())
+        self.norm.load_state_dict(trunk.model.norm.state_dict())
         self.joined = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.joined.weight.data = torch.cat([torch.eye(config.hidden_size)] * 2, dim=1)
+        identity = torch.eye(config.hidden_size)
+        self.joined.weight.data = torch.cat([identity, config.hidden_size**0.5 * identity], dim=1)
 
 
 class Reference(nn.Module):
