@@ -68,9 +68,9 @@ def with_new_layers(spec: ModelSpec, depth: int) -> ModelSpec:
 class CopiedLayers:
     """The weights of a model, with layers ahead made of its last block with attention.
 
-    The norm behind each begins as the final one. The projection adds both halves up, the hidden states times the root of
-    their width: blocks are used to states some tens of times as large as a norm makes them. On SmolLM2-135M this starts
-    at a loss of 13; with equal halves behind copies of the final norm it is 35.
+    The norm behind each begins as the final one. The projection adds both halves up, the hidden states times the root
+    of their width: blocks are used to states some tens of times as large as a norm makes them. On SmolLM2-135M this
+    starts at a loss of 13; with equal halves behind copies of the final norm it is 35.
 
     Args:
         base: of the model without them.
