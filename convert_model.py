@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     from models.checkpoint.layout import ADAPTER, resolve
     from models.conversion.check import check
     from models.conversion.check_adapter import check_adapter
+    from models.conversion.check_ahead import readers_of_ahead
     from models.conversion.to_huggingface import ExportOptions, pp_to_hg
     from models.conversion.to_pipeline import hg_to_pp
 
@@ -74,7 +75,11 @@ def run(arguments: argparse.Namespace) -> None:
             print(safe_line(f"written: {arguments.save_path}, a HuggingFace folder ({what})"))
         case "check":
             folder = resolve(arguments.input_path, adapter=True)
-            problems, notes = check_adapter(folder) if (folder / ADAPTER).is_file() else (check(folder), [])
+            if (folder / ADAPTER).is_file():
+                problems, notes = check_adapter(folder)
+            else:
+                problems = check(folder)
+                notes = [] if problems else readers_of_ahead(folder)
             for line in [*(problems or ["complete"]), *notes]:
                 print(safe_line(f"{arguments.input_path}: {line}"))
             if problems:

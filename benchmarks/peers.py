@@ -77,7 +77,7 @@ FP32_CASES = {
     "trainer-mixed": Case("Trainer", 32, 0, 1, {}),
     "peft-256": Case("peft", 16, 256, 4, LORA),
     "peft-mixed": Case("peft", 32, 0, 1, LORA),
-    "trl-mixed": Case("trl", 16, 0, 4, DPO),
+    "trl-mixed": Case("trl", 16, 0, 2, DPO),
 }
 CASES = FP32_CASES | {
     f"{name}-bf16": Case(each.peer, each.rows, each.length, each.micro_batch, each.keys | BF16)

@@ -14,6 +14,7 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `lora`: a step that trains adapters, over a base in 32 and in 4 bits, against one that trains all weights.
 - `preference`: a step of DPO, and the forward-only pass of its reference, against one of SFT on the same documents, two
   in a row.
+- `mtp`: a step that trains a layer ahead along, against one without, for a model of 24 blocks.
 - `streaming`, `streaming64`: weight streaming in two processes against two that do the same without depending on each
   other, with 8 and 64 layers: "worked" is a process's time in turns, and "simulated" the step that the planner's
   simulation makes of the times of all turns; "own" is the memory that a process shares with nobody, after a step.
@@ -32,6 +33,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks import peers
@@ -150,6 +152,10 @@ PREFERRED = {
     "DPO": Way(DPO, (2, 1)),
     "reference": Way(DPO, (2, 1), engine="reference"),
 }
+AHEAD = {
+    "without": Way({}, (2, 1)),
+    "mtp": Way({"mtp": {"weight": 0.1, "init": "copy"}}, (2, 1)),
+}
 RECOMPUTED: dict[str, Any] = {"use_grad_ckpt": True, "optimizer": {"type": "SGD", "params": {"lr": 1e-4}}}
 STREAMED = {
     ONE: Way(PLAIN | RECOMPUTED),
@@ -176,6 +182,7 @@ CASES = {
     "replicas": Case(SMALL, 4, 128, 7, SUMS),
     "lora": Case(MODEL, 4, 512, 5, TRAINED),
     "preference": Case(MODEL, 4, 512, 5, PREFERRED),
+    "mtp": Case(SMALL | {"num_hidden_layers": 24}, 8, 512, 7, AHEAD),
     "wide": Case(SMALL | {"num_hidden_layers": 4}, 1, 8192, 5, SHARED, ideal=2),
     "streaming": Case(SMALL | {"num_hidden_layers": 8}, 32, 256, 5, STREAMED, ideal=2),
     "streaming64": Case(SMALL | {"num_hidden_layers": 64}, 8, 256, 3, STREAMED, ideal=2),
@@ -278,6 +285,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
 
     from benchmarks.steps import joined, run_config, time_turns, topology, train, train_by_transformers
     from models.api import read_spec
+    from options.multi_token.drafting import Drafting
     from options.planner.planning import divide
     from options.preference.collation import judged
     from training.data_setup import build_loader
@@ -317,6 +325,8 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         before = peak_memory()
         division = divide(config, spec, engine.in_stages)
         trainer = engine.build(config, spec, model, division)
+        if config.mtp:
+            Drafting(SimpleNamespace(spec=spec), config.mtp).connect(trainer, [loader])
         if slots := getattr(division, "slots", None):  # of weight streaming
             timed = time_turns(trainer, slots, asked.rows)
         if way.engine == "reference":

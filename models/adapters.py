@@ -77,11 +77,11 @@ class Trained:
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
 
-    def prepare(self, module: nn.Module, is_end: bool, path: Callable[[str], list[str]]) -> None:
+    def prepare(self, module: nn.Module, is_end: Callable[[str], bool], path: Callable[[str], list[str]]) -> None:
         """Add adapters to a layer, and take all else that is not trained out of the backward pass.
 
         Args:
-            is_end: whether the layer is the first or the last one, which get no adapters.
+            is_end: says of a module whether it is embedding or head, which get no adapters.
             path: gives the names in transformers' model of a module or a weight of the layer: two for the ends of a
                 tied model.
         """
@@ -89,7 +89,7 @@ class Trained:
             return
         if self.lora:
             for name, part in list(module.named_modules()):
-                if is_end:
+                if is_end(name):
                     _check_end(part, self.lora, path(name))
                 else:
                     _adapt(part, self.lora, path(name)[0])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from models.ahead.model import ahead_in_layers, carried_apart, looking_ahead, stored_ahead
+from models.ahead.names import blocks_of
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
 from models.checkpoint.adapter import (
@@ -23,8 +27,8 @@ from models.checkpoint.adapter import (
 from models.checkpoint.adapter_settings import SCORES, with_adapter
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, resolve
-from models.checkpoint.source import HuggingFaceSource, open_source
-from models.config_json import model_fields, read_json, reason_of
+from models.checkpoint.source import HuggingFaceSource, PipelineSource, open_source
+from models.config_json import count_ahead, model_fields, read_json, reason_of
 from models.derived import proven
 from models.derived.outline import Underivable
 from models.errors import CheckpointError
@@ -60,12 +64,19 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
     except Exception as error:  # transformers raises many kinds for a config that makes no sense
         raise CheckpointError(f"{path}: {reason_of(error, part)}") from None
 
+    # Layers that predict further ahead are no part of the model, but an export has them.
+    numbers = range(config.num_hidden_layers, config.num_hidden_layers + count_ahead(fields))
+    carried = [rf"^{re.escape(blocks_of(family))}\.{number}\." for number in numbers]
+    family = replace(family, carried=(*family.carried, *carried))
     if labels:
         config.num_labels, config.tie_word_embeddings = len(labels), False
         family = scoring_family(family)
     config._experts_implementation = experts_implementation()
     spec = ModelSpec(family, config, raw, fields, is_part=whole is not None)
     spec.set_attention(family.attention[0])
+
+    if ahead := ahead_in_layers(folder, spec):
+        spec = looking_ahead(spec, ahead)
 
     # A config of which no layer can be built ends here, before weights are read.
     try:
@@ -79,25 +90,50 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
 
 
 def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
-    """Get a model with the adapters in a folder of either kind, and a head that scores where they have one.
+    """Get a model with the adapters in a folder of either kind, and with the scores or layers ahead that it trained.
 
     Raises:
         CheckpointError: the folder holds no usable adapter.
     """
     if read_json(folder / ADAPTER).get("task_type") == SCORES and not base.labels:
         base = base.scoring(labels_of_adapter(folder))
+    if ahead := ahead_in_layers(folder, base):
+        base = looking_ahead(base, ahead)
     return with_adapter(base, folder)
 
 
-def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[ModelSpec, Any]:
+def base_source(source: PipelineSource | HuggingFaceSource, spec: ModelSpec) -> PipelineSource | HuggingFaceSource:
+    """Open a base with the layers ahead that an adapter of it has."""
+    return source if spec.family.ahead == source.spec.family.ahead else open_source(source.folder, spec.base)
+
+
+def with_stored_ahead(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """Get the same model with the layers that predict further ahead in its folder.
+
+    Raises:
+        CheckpointError: there are none, or they lie beside the model's own.
+    """
+    if spec.family.ahead:
+        return spec
+    found = stored_ahead(folder, spec)
+    if found is None:
+        raise CheckpointError(f"{folder}: no layers that predict further ahead; mtp in a run's config trains some")
+    if carried_apart(folder):
+        reason = "the pipeline layout of hg_to_pp keeps layers that predict further ahead apart"
+        raise CheckpointError(f"{folder}: {reason}; expected the HuggingFace folder that it was made from")
+    return looking_ahead(spec, found)
+
+
+def open_model(path: str | Path, adapter: str | Path | None = None, ahead: bool = False) -> tuple[ModelSpec, Any]:
     """Open a model's weights, or those of a base and an adapter.
 
     Args:
         path: a model, or a run that trained an adapter.
         adapter: a folder of peft's or of a run, to use with the model at `path`.
+        ahead: whether layers that predict further ahead are a part of the model, in a HuggingFace folder too.
 
     Raises:
-        CheckpointError: a folder is none of these.
+        CheckpointError: a folder is none of these, or has no such layers.
     """
     folder = find_model(path, adapter=True)
     if (folder / ADAPTER).is_file():
@@ -105,13 +141,18 @@ def open_model(path: str | Path, adapter: str | Path | None = None) -> tuple[Mod
             raise CheckpointError(f"{folder}: an adapter itself; expected the model that {adapter} belongs to")
         folder, adapter = base_folder(folder), folder
     spec = read_spec(folder)
+    if ahead and adapter:
+        reason = "drafts need a whole model"
+        raise CheckpointError(f"{adapter}: {reason}; expected the merged model (pp_to_hg --merge)")
+    if ahead:
+        spec = with_stored_ahead(folder, spec)
     source = open_source(folder, spec)
     if adapter is None:
         return spec, source
     adapter = resolve(adapter, adapter=True)
     check_base(adapter, source)
     spec = adapted_spec(adapter, spec)
-    return spec, AdaptedStates(source, spec, open_factors(adapter, spec))
+    return spec, AdaptedStates(base_source(source, spec), spec, open_factors(adapter, spec))
 
 
 def load_model(
@@ -120,6 +161,7 @@ def load_model(
     device: str | torch.device = "cpu",
     part: Sequence[int] | None = None,
     adapter: str | Path | None = None,
+    ahead: bool = False,
 ) -> CausalLM:
     """Load the model of a folder of either layout, in evaluation mode.
 
@@ -128,12 +170,12 @@ def load_model(
             name on the HuggingFace hub.
         dtype: the dtype to hold the weights in; as stored where absent.
         part: which layers to load; all where absent.
-        adapter: as `open_model`.
+        adapter, ahead: as `open_model`.
 
     Raises:
         CheckpointError: the folder is damaged, incomplete or of an unknown family.
     """
-    spec, source = open_model(path, adapter)
+    spec, source = open_model(path, adapter, ahead)
     return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part).eval()
 
 

@@ -81,6 +81,11 @@ def _normalise_dtype(fields: dict[str, Any]) -> None:
             fields[name] = fields[name].removeprefix("torch.")
 
 
+def count_ahead(fields: dict[str, Any]) -> int:
+    """Count the layers behind the blocks that predict further ahead, as far as config.json tells."""
+    return max((count for name in AHEAD if isinstance(count := fields.get(name), int)), default=0)
+
+
 def reason_of(error: Exception, fields: dict[str, Any]) -> str:
     """Put an error on one line; name the field where transformers does not know a word."""
     word = error.args[0] if isinstance(error, KeyError) and error.args else None

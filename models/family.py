@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -18,6 +18,9 @@ from transformers import PreTrainedConfig
 from models.attention.kernels import ALL
 from models.attention.positions import Positions, Rotary
 from models.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from models.ahead.layers import Ahead
 
 # Names inside of the first and the last layer; one weight where config.json says `tie_word_embeddings`.
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embed_tokens.weight", "lm_head.weight"
@@ -102,6 +105,7 @@ class Family:
         variant: picks another declaration by the fields of config.json, where one `model_type` names several
             architectures.
         native: the layout without remote code, for families that transformers loads only under another name.
+        ahead: layers behind the norm that predict further ahead, where they are a part of the model (`models.ahead`).
     """
 
     name: str
@@ -136,6 +140,7 @@ class Family:
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     variant: Callable[[dict[str, Any]], Family] | None = None
     native: Native | None = None
+    ahead: Ahead | None = None
 
 
 @contextmanager

@@ -129,6 +129,7 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(getattr(config, family.word_width), config.vocab_size, bias=family.head_bias)
         self.config = config
         self.project_in_loss = False
+        self.ahead: nn.ModuleList | None = None  # layers that predict further ahead, which the loss runs
 
     def forward(
         self, activations: Activations, loss: Callable[[Activations], Tensor] | None = None
@@ -139,6 +140,8 @@ class Head(nn.Module):
         """
         hidden: Tensor = self.norm(activations[0])
         normalised = (hidden, *activations[1:])
+        if self.ahead is not None:  # some begin with what is in front of the norm
+            normalised = (*normalised, activations[0])
         if loss is not None:
             return loss(normalised)
         return normalised if self.project_in_loss else self.project(hidden)

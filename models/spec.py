@@ -5,7 +5,7 @@ Reading a spec touches config.json only, so the converters, the planner and ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -38,8 +38,9 @@ class ModelSpec:
         raw: the content of config.json.
         fields: what it says of the decoder, in field names that transformers knows.
         is_part: whether the checkpoint holds more than the decoder, as those of images and text do.
-        language: of a model that scores texts, the language model whose weights it begins with.
+        language: the language model whose weights a model begins with that has more or other weights.
         trained: which weights are trained, and the adapters that layers are built with.
+        fresh: makes the weights to begin with of those of `language`, given this spec and a seed; absent for scores.
     """
 
     family: Family
@@ -49,6 +50,7 @@ class ModelSpec:
     is_part: bool = False
     trained: Trained = ALL
     language: ModelSpec | None = None
+    fresh: Callable[[Any, ModelSpec, int], Any] | None = None
     _shapes: dict[int, dict[str, torch.Size]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -82,6 +84,11 @@ class ModelSpec:
     @property
     def has_experts(self) -> bool:
         return n_experts(self.config) > 0
+
+    @property
+    def horizon(self) -> int:
+        """How many tokens are predicted after each: the next one, and those of the layers ahead."""
+        return 1 + (self.family.ahead.depth if self.family.ahead else 0)
 
     @property
     def tied(self) -> bool:
@@ -134,9 +141,12 @@ class ModelSpec:
             module = (self.family.embeds or Embedding)(self.family, self.config, positions)
         elif layer == self.n_blocks + 1:
             module = (self.family.projection or Head)(self.family, self.config)
+            if self.family.ahead:
+                module.ahead = self.family.ahead.build(self.family, self.config, positions)
         else:
             module = Block(self.family, self.config, layer - 1, positions)
-        self.trained.prepare(module, layer in (0, self.n_blocks + 1), partial(self.paths, layer))
+        ends = layer in (0, self.n_blocks + 1)
+        self.trained.prepare(module, lambda name: ends and not name.startswith("ahead."), partial(self.paths, layer))
         return module
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
@@ -179,6 +189,11 @@ class ModelSpec:
         config.num_labels, config.tie_word_embeddings = len(labels), False
         family, raw = scoring_family(self.family), scoring_fields(self.raw, labels)
         return replace(self, family=family, config=config, raw=raw, language=self, _shapes={})
+
+    @property
+    def plain(self) -> ModelSpec:
+        """The model without adapters and layers ahead."""
+        return replace(self.base, family=replace(self.family, ahead=None), _shapes={})
 
     @property
     def base(self) -> ModelSpec:

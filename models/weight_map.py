@@ -81,8 +81,8 @@ class WeightMap:
                 if match is None:
                     continue
                 layer = self._layer_of(rule, match.groupdict())
-                if layer is None:
-                    return None
+                if layer is None:  # a block's name with a number out of range, as layers ahead may have
+                    continue
                 binding = self._bind(rule, layer, match.groupdict().get("rest", ""))
                 # A general rule may not give a name to what a special rule before it stores in another way.
                 if disk_name in binding.disk and self.binding_of(layer, binding.names[0]) == binding:
@@ -133,8 +133,16 @@ class WeightMap:
 
     @cached_property
     def _disk_patterns(self) -> list[tuple[Rule, list[re.Pattern[str]]]]:
-        rules = (*self.family.embedding, *self.family.block, *self.family.head)
+        rules = (*self.family.embedding, *self.family.block, *self._head_rules)
         return [(rule, list(map(pattern, rule.disk_names))) for rule in rules]
+
+    def spelled(self, name: str) -> str:
+        """Spell a name of the family's as the checkpoint does."""
+        return name if self.prefix is None else self._name_on_disk(name)
+
+    def in_own_spelling(self, disk_name: str) -> str:
+        """Spell a name on disk as the family does, where the checkpoint begins names in another way."""
+        return self._full_names(disk_name)[0]
 
     def _full_names(self, disk_name: str) -> list[str]:
         """List the family's possible names of a tensor on disk."""
@@ -162,14 +170,19 @@ class WeightMap:
             return None
         if rule in self.family.embedding:
             return 0
-        if rule in self.family.head:
+        if rule in self._head_rules:
             return self.head_layer
         return int(found["i"]) + 1 if _counts(found["i"], self.n_blocks) else None
 
     def _rules_of(self, layer: int) -> tuple[Rule, ...]:
         if layer == 0:
             return self.family.embedding
-        return self.family.head if layer == self.head_layer else self.family.block
+        return self._head_rules if layer == self.head_layer else self.family.block
+
+    @cached_property
+    def _head_rules(self) -> tuple[Rule, ...]:
+        ahead = self.family.ahead
+        return (*self.family.head, *(ahead.rules(self.family, self.n_blocks) if ahead else ()))
 
     def _bind(self, rule: Rule, layer: int, rest: str) -> Binding:
         disk = [template.replace("{i}", str(layer - 1)) for template in rule.disk_names]

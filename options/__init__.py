@@ -14,6 +14,7 @@ from options import (
     cluster,
     distillation,
     exports,
+    multi_token,
     planner,
     preference,
     proof,
@@ -33,6 +34,7 @@ class RunConfig(
     scores.ScoresKeys,
     preference.PreferenceKeys,
     distillation.DistillationKeys,
+    multi_token.DraftKeys,
     streamed_data.StreamKeys,
     timeline.TimelineKeys,
     trackers.TrackerKeys,
@@ -45,6 +47,7 @@ class RunConfig(
     options: ClassVar[tuple[Option[Any], ...]] = (
         preference.OPTION,
         distillation.OPTION,
+        multi_token.OPTION,
         scores.OPTION,
         streamed_data.OPTION,
         trackers.OPTION,

@@ -101,13 +101,13 @@ class LanguageModel(Task):
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         self.side_files = {}
         if disk.owns_folder:
-            self.side_files = read_side_files(folder, language, reader.ends)
+            self.side_files = read_side_files(folder, spec.language or spec.base, reader.ends)
             if config.lora:
                 self.side_files |= adapter_file(spec, folder, digests_folder(config.cache_dir))
-            if spec.labels:
+            if spec.labels or spec.language:
                 self.side_files["config.json"] = (json.dumps(spec.raw, indent=2) + "\n").encode()
-                if spec.language:
-                    self.side_files.pop(MANIFEST, None)  # it lists the weights of the language model
+            if spec.language:
+                self.side_files.pop(MANIFEST, None)  # it lists the weights of the language model
         self.model_folder, self.n_layers = folder, spec.n_layers
         self._notes = digests_folder(config.cache_dir)
         self.order = DataOrder(

@@ -26,6 +26,7 @@ from torch import Tensor
 from data.collation import Collation
 from data.sample_set import KeptSamples, Sample, SampleSet, documents
 from data.settings import Wanted
+from models.layers import Embedding, Head
 from models.loss.micro_batch import MicroBatchLoss
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
@@ -85,6 +86,7 @@ class Objective(ABC):
         printed: the measures on the screen, by their names there.
         unprinted: how measures begin that the line of an evaluation leaves out; metrics.jsonl has them.
         says_words: whether it trains a language model, and no model that gives a text numbers instead.
+        looks_ahead: whether it trains layers that predict further ahead, where the model has them.
     """
 
     documents: ClassVar[int] = 1
@@ -95,6 +97,7 @@ class Objective(ABC):
     printed: ClassVar[Mapping[str, str]] = {}
     unprinted: ClassVar[tuple[str, ...]] = ()
     says_words: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = False
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -178,6 +181,38 @@ class Parts(NamedTuple):
     noted: Tensor
 
 
+class EndsOfModel(Protocol):
+    """A whole model in one process, as far as what is learnt along of its hidden states needs it."""
+
+    @property
+    def embedding(self) -> Embedding: ...
+    @property
+    def head(self) -> Head: ...
+
+
+class Along(NamedTuple):
+    """Hold what is learnt along: the mean over n losses, each a mean over its tokens in the global batch.
+
+    Attributes:
+        sums: [n], of each over the tokens of a document.
+        tokens: [n], how many they are.
+    """
+
+    sums: Tensor
+    tokens: Tensor
+
+    def __add__(self, other: object) -> Along:
+        assert isinstance(other, Along)
+        return Along(self.sums + other.sums, self.tokens + other.tokens)
+
+    @property
+    def mean(self) -> Tensor:
+        return (self.sums / self.tokens.clamp(min=1)).mean()
+
+
+NOTHING_ALONG = Along(torch.zeros(0), torch.zeros(0))
+
+
 class Formula(ABC):
     """An objective written out with torch for one sample at a time, from all logits at once.
 
@@ -190,12 +225,16 @@ class Formula(ABC):
         begins_alone: whether what is kept of a run's first weights must be this model's: the proof has another model
             leave its own in the cache first.
         widening: factor of the bounds of losses and norms, where these feel the rounding of sums.
+        along_as: the name in metrics.jsonl of the mean of what is learnt along, if there is some.
+        along_weight: what that mean counts.
     """
 
     noted: tuple[str, ...] = ()
     about: str = ""
     begins_alone: bool = False
     widening: float = 1.0
+    along_as: str = ""
+    along_weight: float = 0.0
 
     @abstractmethod
     def parts(self, sample: Sample, found: Sequence[tuple[Tensor, Tensor]], begin: Tensor, auxiliary: bool) -> Parts:
@@ -207,6 +246,23 @@ class Formula(ABC):
             begin: [noted], what this returned in `noted` before the first step.
             auxiliary: whether losses count that an evaluation leaves out.
         """
+
+    def along(self, model: EndsOfModel, document: Sample, hidden: Tensor) -> Along:
+        """Compute what is learnt along of a document, and counts in the gradients alone.
+
+        Args:
+            model: that is trained, in one process.
+            hidden: [1, S, H], what its last block gives for the document.
+        """
+        return NOTHING_ALONG
+
+    def learns_along(self, name: str) -> bool:
+        """Return whether a weight `<layer>.<name>` learns from that."""
+        return True
+
+    def in_norm(self, name: str) -> bool:
+        """Return whether a weight counts in the norm by which gradients are clipped."""
+        return True
 
     def record(self, sample: Sample) -> dict[str, Any]:
         """Write a sample as a record in a file of token ids."""

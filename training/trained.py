@@ -12,6 +12,7 @@ from pathlib import Path
 from common.quantities import counted
 from data.tokenized.store import digests_folder
 from models.adapters import ALL, Lora, Trained, ends_with, is_factor
+from models.ahead.model import ahead_in_layers
 from models.checkpoint.adapter import (
     AdaptedStates,
     LayerFiles,
@@ -47,6 +48,9 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
     Raises:
         ConfigError: a name or a pattern matches nothing, or nothing is left to train.
     """
+    if spec.family.ahead and not config.objective.looks_ahead:
+        what = "its last layer has the layers ahead that a run trained, which would no longer fit"
+        raise ConfigError(f"model_path: {what}; expected to train them along, or the folder that pp_to_hg makes of it")
     lora, spec = config.lora, config.objective.model(spec)
     if lora is None and not config.freeze:
         return spec
@@ -125,10 +129,10 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
         return SeededStates(spec, config.seed)
     origin = folder if config.lora is None else find_model(config.model_path)
     language = spec.language
-    if language and labels_of(read_json(origin / "config.json")):  # the run's own checkpoint
+    if language and is_own_checkpoint(spec, origin):
         language = None
     given = open_source(origin, language or spec.base)
-    base = NewScores(given, spec.base, config.seed) if language else given
+    base = (spec.fresh or NewScores)(given, spec.base, config.seed) if language else given
     if config.lora is None:
         return base
     if (folder / ADAPTER).is_file():
@@ -136,16 +140,30 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
     if config.lora.start_from is None:
         return AdaptedStates(base, spec, None, config.seed)
     start = resolve(config.lora.start_from, adapter=True)
-    check_base(start, given, digests_folder(config.cache_dir))
+    check_base(start, open_source(origin, as_stored(spec, origin)), digests_folder(config.cache_dir))
     _check_start(start, spec)
     if spec.labels and (known := labels_of_adapter(start)):
         check_labels(spec.labels, known, start)
     return AdaptedStates(base, spec, open_factors(start, spec))
 
 
+def is_own_checkpoint(spec: ModelSpec, folder: Path) -> bool:
+    """Return whether a folder holds what a model has beyond its language model: a checkpoint of this run."""
+    if spec.labels:
+        return bool(labels_of(read_json(folder / "config.json")))
+    assert spec.language
+    return ahead_in_layers(folder, spec.language) is not None
+
+
+def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """Return a base as its folder has it, by which an adapter knows it again."""
+    plain = spec.language or spec.plain
+    return spec.base if ahead_in_layers(folder, plain) else plain
+
+
 def adapter_file(spec: ModelSpec, base: Path, notes: Path | None = None) -> dict[str, bytes]:
     """Make the file that names an adapter's settings and its base, for a checkpoint."""
-    source = open_source(base, spec.language or spec.base)
+    source = open_source(base, as_stored(spec, base))
     settings = peft_config(spec, str(base.resolve())) | {DIGEST: model_digest(source, notes)}
     return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
 
@@ -165,7 +183,7 @@ def check_same_base(adapter: Path, base: Path, spec: ModelSpec, notes: Path) -> 
         ConfigError: the weights or the config differ.
     """
     try:
-        check_base(adapter, open_source(base, spec.language or spec.base), notes)
+        check_base(adapter, open_source(base, as_stored(spec, base)), notes)
     except CheckpointError as error:
         raise ConfigError(f"model_path: {error}, or another save_path") from None
 

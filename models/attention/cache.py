@@ -84,6 +84,11 @@ class KeyValueCache:
         self.lengths = [length + count for length in self.lengths]
         self._positions = None
 
+    def crop(self, length: int) -> None:
+        """Forget what lies behind the first `length` tokens of each row; `layers` have to be brought back otherwise."""
+        self.lengths = [min(length, each) for each in self.lengths]
+        self._positions = None
+
     def select(self, rows: list[int]) -> None:
         """Keep these rows alone, in this order."""
         if rows == list(range(len(self.lengths))):

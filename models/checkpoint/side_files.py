@@ -8,9 +8,10 @@ import shutil
 from itertools import chain
 from pathlib import Path
 
+from models.ahead.names import copies_of
 from models.checkpoint import layout
 from models.checkpoint.layout import CARRIED, TEMPLATES, Manifest, flat, side_files
-from models.checkpoint.source import HuggingFaceSource
+from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.checkpoint.tensor_files import DTYPE_NAMES, SafetensorsWriter
 from models.config_json import QUANTIZATION, read_json, write_json
 from models.errors import CheckpointError
@@ -69,7 +70,10 @@ def copy_side_files(source: Path, target: Path, spec: ModelSpec, in_folders: boo
 
 def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
     """Write the tensors that belong to no layer; return the manifest."""
-    if carried := source.carried:
+    # An export makes copies of embedding and head anew, as training changes what they are copies of.
+    copies = copies_of(source.weight_map, source.names, source.spec.tied)
+    same = {name for name, of in copies.items() if same_bytes(source.read(name), source.read(of))}
+    if carried := [name for name in source.carried if name not in same]:
         infos = {name: source.info(name) for name in carried}
         with SafetensorsWriter(target, {CARRIED: carried}, infos) as writer:
             for name in carried:

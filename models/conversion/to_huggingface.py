@@ -23,7 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from models.api import adapted_spec, read_spec
+from models.ahead.names import copies_of
+from models.api import adapted_spec, base_source, read_spec
 from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, check_base
 from models.checkpoint.layout import ADAPTER, CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.publish import publish_folder
@@ -131,7 +132,9 @@ class Export:
         self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None
         carried = {name: self.carried.info(name) for name in self.carried} if self.carried else {}
         self.weight_map = self.spec.weight_map.for_names(self.manifest.dtypes if self.manifest else ())
-        self.infos = original_infos(self.source, self.weight_map, self.manifest, carried)
+        listed = self.manifest.dtypes.keys() - carried.keys() if self.manifest else set()
+        self.copies = copies_of(self.weight_map, listed, self.spec.tied)
+        self.infos = original_infos(self.source, self.weight_map, self.manifest, carried, self.copies)
         if self.native:
             original, self.weight_map = self.weight_map, replace(self.weight_map, family=self.native.family)
             self.infos = native_infos(self.source, original, self.weight_map, self.infos)
@@ -205,7 +208,7 @@ class Export:
             for layer in layers:
                 for binding in self.weight_map.bindings(layer, self.spec.shapes(layer)):
                     assigned |= dict.fromkeys(binding.disk, writer)
-        return assigned
+        return assigned | {copy: assigned[of] for copy, of in self.copies.items()}
 
     def _layers(self, writer: int) -> Iterator[dict[str, Tensor]]:
         """Yield the tensors of a writer under their names on disk, layer by layer."""
@@ -221,6 +224,7 @@ class Export:
             state |= {name: change(state[name]) for name, change in self.native.changes.items()}
         found = self.weight_map.on_disk(layer, state)
         found = {name: tensor for name, tensor in found.items() if name in self.infos}  # a tied head may stay out
+        found |= {copy: found[of] for copy, of in self.copies.items() if of in found and copy in self.infos}
         for name, tensor in found.items():
             check_range(name, tensor, self.infos[name].dtype)
         return found
@@ -239,7 +243,8 @@ def merged_source(folder: Path) -> MergedStates:
     where = base_folder(folder)
     base = open_source(where, read_spec(where))
     check_base(folder, base)
-    return MergedStates(base, adapted_spec(folder, base.spec), LayerFiles(folder))
+    spec = adapted_spec(folder, base.spec)
+    return MergedStates(base_source(base, spec), spec, LayerFiles(folder))
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -259,6 +264,7 @@ def original_infos(
     weight_map: WeightMap,
     manifest: Manifest | None,
     carried: Mapping[str, TensorInfo],
+    copies: Mapping[str, str],
 ) -> Infos:
     """Plan the tensors of the original folder, layer by layer.
 
@@ -274,6 +280,7 @@ def original_infos(
             dtype = stored[binding.names[0]].dtype
             infos |= {name: TensorInfo(dtype, shape) for name, shape in binding.disk_shapes(shapes).items()}
     infos |= carried
+    infos |= {copy: infos[of] for copy, of in copies.items()}
     spare = {weight_map.tied_head} if spec.tied else set()
     if manifest is None:
         return {name: info for name, info in infos.items() if name not in spare}

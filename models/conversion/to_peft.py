@@ -39,6 +39,8 @@ def write_adapter(folder: Path, target: Path) -> None:
             f"{folder}: {plain.family.name}'s own code joins layers that have adapters of their own here, so peft has "
             "no names for them; expected --merge"
         )
+    if spec.family.ahead:
+        raise CheckpointError(f"{folder}: peft has no names for layers that predict ahead; expected --merge")
     _check_modules(folder, spec)
 
     factors, saved = LayerFiles(folder), dict[str, Tensor]()

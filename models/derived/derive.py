@@ -29,7 +29,6 @@ from transformers.initialization import no_init_weights
 from models.attention.kernels import ALL, EAGER
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import several_depend_on_length
-from models.config_json import AHEAD
 from models.derived.names import tables_of
 from models.derived.outline import FIRST, LENGTH, ArgumentSource, Outline, Underivable, outline_of
 from models.derived.positions import DerivedPositions, by_document
@@ -116,7 +115,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         block_in_whole=tuple(rule for rule in in_whole if rule not in block),
         head=head,
         prefix=f"{outline.base}.",
-        carried=(*ignored, *_layers_ahead(config, outline), NEVER_LEARNED),
+        carried=(*ignored, NEVER_LEARNED),
         positions=lambda config, rotary: DerivedPositions(config, rotary, outline.calls, given, modules),
         embedding_norm=partial(part, outline.projection) if outline.projection else None,
         word_width=WORD_WIDTH if outline.projection else "hidden_size",
@@ -251,13 +250,6 @@ def _compute_buffers(block: nn.Module, make: Callable[[], nn.Module]) -> None:
     for name in names:
         owner, _, leaf = name.rpartition(".")
         block.get_submodule(owner).register_buffer(leaf, whole.get_buffer(name), persistent=False)
-
-
-def _layers_ahead(config: PreTrainedConfig, outline: Outline) -> list[str]:
-    """List patterns of the layers behind the blocks that predict further ahead."""
-    counts = [count for name in AHEAD if isinstance(count := getattr(config, name, None), int)]
-    first = config.num_hidden_layers
-    return [rf"\.{outline.blocks}\.{number}\." for number in range(first, first + max(counts, default=0))]
 
 
 def _unreached(model: Any, outline: Outline) -> tuple[str, ...]:

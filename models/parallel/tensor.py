@@ -240,12 +240,20 @@ class TensorShare:
         return hidden, torch.where(inside, experts - own.start, unrouted), weights.masked_fill(~inside, 0)
 
     def _look_up(self, words: nn.Embedding, ids: Tensor) -> Tensor:
-        """Look up embeddings whose words are spread over the processes."""
-        own = self.ranks.part(self._spec.config.vocab_size)
-        padding = words.padding_idx
+        own, padding = self.ranks.part(self._spec.config.vocab_size), words.padding_idx
         padding = padding - own.start if padding is not None and own.start <= padding < own.stop else None
+        return self.look_up(words.weight, ids, padding)
+
+    def look_up(self, weight: Tensor, ids: Tensor, padding: int | None = None) -> Tensor:
+        """Look up embeddings whose words are spread over the processes.
+
+        Args:
+            weight: those of this one, as many as its shard of the head has.
+            padding: which of them gets no gradient.
+        """
+        own = self.ranks.part(self._spec.config.vocab_size)
         outside = (ids < own.start) | (ids >= own.stop)
-        found = F.embedding((ids - own.start).masked_fill(outside, 0), words.weight, padding)
+        found = F.embedding((ids - own.start).masked_fill(outside, 0), weight, padding)
         return summed(found.masked_fill(outside[..., None], 0), self.ranks)
 
     def _with_own_dropout(self, module: nn.Module, forward: Any, *inputs: Any, **named: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -23,10 +23,11 @@ from data.settings import PLAIN
 from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question
 from data.tokenized.tokenizer import load_tokenizer
-from models.api import load_model
+from models.api import CausalLM, load_model
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import RECORD, resolve
 from models.config_json import stop_ids
+from options.demo.drafts import Drafter
 from options.demo.generation import Passes, Request, Sampling, generate_many
 from training.checkpoint.exporting import EXPORTED
 from training.errors import ConfigError
@@ -54,9 +55,11 @@ class ChatModel:
     Args:
         model: to ask instead of loading the folder's.
         adapter: to use with the model of the folder; its tokenizer counts where it has one.
+        drafts: how many tokens to draft a step, as of `Drafter`; None for none.
 
     Attributes:
         context: most tokens of prompt and answer together; None without a limit.
+        drafter: what answers by drafts, where asked for.
 
     Raises:
         CheckpointError: the folder holds no complete model.
@@ -70,6 +73,7 @@ class ChatModel:
         dtype: torch.dtype | None = None,
         model: Passes | None = None,
         adapter: str | Path | None = None,
+        drafts: int | None = None,
     ) -> None:
         resolved = find_model(folder, adapter=True)
         if adapter and (own := resolve(adapter, adapter=True) / TOKENIZER).is_file():
@@ -79,7 +83,15 @@ class ChatModel:
         self.tokenizer = load_tokenizer(resolved)
         # A base model learns its template's end of an answer, which none of its files names.
         self._stop = stop_ids(resolved) | end_tokens(self.tokenizer) | answer_end(self.tokenizer, self.prompts)
-        self.model = model or load_model(folder, dtype, "cuda" if torch.cuda.is_available() else "cpu", adapter=adapter)
+        self.drafter: Drafter | None = None
+        self.model: Passes | CausalLM
+        if model:
+            self.model = model
+        else:
+            device, ahead = "cuda" if torch.cuda.is_available() else "cpu", drafts is not None
+            loaded = load_model(folder, dtype, device, adapter=adapter, ahead=ahead)
+            self.drafter = None if drafts is None else Drafter(loaded, drafts)
+            self.model = self.drafter or loaded
         self.context = self.model.spec.context
 
     def encode(self, said: Sequence[Said], tools: list[JSON] | None = None) -> list[int]:
@@ -130,9 +142,15 @@ class ChatModel:
         sampling = options.sampling if seed is None else replace(options.sampling, seed=seed)
         return Request(prompt, room, self._stop, sampling)
 
+    def generate(self, requests: Iterable[Request], rows: int | None = None) -> Iterator[tuple[Request, int | None]]:
+        """Yield tokens as `generate_many` does; with drafts one request after the other."""
+        if self.drafter:
+            return self.drafter.generate(requests)
+        return generate_many(self.model, requests, rows)
+
     def write(self, prompt: list[int], options: AnswerOptions, answer: Answer) -> Iterator[str]:
         """Yield the answer to a prompt in pieces."""
-        for request, token in generate_many(self.model, [self.request(prompt, options)]):
+        for request, token in self.generate([self.request(prompt, options)]):
             if token is not None:
                 yield answer.add(token)
                 request.done = request.done or answer.stopped

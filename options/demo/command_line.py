@@ -44,6 +44,7 @@ RANGES = {
     "threads": (1, None),
     "batch_size": (1, None),
     "tensor_parallel": (0, None),
+    "draft": (0, None),
 }
 # Option, with its other spelling: arguments of `add_argument`, help.
 FLAG: dict[str, Any] = {"action": "store_true"}
@@ -70,6 +71,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--repetition-penalty": ({"type": float, "metavar": "R", "default": 1.0}, "default 1, which is none"),
     "--seed": ({"type": int}, "the same seed gives the same answers"),
     "--stop": ({"action": "append", "metavar": "TEXT", "default": []}, "end an answer here; may be repeated"),
+    "--draft": (
+        {"type": int, "nargs": "?", "const": 0, "metavar": "N"},
+        "let the model's layers that predict ahead draft N tokens a step; without N as many as there are layers",
+    ),
     "--dtype": ({"choices": DTYPES}, "compute in this precision; as stored where absent"),
     "--tensor-parallel": (
         {"type": int, "nargs": "?", "const": 0, "metavar": "N"},
@@ -100,6 +105,7 @@ def parse_arguments() -> argparse.Namespace:
 def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> None:
     """Answer in this process, or be one of the processes that a launcher started."""
     check(arguments)
+    check_draft(arguments, process)
     import torch
 
     if arguments.model is None:
@@ -149,7 +155,7 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     elif arguments.prompt_format != PLAIN:
         absent = [name for name in ("prompt_format", "template_args") if getattr(arguments, name) is None]
         prompts = replace(prompts, **find_trained_prompts(trained, absent, notify))
-    chat_model = ChatModel(arguments.model, prompts, dtype, model, arguments.adapter)
+    chat_model = ChatModel(arguments.model, prompts, dtype, model, arguments.adapter, arguments.draft)
     opening = [Said("system", arguments.system)] if arguments.system else []
     if arguments.reference:
         opening.append(Said("context", read_text(arguments.reference), name=REFERENCE_TITLE))
@@ -170,6 +176,8 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
             if prompts.prompt_format == GDGPT and arguments.input is None and not arguments.reference:
                 notify("question: as in records of conversation; for one of instruct give --input, which may be empty")
             show(chat.ask(arguments.prompt, arguments.input))
+    if chat_model.drafter:
+        notify(f"drafts: {chat_model.drafter.tally.describe()}")
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -205,6 +213,16 @@ def check(arguments: argparse.Namespace) -> None:
     around = ("input", "system", "reference", "tools", "prompt_format", "template_args")
     if arguments.raw and (given := [name for name in around if getattr(arguments, name)]):
         raise ConfigError(f"--raw: the text stands alone; expected no {_option(given[0])}")
+
+
+def check_draft(arguments: argparse.Namespace, process: ProcessInfo | None) -> None:
+    """Raise a ConfigError where `--draft` has something beside it that answers several prompts, or in processes."""
+    if arguments.draft is None:
+        return
+    if process and process.world_size > 1:
+        raise ConfigError("--draft: needs the whole model in one process; expected python demo.py")
+    if arguments.batch_size:
+        raise ConfigError("--batch-size: --draft answers one prompt after the other; expected one of them")
 
 
 def template_args_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -68,16 +68,22 @@ class Request:
     def __init__(self, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY) -> None:
         self.text = list(prompt)  # and the answer so far
         self.done = False  # set when the answer is complete; whoever reads the answer may set it earlier
+        self.chosen: int | None = None  # the last token, also one that ends the answer and is no part of it
         self._most = len(prompt) + max_new_tokens
         self._stop = stop
         self._sampling = sampling
         self._generator: torch.Generator | None = None
 
+    @property
+    def room(self) -> int:
+        """How many tokens the answer may still get."""
+        return self._most - len(self.text)
+
     def take(self, logits: Tensor) -> int | None:
         """Choose the next token from logits [V]; None if it ends the answer."""
         if self._generator is None:
             self._generator = self._sampling.generator(logits.device)
-        token = choose(logits, self._sampling, self.text, self._generator)
+        self.chosen = token = choose(logits, self._sampling, self.text, self._generator)
         if token in self._stop:
             self.done = True
             return None
@@ -172,10 +178,7 @@ class Passes:
 
     def take(self) -> Tensor:
         """Compute the oldest queued pass: logits of each row's last token, fp32 [rows, V]; CheckpointError for NaN."""
-        logits = self.logits_of(self._queue.popleft())
-        if not torch.isfinite(logits.amax(dim=-1)).all():
-            raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")
-        return logits
+        return finite(self.logits_of(self._queue.popleft()))
 
     def logits_of(self, work: Pass) -> Tensor:
         """Compute a pass to the logits of each row's last token, fp32 [rows, V]."""
@@ -204,3 +207,10 @@ class Passes:
     def inputs(self, work: Pass) -> Tensor:
         """Make the first layer's input: token ids [rows, length]."""
         return torch.tensor(work.texts, device=self._weight.device)
+
+
+def finite(logits: Tensor) -> Tensor:
+    """Refuse logits [rows, V] that have NaN or infinity."""
+    if not torch.isfinite(logits.amax(dim=-1)).all():
+        raise CheckpointError("the model's output is not finite: its weights hold NaN or infinity")
+    return logits

@@ -26,7 +26,7 @@ from data.errors import DataError
 from data.records.chat import Chat
 from data.records.record import explain, json_type
 from options.demo.chat_model import Answer, AnswerOptions, ChatModel
-from options.demo.generation import Request, generate_many
+from options.demo.generation import Request
 
 ANSWER = "answer"
 FIELDS = ("prompt", "messages", "tools", "input")
@@ -68,7 +68,7 @@ def answer_file(
 
     Args:
         opening: messages before every prompt.
-        rows: how many are answered at once; see `generate_many`.
+        rows: how many are answered at once; see `ChatModel.generate`.
         raw: each prompt is a text to continue, as in records of type pretrain.
 
     Raises:
@@ -121,7 +121,7 @@ def _answers(
     answers = {request: Answer(model.tokenizer, options.stop, continues=raw) for request in requests}
     waiting = iter(requests)
     first = next(waiting, None)
-    for request, token in generate_many(model.model, requests, rows):
+    for request, token in model.generate(requests, rows):
         if token is not None:
             answers[request].add(token)
             request.done = request.done or answers[request].stopped

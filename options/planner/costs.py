@@ -254,7 +254,7 @@ def loss_work(basis: Basis, dtype: torch.dtype, device: Device) -> list[Operatio
     """Return the kernels of a micro-batch's loss and its gradients, chunk by chunk (`models.loss.lean`)."""
     work, itemsize = basis.share, dtype.itemsize
     words, hidden = basis.shapes(basis.spec.n_layers - 1)[HEAD_WEIGHT]
-    tokens = work.micro_tokens * work.supervised
+    tokens = work.micro_tokens * work.supervised * basis.spec.horizon
     chunks = max(1, math.ceil(tokens / chunk_tokens(words, not device.reserves)))
     rows = max(1, math.ceil(tokens / chunks))
     chunk = [

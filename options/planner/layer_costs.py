@@ -30,6 +30,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
 
+from models.ahead.layers import LayerAhead
 from models.attention.positions import SLIDING
 from models.layers import Block, Embedding, Head
 from models.parallel.groups import RankGroup, RankGroups
@@ -63,13 +64,19 @@ class FakeLayer:
     ids: Tensor
 
     def run(self) -> Tensor:
-        """Run the forward pass; of a head the norm alone."""
+        """Run the forward pass; of a head the norm and the layers ahead."""
         if isinstance(self.module, Block):
             return self.module._run(self.hidden, self.ids, self.arguments)[0]
         if isinstance(self.module, Embedding):
             return self.module((self.ids, self.ids))[0]
         output: Tensor = self.module.norm(self.hidden)
+        for layer in self.module.ahead or ():
+            assert isinstance(layer, LayerAhead)
+            output = layer.through(output, output, partial(self._decode, layer.decoder))
         return output
+
+    def _decode(self, block: Block, hidden: Tensor) -> Tensor:
+        return block._run(hidden, self.ids, self.arguments)[0]
 
 
 @contextmanager
@@ -94,8 +101,10 @@ def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
         share.connect(layer, module)
         hidden = torch.empty(rows, length, spec.config.hidden_size, requires_grad=True)
         ids = torch.empty(rows, length, dtype=torch.int64)
-        short_arguments = kinds[module.kind] if isinstance(module, Block) else {}
-        if case.flash and isinstance(module, Block) and module.kind == SLIDING:
+        # A head takes a block's arguments where it has layers ahead.
+        block = next((each for each in module.modules() if isinstance(each, Block)), None)
+        short_arguments = kinds[block.kind] if block else {}
+        if case.flash and block and block.kind == SLIDING:
             short_arguments["document_window"] = spec.config.sliding_window
         arguments: dict[str, Any] = tree_map_only(Tensor, partial(_resized, length, dtype), short_arguments)
         yield FakeLayer(module, arguments, hidden, ids)

@@ -277,4 +277,5 @@ class MemoryModel:
         copies += self._config.objective.logit_copies(self._device.reserves)
         summed = shape.numel() if HEAD_WEIGHT in self._basis.trained_names[self._head] else 0
         rounded = summed * self._itemsize if self._itemsize == 2 else 0  # when the backward pass hands it on
-        return max(int(chunk * copies), rounded) + 4 * summed + tokens * shape[1] * (self._itemsize + 4)
+        chosen = self._spec.horizon * tokens * shape[1] * (self._itemsize + 4)  # hidden states and their gradients
+        return max(int(chunk * copies), rounded) + 4 * summed + chosen

@@ -153,8 +153,12 @@ def time_layer(
     def forward(_: None) -> Tensor:
         output: Tensor
         if isinstance(module, Head):
-            rows = module.norm(hidden).flatten(0, 1)[:supervised]
-            return linear_cross_entropy(rows, module.projection(), ids.flatten()[:supervised], module.cap)
+            states = [module.norm(hidden)]
+            for layer in module.ahead or ():
+                states.append(layer(states[0].detach(), states[-1], positions))
+            rows = torch.cat([each.flatten(0, 1)[:supervised] for each in states])
+            targets = ids.flatten()[:supervised].repeat(len(states))
+            return linear_cross_entropy(rows, module.projection(), targets, module.cap)
         output = module(inputs)[0]
         return output
 

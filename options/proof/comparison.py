@@ -96,7 +96,12 @@ class Comparison:
     @property
     def rows(self) -> list[Row]:
         rows = [value for value in vars(self).values() if isinstance(value, Row)]
-        return rows if self._formula.noted else [row for row in rows if row is not self.noted]
+        return rows if self._names else [row for row in rows if row is not self.noted]
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The numbers in metrics.jsonl that are compared beside loss and norm."""
+        return (*self._formula.noted, *filter(None, [self._formula.along_as]))
 
     def compare_reference(self, show: Callable[[int], None]) -> None:
         """Compare each step of the run, its checkpoints and evaluations with the reference.
@@ -104,7 +109,7 @@ class Comparison:
         Args:
             show: takes the number of completed steps.
         """
-        numbers, tied = self._run.read_numbers(self._formula.noted), self._small.spec.tied_names
+        numbers, tied = self._run.read_numbers(self._names), self._small.spec.tied_names
         reference = Reference(self._small.config, self._small.samples, self._small.evaluated)
         for step in range(1, STEPS + 1):
             noted, place = Recorded(self._run.notes, step), self._place(step)

@@ -33,7 +33,7 @@ from training.config.deepspeed_config import router_loss_weight, training_dtype
 from training.config.keys import TrainConfig
 from training.data_setup import build_loader, training_loader
 from training.errors import ConfigError
-from training.objective import Parts
+from training.objective import NOTHING_ALONG, Along, Parts
 from training.trained import initial_states, with_trained
 
 
@@ -100,20 +100,29 @@ class Reference:
             gradients: the run's, for the update.
         """
         self._round()
-        loss, noted = self._loss(self._loader.batch(number - 1), self._samples, self._begin[0])
-        own = torch.autograd.grad(loss, list(self._weights.values()), materialize_grads=True)
-        norm = torch.stack([gradient.square().sum() for gradient in own]).sum().sqrt()
+        loss, noted, along = self._loss(self._loader.batch(number - 1), self._samples, self._begin[0])
+        own = _gradients(loss, self._weights)
+        if self._formula.along_as:
+            learning = {name: weight for name, weight in self._weights.items() if self._formula.learns_along(name)}
+            more = _gradients(self._formula.along_weight * along.mean, learning)
+            own |= {name: own[name] + gradient for name, gradient in more.items()}
+        counted = [gradient for name, gradient in own.items() if self._formula.in_norm(name)]
+        norm = torch.stack([gradient.square().sum() for gradient in counted]).sum().sqrt()
         before = {name: weight.detach().clone() for name, weight in self._masters.items()}
         for name, weight in self._masters.items():
             weight.grad = gradients.get(name, torch.zeros_like(weight)).clone()  # a missing one fails its row
         if self._config.gradient_clipping:
-            torch.nn.utils.clip_grad_norm_(self._masters.values(), self._config.gradient_clipping)
+            clipped = [weight.grad for name, weight in self._masters.items() if self._formula.in_norm(name)]
+            total = torch.nn.utils.get_total_norm(each for each in clipped if each is not None)
+            torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.gradient_clipping, total)
         for group in self._optimizer.param_groups:
             group["lr"] = own_rate(self._config, number) * group.get("lr_ratio", 1.0)
         self._optimizer.step()
         after = {name: weight.detach().clone() for name, weight in self._masters.items()}
         means = dict(zip(self._formula.noted, noted.tolist(), strict=True))
-        return Step(loss.item(), norm.item(), dict(zip(self._weights, own, strict=True)), before, after, means)
+        if self._formula.along_as:
+            means[self._formula.along_as] = along.mean.item()
+        return Step(loss.item(), norm.item(), own, before, after, means)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -134,35 +143,40 @@ class Reference:
 
     def _loss(
         self, batch: GlobalBatch, samples: Sequence[Sample], begin: Tensor, auxiliary: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Return the loss of a global batch, and the means of what the formula notes, [noted]."""
-        total, noted = torch.zeros(()), torch.zeros(len(self._formula.noted))
+    ) -> tuple[Tensor, Tensor, Along]:
+        """Return the loss of a global batch, the means of what the formula notes, [noted], and what is learnt along."""
+        total, noted, along = torch.zeros(()), torch.zeros(len(self._formula.noted)), NOTHING_ALONG
         first_documents = [documents(samples[number])[0] for number in batch.samples]
         supervised, n_samples = _supervised(first_documents), len(batch.samples)
         for rows in chain(*batch.micro_batches):
             numbers = list(chain(*rows))
             routed = torch.zeros(())
             for number in numbers:
-                parts, its_routed = self._sample(samples[number], begin[number], auxiliary)
+                parts, its_routed, its_along = self._sample(samples[number], begin[number], auxiliary)
+                along = its_along + along if len(along.sums) else its_along
                 total = total + parts.of_sample / n_samples + parts.of_tokens / supervised
                 routed, noted = routed + its_routed, noted + parts.noted.detach() / n_samples
             if auxiliary and self._router_weight and numbers:  # the router loss is one of a micro-batch
                 share = sum(len(samples[number]["input_ids"]) for number in numbers) / batch.tokens
                 chosen = top_k(self._model.spec.config)
                 total = total + self._router_weight * share * router_loss(routed, chosen)
-        return total, noted
+        return total, noted, along
 
-    def _sample(self, sample: Sample, begin: Tensor, auxiliary: bool) -> tuple[Parts, Tensor]:
-        """Return the parts of a sample's loss, and its router sums."""
+    def _sample(self, sample: Sample, begin: Tensor, auxiliary: bool) -> tuple[Parts, Tensor, Along]:
+        """Return the parts of a sample's loss, its router sums, and what is learnt along of its first document."""
         found = [self._document(each) for each in documents(sample)]
-        routed = sum((each for *_, each in found), torch.zeros(()))
-        return self._formula.parts(sample, [each[:2] for each in found], begin, auxiliary), routed
+        routed = sum((each for _, _, each, _ in found), torch.zeros(()))
+        return self._formula.parts(sample, [each[:2] for each in found], begin, auxiliary), routed, found[0][3]
 
-    def _document(self, document: Sample) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a document's logits [S, V], what all tokens but the last should predict [S - 1], and router sums."""
+    def _document(self, document: Sample) -> tuple[Tensor, Tensor, Tensor, Along]:
+        """Return a document's logits [S, V], what all tokens but the last should predict [S - 1], and more sums.
+
+        These are of the router, and of what is learnt along.
+        """
         hidden, _, *routed = self._model.activations(torch.tensor([document["input_ids"]]))
         logits = self._model.head.project(self._model.head.norm(hidden))[0]
-        return logits, torch.tensor(document["labels"][1:]), sum(routed, torch.zeros(()))
+        along = self._formula.along(self._model, document, hidden)
+        return logits, torch.tensor(document["labels"][1:]), sum(routed, torch.zeros(())), along
 
     def _noted(self, samples: Sequence[Sample]) -> Tensor:
         """Compute what the formula notes of each sample, [samples, noted]."""
@@ -186,6 +200,14 @@ class Reference:
             assert self._lora is not None
             a, b = self._weights[factor], self._weights[f"{factor[:-1]}B"]
             setattr(module, name, merged(weight, a, b, self._lora.scale, is_transposed(module)))
+
+
+def _gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Compute the gradients of a loss, zeros where it does not depend on a weight."""
+    if not loss.requires_grad:
+        return {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, materialize_grads=True)
+    return dict(zip(weights, found, strict=True))
 
 
 def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

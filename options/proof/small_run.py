@@ -97,7 +97,8 @@ class SmallRun:
         model.mkdir()
         (folder / ADAPTER).mkdir()
         copy_files(source, model, side_files(source))
-        fields = shrunk_fields(whole.config, whole.raw, small_depth(config, topo, whole.n_layers) - 2)
+        begin = (whole.fresh and whole.language) or whole  # without layers that a run makes
+        fields = shrunk_fields(whole.config, begin.raw, small_depth(config, topo, whole.n_layers) - 2)
         (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         spec = read_spec(model)
         small, lines = small_trained(small, spec)

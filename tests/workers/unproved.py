@@ -49,6 +49,21 @@ def moments_lost() -> None:
     resume.load_optimizer_state = lost
 
 
+def targets_near() -> None:
+    """A layer ahead predicts the token before the one that it should."""
+    from options.multi_token import loss
+
+    right = loss.targets_ahead
+    loss.targets_ahead = lambda labels, position_ids, k: right(labels, position_ids, k - 1)
+
+
+def stale_embedding() -> None:
+    """The last stage's copy of the embedding stays as it was."""
+    from options.multi_token.drafting import EmbeddingCopy
+
+    EmbeddingCopy.follow = lambda self: None  # type: ignore[method-assign]
+
+
 def padding_counts() -> None:
     """The loss is divided by all tokens instead of the supervised ones."""
     from data.loader import Loader

@@ -17,6 +17,7 @@ from models.api import read_spec
 from models.checkpoint.adapter import PEFT_WEIGHTS
 from models.conversion.check import check
 from models.conversion.check_adapter import MERGE
+from models.conversion.check_ahead import readers_of_ahead
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from models.errors import CheckpointError
@@ -24,6 +25,7 @@ from tests.conftest import ORIGINALS
 from tests.models.adapters import save_adapter, save_run
 from tests.models.cases import CASES
 from tests.models.helpers import read_config, read_weights, write_weights
+from tests.options.multi_token.folders import add_layers_ahead
 
 Make = Callable[..., Path]
 
@@ -83,6 +85,45 @@ def test_code_of_a_publisher_is_reported(name: str, remedy: str, make_case: Make
 def test_pipeline_layers_are_refused(both_layouts: dict[str, Path]) -> None:
     with pytest.raises(CheckpointError, match="export it with pp_to_hg"):
         check(both_layouts["pipeline"])
+
+
+FLAG = '--speculative-config \'{"method": "mtp", "num_speculative_tokens": 1}\''
+UNKNOWN = "looks for none under these names in a model of type"
+YES, BY_FLAG, EAGLE = (
+    "yes, by generate(..., use_mtp=True)",
+    f"yes, with {FLAG}",
+    "yes, with --speculative-algorithm EAGLE",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("glm4_moe-tiny", (YES, BY_FLAG, EAGLE)),
+        ("qwen3_next-tiny", ("leaves them out", BY_FLAG, EAGLE)),
+        ("qwen3_5-text-tiny", ("leaves them out", BY_FLAG, f"{UNKNOWN} qwen3_5_text")),
+        ("ernie4_5_moe-tiny", ("leaves them out", BY_FLAG, EAGLE)),
+    ],
+)
+def test_who_drafts_with_layers_ahead_is_said(name: str, said: tuple[str, ...], shared: Path) -> None:
+    lines = [
+        "layers that predict further ahead, for drafts: 1",
+        *map(": ".join, zip(("transformers", "vLLM", "SGLang"), said, strict=True)),
+    ]
+    assert readers_of_ahead(shared / "golden" / "mtp" / name) == lines
+
+
+def test_new_layers_that_no_server_looks_for_are_told(
+    make_checkpoint: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint("llama", tie_word_embeddings=False)
+    assert readers_of_ahead(folder) == []
+    add_layers_ahead(folder, 2)
+    with mock.patch.object(sys, "argv", ["convert_model.py", "check", "--input-path", str(folder)]):
+        convert_model.main()
+    said = ["complete", "layers that predict further ahead, for drafts: 2", "transformers: leaves them out"]
+    said += [f"{name}: {UNKNOWN} llama" for name in ("vLLM", "SGLang")]
+    assert capsys.readouterr().out.splitlines() == [f"{folder}: {line}" for line in said]
 
 
 ALL_READ_IT = [f"{name}: yes" for name in ("peft and transformers", "vLLM", "SGLang", "llama.cpp")]

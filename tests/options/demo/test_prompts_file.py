@@ -95,13 +95,13 @@ def test_a_second_start_asks_only_what_has_no_answer(
     halves = [b"".join(lines[:2]) + lines[2][:9], b"".join(lines[:2]), lines[0][:-1]]  # of a character, and of a line
     target.write_bytes(halves[cut])
     asked: list[int] = []
-    generate_many = prompts_file.generate_many
+    generate = model.generate
 
-    def noting(model: Any, requests: list[Any], rows: int) -> Any:
+    def noting(requests: list[Any], rows: int) -> Any:
         asked.append(len(requests))
-        return generate_many(model, requests, rows)
+        return generate(requests, rows)
 
-    monkeypatch.setattr(prompts_file, "generate_many", noting)
+    monkeypatch.setattr(model, "generate", noting)
     log = answer(model, source, target)
     assert target.read_bytes() == whole
     assert asked == [[3, 3, 5][cut]]

@@ -20,6 +20,7 @@ from training.metrics.run_info import machine
 
 LAUNCHED = pytest.mark.launched
 LORA = {"r": 8, "alpha": 16, "start_from": "elsewhere"}
+AHEAD: dict[str, Any] = {"init": "copy", "depth": 2, "weight": 0.5}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 OFFLOAD = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
@@ -122,6 +123,8 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
         ("readers_alone", "gradients", "layer"),
         ("left_out", "logits of the exported model", "text"),
         ("other_alpha", "logits of the exported adapter", "text"),
+        ("targets_near", "loss of the layers ahead", "step"),
+        ("stale_embedding", "gradients", "ahead.0.joined"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: Proofs) -> None:
@@ -130,6 +133,8 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
         keys = {"model_topo": SHARED}
     if adapted := fault in ("other_scale", "neighbours_adapter", "other_alpha"):
         keys |= {"lora": LORA}
+    if fault in ("targets_near", "stale_embedding"):
+        keys |= {"mtp": AHEAD}
     config = proofs.config("mixtral", MIXTRAL, **keys) if adapted else proofs.config(**keys)
     result = proofs.prove(config, "tests/workers/unproved.py", FAULT=fault)
     assert result.returncode == 1, result.stdout + result.stderr
@@ -173,6 +178,10 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
         ("gpt_oss", GPT_OSS, {"lora": LORA}),
         ("llama", {}, {"freeze": ["embed_tokens", r"layers\.5\."]}),
         ("llama", {}, {"freeze": ["embed_tokens", r"layers\.1\."]}),
+        # Layers ahead.
+        ("llama", {"tie_word_embeddings": False}, {"mtp": AHEAD, "gradient_clipping": 0.5, "bf16": {"enabled": True}}),
+        ("mixtral", MIXTRAL, {"mtp": AHEAD | {"detach": False}, "model_topo": SHARED}),
+        ("llama", {}, {"mtp": AHEAD | {"only": True}, "schedule": "dualpipev"}),
         # Layers that processes share.
         ("llama", {}, {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "model_topo": grid(1, 2, 2)}),
         ("llama", {}, {"schedule": "dualpipev", "use_grad_ckpt": True, "model_topo": grid(2, 2, 4)}),

@@ -1,0 +1,1 @@
+"""Layers behind the final norm that predict further ahead: multi-token prediction, which servers use to draft."""
