@@ -211,8 +211,8 @@ def test_six_steps_are_those_of_transformers_layers(
     found = weights(folder / "alone")
     for k, layer in enumerate(reference.layers):
         for name, weight in layer.named_parameters():
-            place = name.replace("decoder.", "decoder.block.")
-            assert_near(found[f"4.ahead.{k}.{place}"], weight, name=f"{k}.{name}")
+            here = name.replace("decoder.", "decoder.block.")
+            assert_near(found[f"4.ahead.{k}.{here}"], weight, name=f"{k}.{name}")
     assert_near(found["4.norm.weight"], reference.trunk.model.norm.weight)
     assert_near(found["2.block.mlp.up_proj.weight"], reference.trunk.model.layers[1].mlp.up_proj.weight)
 
