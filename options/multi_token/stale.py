@@ -19,7 +19,8 @@ class StaleDrafts(Callback):
         self._task = task  # whose model is not read yet
 
     def on_build(self, job: JobView) -> Iterable[Choice]:
-        found = stored_ahead(job.model_folder, self._task.spec) if job.model_folder else None
+        spec = self._task.spec
+        found = stored_ahead(job.model_folder, spec.language or spec.plain) if job.model_folder else None
         if found:
             what = f"{found.depth}, exported as they are, so servers would draft with stale ones"
             yield Choice(report=[f"layers ahead: {what}; mtp trains them (docs/multi-token-prediction.md)"])

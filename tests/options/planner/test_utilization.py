@@ -40,7 +40,7 @@ from training.metrics.devices import peak_flops
         ("Tesla T4", 65),
         ("NVIDIA RTX 6000 Ada Generation", 364.2),
         ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 D", 147.1),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
