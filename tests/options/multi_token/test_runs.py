@@ -56,7 +56,7 @@ TOPOLOGIES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero3": (2, "zero", {"model_topo": topology((1, 2)), "zero_optimization": {"stage": 3}}),
     "grid": (4, "pipeline", {"model_topo": topology((2, 2))}),
 }
-LATER: dict[str, Any] = {"grid": pytest.mark.longest}
+LATER: dict[str, Any] = dict.fromkeys(("replicas", "recomputed", "grid"), pytest.mark.longest)
 OTHERS: dict[str, dict[str, Any]] = {
     "again": PIPE | {"train_micro_batch_size_per_gpu": 2, "resume": "stages"},
     "elsewhere": {"model_topo": topology((1, 2)), "resume": "stages"},

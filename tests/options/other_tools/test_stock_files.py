@@ -15,6 +15,7 @@ from models import load_model
 from options import RunConfig, load_config
 from options.other_tools.command import write_config
 from options.planner.command import plan_run
+from tests.cases import tiered
 from training.command_line import inspect
 from training.optimizer.lr_schedules import lr_ratio
 
@@ -72,7 +73,9 @@ def translated(file: Path, places: dict[str, str], tmp_path: Path, devices: int 
     return load_config(tmp_path / "new.yml", [f"save_path={tmp_path / 'run'}"])
 
 
-@pytest.mark.parametrize("file", STOCK, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", tiered(STOCK, quick=["trl_dpo.*", "llama_factory_lora*", "axolotl_lora.*"], longest=[])
+)
 def test_a_stock_file_is_inspected_and_planned_at_the_first_start(
     file: Path, places: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
