@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,24 @@ def test_a_model_that_has_other_layers_is_refused_in_a_line(
     with pytest.raises(ConfigError, match=r"^mtp") as refused:
         with_trained(read_spec(folder), config_of(folder, mtp))
     assert str(refused.value).endswith(line) and str(folder) in str(refused.value)
+
+
+def test_a_run_that_trained_them_is_not_trained_on_without(with_layers: Path) -> None:
+    trained = with_trained(read_spec(with_layers), config_of(with_layers, {}))
+    with pytest.raises(ConfigError, match="expected to train them along, or the folder that pp_to_hg makes of it"):
+        with_trained(trained, config_of(with_layers, None))
+
+
+def test_layers_of_other_names_are_refused(plain: Path, tmp_path: Path) -> None:
+    config = json.loads((plain / "config.json").read_text())
+    for path in plain.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    state = load_file(plain / "model.safetensors")
+    state["model.layers.3.transformer_block.up.weight"] = state["model.norm.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    with pytest.raises(ConfigError, match="names its layers ahead in a way that is not known; expected no mtp"):
+        with_trained(read_spec(tmp_path), config_of(tmp_path, {}))
 
 
 def test_a_folder_of_hg_to_pp_is_refused_and_gives_the_layers_back(with_layers: Path, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stored-again": PIPE | {"mtp": {"weight": WEIGHT}, "model": "glm", "gradient_clipping": 1.0, "resume": "stored"},
     "lora": PIPE | {"mtp": {"weight": WEIGHT}, "model": "glm", "lora": {"r": 2, "alpha": 8}},
     "lora-again": PIPE | {"mtp": {"weight": WEIGHT}, "model": "glm", "lora": {"r": 2, "alpha": 8}, "resume": "lora"},
+    "stale": PIPE | {"mtp": None, "model": "glm"},
     "bf16": PIPE | {"bf16": {"enabled": True}},
 }
 ONE = {
@@ -293,6 +294,23 @@ def test_an_export_has_the_layers_under_their_own_names(
     state = torch.load(step_folder(folder / "stored", STEPS) / layer_file(4), weights_only=True)
     assert torch.equal(found["model.layers.3.eh_proj.weight"], state["ahead.0.joined.weight"])
     assert not torch.equal(found["model.layers.3.eh_proj.weight"], given["model.layers.3.eh_proj.weight"])
+
+
+def test_a_run_without_them_says_that_they_stay_as_they_are(
+    outcomes: dict[str, Any], folder: Path, models: dict[str, Path]
+) -> None:
+    assert "layers ahead: 2, new ones, copies of the last block; weight 0.3 (mtp)" in outcomes["alone"]["printed"]
+    line = "layers ahead: 1, exported as they are, so servers would draft with stale ones; mtp trains them"
+    assert outcomes["stale"]["error"] is None and outcomes["stale"]["printed"].count(line) == 1
+    assert "layers ahead" not in outcomes["without"]["printed"]
+
+    pp_to_hg(folder / "stale", folder / "stale-exported")
+    found, given = (load_file(each / "model.safetensors") for each in (folder / "stale-exported", models["glm"]))
+    assert found.keys() == given.keys()
+    assert torch.equal(found["model.layers.3.eh_proj.weight"], given["model.layers.3.eh_proj.weight"])
+    # Copies are those of the trained model all the same.
+    assert torch.equal(found["model.layers.3.shared_head.head.weight"], found["lm_head.weight"])
+    assert not torch.equal(found["lm_head.weight"], given["lm_head.weight"])
 
 
 def test_adapters_of_the_layers_ahead_are_merged_with_the_others(
