@@ -42,7 +42,7 @@ class Collation:
         """Return the lengths of the documents of each of these samples, which do not see each other."""
         return [[length] for length in self.data.lengths[list(numbers)].tolist()]
 
-    def to_last(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    def to_last(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """Return what the loss gets of a micro-batch's tokens [B, S] besides, in front of what it carries."""
         return ()
 

@@ -159,7 +159,7 @@ class Loader:
             input_ids, position_ids, labels = self._collate(rows)
             tokens = sum(self._tokens(row) for row in rows)
             share = torch.tensor(n_losses * tokens / max(batch.tokens, 1), dtype=torch.float32)
-            to_last = (*self.collation.to_last(input_ids, labels), *carried.last)
+            to_last = (*self.collation.to_last(input_ids, position_ids, labels), *carried.last)
             yield (input_ids, position_ids, *carried.first), (labels, scale, share, *to_last)
 
     def n_losses(self, batch: GlobalBatch) -> int:

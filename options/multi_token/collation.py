@@ -1,4 +1,7 @@
-"""What the loss of layers ahead needs beside the labels: the tokens, whole rows of labels, and how many it averages."""
+"""What the loss of layers ahead needs beside the labels: tokens, what each layer predicts, and how many it averages.
+
+It is found on the host, as the trained tokens are: on a GPU the host would wait for their number.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.collation import Carried, Collation
@@ -14,7 +18,10 @@ from data.sample_set import IGNORED, SampleSet
 
 
 class AheadCollation(Collation):
-    """Samples of one document each; the loss gets `(labels, scale, share, ids, whole labels, scales)`.
+    """Samples of one document each; the loss gets `(labels, scale, share, ids, places, words, ..., scales)`.
+
+    `ids` are those of whole rows, [B, S]. Each layer has its places, [T] of B * S tokens, from which it predicts its
+    words, [T].
 
     Args:
         depth: how many layers ahead there are; set when the model is known.
@@ -25,8 +32,13 @@ class AheadCollation(Collation):
         self.depth = depth
         self._early: dict[int, list[int]] = {}
 
-    def to_last(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        return input_ids, labels
+    def to_last(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        found = [input_ids]
+        for k in range(1, self.depth + 1):
+            targets = targets_ahead(labels, position_ids, k).flatten()
+            places = (targets != IGNORED).nonzero().squeeze(-1)
+            found += [places, targets[places]]
+        return tuple(found)
 
     def carried(self, loader: Loader, batch: GlobalBatch, replica: int) -> Iterator[Carried]:
         """Yield with each micro-batch what scales its sums, [depth]: the mean is over the global batch's targets."""
@@ -37,8 +49,14 @@ class AheadCollation(Collation):
             yield Carried(last=(scales,))
 
     def part(self, carried: Carried, labels: Tensor, columns: slice, ranks: int) -> Carried:
-        input_ids, whole, scales = carried.last  # what is ahead of a rank's last token lies with the next one
-        return Carried(last=(input_ids, whole, scales * ranks))
+        input_ids, *found, scales = carried.last  # what is ahead of a rank's last token lies with the next one
+        own = [input_ids]
+        for places, words in zip(found[::2], found[1::2], strict=True):
+            row, column = places // labels.shape[1], places % labels.shape[1]
+            inside = (column >= columns.start) & (column < columns.stop)
+            width = columns.stop - columns.start
+            own += [(row * width + column - columns.start)[inside], words[inside]]
+        return Carried(last=(*own, scales * ranks))
 
     def _missing(self, number: int) -> list[int]:
         """Count, for each depth, the trained tokens of a sample that come too early to be predicted so far ahead."""
@@ -47,3 +65,17 @@ class AheadCollation(Collation):
             trained = [label != IGNORED for label in first] + [False] * (self.depth - len(first))
             self._early[number] = numpy.cumsum(trained).tolist()
         return self._early[number]
+
+
+def further(rows: Tensor, k: int, fill: int = 0) -> Tensor:
+    """Move rows [B, S] so that each place has what is `k` further on; `fill` at the end."""
+    return F.pad(rows[:, k:], (0, min(k, rows.shape[1])), value=fill)
+
+
+def targets_ahead(labels: Tensor, position_ids: Tensor, k: int) -> Tensor:
+    """Find what the layer `k` (from 1) has to predict at each token, [B, S]: the label k + 1 further on.
+
+    A token of another document is none; positions begin anew with each, and those of padding are negative.
+    """
+    same = further(position_ids, k + 1, fill=-1) == position_ids + (k + 1)
+    return torch.where(same, further(labels, k + 1, fill=IGNORED), IGNORED)

@@ -7,15 +7,15 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
 from models.ahead.layers import LayerAhead
 from models.layers import Activations, Head
 from models.loss.lean import chunk_tokens, fp32_logits, linear_cross_entropy
-from models.loss.micro_batch import IGNORED, MeasuredLoss, for_projection, micro_batch_loss
+from models.loss.micro_batch import MeasuredLoss, for_projection, micro_batch_loss
 from models.parallel.groups import ONE_RANK, RankGroup, gathered
+from options.multi_token.collation import further
 
 LOSS, TARGETS, RIGHT, JUDGED, AGREES = "loss", "targets", "right", "judged", "agrees"
 COUNTED = (LOSS, TARGETS, RIGHT, JUDGED, AGREES)  # sums, of each depth
@@ -63,7 +63,9 @@ class AheadLoss(MeasuredLoss):
 
     def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
         """Compute a micro-batch's part of the global loss; `labels` as `AheadCollation` sends them."""
-        targets, scale, share, ids, whole, scales, *known = labels
+        depth = len(self.measures) // len(COUNTED)
+        (targets, scale, share, ids), found = labels[:4], labels[4 : 4 + 2 * depth]
+        scales, *known = labels[4 + 2 * depth :]
         *normalised, before_norm = activations
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._only):
             loss = micro_batch_loss(head, tuple(normalised), (targets, scale, share, *known), **self._options)
@@ -75,15 +77,14 @@ class AheadLoss(MeasuredLoss):
             assert isinstance(layer, LayerAhead)
             embedded = self._left_alone(self.embed(self._own(further(ids, k))))
             hidden = layer(embedded, hidden, normalised[1])
-            wanted = self._own(targets_ahead(whole, normalised[1], k)).flatten()
-            trained = (wanted != IGNORED).nonzero().squeeze(-1)
-            rows = self._for_head(head, layer, hidden).flatten(0, 1).index_select(0, trained)
-            words = wanted.index_select(0, trained)
+            places, words = found[2 * k - 2], found[2 * k - 1]
+            rows = self._for_head(head, layer, hidden).flatten(0, 1).index_select(0, places)
 
             sum_of_depth = self._cross_entropy(head, rows, words)
             ahead = ahead + sum_of_depth * scales[k - 1] / len(head.ahead)
-            judged = [0, 0, 0] if head.training else judge(head, rows, words, normalised[0].flatten(0, 1), trained + k)
-            counted.append(loss.new_tensor([sum_of_depth.detach(), len(words), *judged], dtype=torch.float64))
+            judged = [0, 0, 0] if head.training else judge(head, rows, words, normalised[0].flatten(0, 1), places + k)
+            numbers = loss.new_tensor([len(words), *judged], dtype=torch.float64)
+            counted.append(torch.cat([sum_of_depth.detach().double()[None], numbers]))
 
         self.count(torch.cat(counted)[None])
         if not head.training:
@@ -127,20 +128,6 @@ class AheadLoss(MeasuredLoss):
         rows, projection = for_projection(rows, head)
         projection = self._left_alone(projection)
         return linear_cross_entropy(rows, projection, words, head.cap, 0.0, head.ranks, head.words)
-
-
-def further(rows: Tensor, k: int, fill: int = 0) -> Tensor:
-    """Move rows [B, S] so that each place has what is `k` further on; `fill` at the end."""
-    return F.pad(rows[:, k:], (0, min(k, rows.shape[1])), value=fill)
-
-
-def targets_ahead(labels: Tensor, position_ids: Tensor, k: int) -> Tensor:
-    """Find what the layer `k` (from 1) has to predict at each token, [B, S]: the label k + 1 further on.
-
-    A token of another document is none; positions begin anew with each, and those of padding are negative.
-    """
-    same = further(position_ids, k + 1, fill=-1) == position_ids + (k + 1)
-    return torch.where(same, further(labels, k + 1, fill=IGNORED), IGNORED)
 
 
 def judge(head: Head, rows: Tensor, words: Tensor, hidden: Tensor, places: Tensor) -> list[int]:

@@ -51,10 +51,10 @@ def moments_lost() -> None:
 
 def targets_near() -> None:
     """A layer ahead predicts the token before the one that it should."""
-    from options.multi_token import loss
+    from options.multi_token import collation
 
-    right = loss.targets_ahead
-    loss.targets_ahead = lambda labels, position_ids, k: right(labels, position_ids, k - 1)
+    right = collation.targets_ahead
+    collation.targets_ahead = lambda labels, position_ids, k: right(labels, position_ids, k - 1)
 
 
 def stale_embedding() -> None:

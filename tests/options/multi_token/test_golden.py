@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from data.sample_set import InMemory
 from models.ahead.model import looking_ahead, stored_ahead
 from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
 from models.weight_map import reshape_rows
+from options.multi_token.collation import AheadCollation
 from options.multi_token.loss import AheadLoss
 
 FOLDERS = ["glm4_moe-tiny", "deepseek_v3-tiny-2deep", "qwen3_5-text-tiny", "qwen3_next-tiny", "ernie4_5_moe-tiny"]
@@ -46,7 +48,9 @@ class Golden:
         self.model.train(training)
         activations = self.model.head(self.model.activations(given["input_ids"], positions))
         scales = torch.tensor([1 / count for count in trained["mtp"]])
-        labels = given["labels"], torch.tensor(1 / trained["lm"]), torch.ones(()), given["input_ids"], given["labels"]
+        collation = AheadCollation(InMemory([]), self.depth)
+        found = collation.to_last(given["input_ids"], positions, given["labels"])
+        labels = given["labels"], torch.tensor(1 / trained["lm"]), torch.ones(()), *found
         loss = self.loss(self.model.head, activations, (*labels, scales))
         count, *sums = self.loss.take().tolist()
         assert count == 1

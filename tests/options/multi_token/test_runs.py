@@ -197,7 +197,7 @@ def test_six_steps_are_those_of_transformers_layers(
         totals, counts = [torch.zeros(())] * (1 + DEPTH), [0] * (1 + DEPTH)
         for number in loader.batch(step - 1).samples:
             sample = data.samples[number]
-            ids, labels = (torch.tensor(numpy.asarray(sample[name])) for name in ("input_ids", "labels"))
+            ids, labels = (torch.tensor(numpy.asarray(sample[name], numpy.int64)) for name in ("input_ids", "labels"))
             for place, (total, count) in enumerate(reference.sums(ids, labels)):
                 totals[place] = totals[place] + total
                 counts[place] += count
