@@ -56,7 +56,9 @@ TOPOLOGIES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero3": (2, "zero", {"model_topo": topology((1, 2)), "zero_optimization": {"stage": 3}}),
     "grid": (4, "pipeline", {"model_topo": topology((2, 2))}),
 }
-LATER: dict[str, Any] = dict.fromkeys(("replicas", "recomputed", "grid"), pytest.mark.longest)
+LATER: dict[str, Any] = dict.fromkeys(
+    ("replicas", "recomputed", "dualpipev", "zero3", "grid", "elsewhere", "bf16"), pytest.mark.longest
+)
 OTHERS: dict[str, dict[str, Any]] = {
     "again": PIPE | {"train_micro_batch_size_per_gpu": 2, "resume": "stages"},
     "elsewhere": {"model_topo": topology((1, 2)), "resume": "stages"},
@@ -126,7 +128,11 @@ def outcomes(ranks: Ranks, folder: Path, models: dict[str, Path], asked: set[str
             if size == processes and (name in asked or name not in LATER)
         ]
         more = {1: ONE, 2: OTHERS}.get(processes, {})
-        cases += [describe(name, "pipeline", keys, models, folder) for name, keys in more.items()]
+        cases += [
+            describe(name, "pipeline", keys, models, folder)
+            for name, keys in more.items()
+            if name in asked or name not in LATER
+        ]
         if cases:
             ranks.run(processes, "jobs", cases, folder)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem != "records"}
@@ -259,12 +265,16 @@ def test_only_the_layers_ahead_learn_where_they_are_trained_alone(outcomes: dict
 
 
 def test_a_resumed_run_goes_on_to_the_bit(outcomes: dict[str, Any], folder: Path) -> None:
-    for name in ("again", "elsewhere", "stored-again"):
-        assert outcomes[name]["error"] is None, name
     for name, run in (("again", "stages"), ("stored-again", "stored")):
+        assert outcomes[name]["error"] is None, name
         assert losses(folder / name) == losses(folder / run)
         torch.testing.assert_close(weights(folder / name), weights(folder / run), rtol=0, atol=0)
-    assert_near(weights(folder / "elsewhere"), weights(folder / "stages"))
+
+
+@pytest.mark.parametrize("name", [pytest.param("elsewhere", marks=LATER["elsewhere"])])
+def test_a_run_goes_on_in_another_topology(name: str, outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes[name]["error"] is None
+    assert_near(weights(folder / name), weights(folder / "stages"))
 
 
 def test_everything_learns_together_where_it_is_not_left_alone(outcomes: dict[str, Any], folder: Path) -> None:
@@ -274,9 +284,10 @@ def test_everything_learns_together_where_it_is_not_left_alone(outcomes: dict[st
     assert error.startswith("mtp.detach: false, but the embedding is on the first stage") and "\n" not in error
 
 
-def test_bf16_learns_about_the_same(outcomes: dict[str, Any], folder: Path) -> None:
-    assert outcomes["bf16"]["error"] is None
-    rounded, exact = (steps(folder / name)[STEPS] for name in ("bf16", "alone"))
+@pytest.mark.parametrize("name", [pytest.param("bf16", marks=LATER["bf16"])])
+def test_bf16_learns_about_the_same(name: str, outcomes: dict[str, Any], folder: Path) -> None:
+    assert outcomes[name]["error"] is None
+    rounded, exact = (steps(folder / each)[STEPS] for each in (name, "alone"))
     assert rounded["mtp_loss"] == pytest.approx(exact["mtp_loss"], rel=0.02)
 
 
