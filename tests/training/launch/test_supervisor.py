@@ -149,7 +149,7 @@ def test_a_stop_between_the_entry_point_and_the_ranks_starts_none(number: signal
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_a_supervisor(number: signal.Signals, tmp_path: Path) -> None:
     launch = begun(tmp_path)
-    assert len(of_run(tmp_path)) == 3  # two ranks and what one of them has started
+    eventually(lambda: len(of_run(tmp_path)) == 3)  # two ranks, and what one has started
     psutil.Process(launch.pid).send_signal(number)
     result = launch.end()
     assert result.returncode == (-number if number == signal.SIGKILL else 128 + number)
