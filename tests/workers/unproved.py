@@ -158,6 +158,7 @@ EXPORTS: dict[str, Callable[[], None]] = {each.__name__: each for each in (left_
 KINDS = (
     *(ends_apart, no_decay, moments_lost, padding_counts, documents_meet),
     *(parts_swapped, readers_alone, other_scale, neighbours_adapter),
+    *(targets_near, stale_embedding),
 )
 FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 
