@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.ahead.model import ahead_in_layers, carried_apart, looking_ahead, stored_ahead
+from models.ahead.model import ahead_in_layers, looking_ahead, usable_ahead
 from models.ahead.names import blocks_of
 from models.architectures import declared_family
 from models.causal_lm import CausalLM
@@ -113,14 +113,9 @@ def with_stored_ahead(folder: Path, spec: ModelSpec) -> ModelSpec:
     Raises:
         CheckpointError: there are none, or they lie beside the model's own.
     """
-    if spec.family.ahead:
-        return spec
-    found = stored_ahead(folder, spec)
+    found = usable_ahead(folder, spec)
     if found is None:
         raise CheckpointError(f"{folder}: no layers that predict further ahead; mtp in a run's config trains some")
-    if carried_apart(folder):
-        reason = "the pipeline layout of hg_to_pp keeps layers that predict further ahead apart"
-        raise CheckpointError(f"{folder}: {reason}; expected the HuggingFace folder that it was made from")
     return looking_ahead(spec, found)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, product, repeat
 from typing import Any
@@ -155,6 +155,14 @@ class PipelineModel(SharedWeights):
             router_sums = (torch.empty(2, n_experts(config)),) if self.spec.family.router else ()
         return hidden, position_ids, *router_sums
 
+    def end_ranks(self) -> Iterator[list[int]]:
+        """Yield, for each replica and share of a layer, the ranks that hold the first and the last layer."""
+        stages = [self.stage_owner(layer) for layer in (0, self.spec.n_layers - 1)]
+        replicas, parts = range(self._grid.data_parallel_size), range(self.share.ranks.size)
+        for replica, part in product(replicas, parts):
+            place = {"data": replica} | ({"model": part} if len(parts) > 1 else {})
+            yield [self._grid.stage_to_global(stage_id=stage, **place) for stage in stages]
+
     def _layer(self, layer: int) -> Any:
         return self.get_submodule(str(layer))
 
@@ -186,10 +194,7 @@ class PipelineModel(SharedWeights):
             return tied
         if EMBEDDING_WEIGHT not in self.spec.trained_names(0):  # nothing to keep alike
             return tied
-        replicas, parts = range(self._grid.data_parallel_size), range(self.share.ranks.size)
-        for replica, part in product(replicas, parts):
-            place = {"data": replica} | ({"model": part} if len(parts) > 1 else {})
-            ranks = [self._grid.stage_to_global(stage_id=stage, **place) for stage in (first, last)]
+        for ranks in self.end_ranks():
             layer, name = (0, EMBEDDING_WEIGHT) if self.stage_id == first else (self.spec.n_layers - 1, HEAD_WEIGHT)
             if entry := self._shared(ranks, partial(self._weight, layer, name)):
                 tied[TIE_KEY] = entry

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from models.adapters import ALL, Trained
+from models.ahead.names import MODULE
 from models.attention.kernels import DROPOUT, WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
@@ -146,7 +147,9 @@ class ModelSpec:
         else:
             module = Block(self.family, self.config, layer - 1, positions)
         ends = layer in (0, self.n_blocks + 1)
-        self.trained.prepare(module, lambda name: ends and not name.startswith("ahead."), partial(self.paths, layer))
+        self.trained.prepare(
+            module, lambda name: ends and not name.startswith(f"{MODULE}."), partial(self.paths, layer)
+        )
         return module
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:

@@ -285,7 +285,8 @@ def write_config(path: Path, **keys: Any) -> Path:
 
 def topology(dims: Sequence[int], parts: Sequence[int] | None = None) -> dict[str, Any]:
     """The `model_topo` section."""
-    section: dict[str, Any] = {"process_topology": {"axes": ["pipe", "data"], "dims": list(dims)}}
+    axes = ["pipe", "data", "model"][: len(dims)]
+    section: dict[str, Any] = {"process_topology": {"axes": axes, "dims": list(dims)}}
     return section | ({"parts": list(parts)} if parts else {})
 
 

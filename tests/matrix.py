@@ -97,7 +97,6 @@ def step(
     keys = dict(keys)
     chunks = dims[0] * (2 if keys.get("schedule") == "dualpipev" else 1)
     places = topology(dims, None if kind == "zero" else parts or PARTS[chunks])
-    places["process_topology"]["axes"] = ["pipe", "data", "model"][: len(dims)]
     places["sequence"] = sharing = keys.pop("sequence", 1)
     config = {
         "model_path": str(model),

@@ -87,10 +87,7 @@ class Ahead:
         for name in (HIDDEN_FIRST, SHARED_NORM):
             if hasattr(config, name):
                 raise CheckpointError(f"config.json: {name}: another formula than the one that Pipetune knows")
-        kinds = [attention_kind(config, index) for index in range(int(config.num_hidden_layers))]
-        index = max((number for number, kind in enumerate(kinds) if kind != LINEAR), default=None)
-        if index is None:
-            raise CheckpointError("no block has attention, which layers that predict ahead need")
+        index = last_with_attention(config)
 
         # transformers' `get_mtp_config` does the first; ERNIE's layer is a dense one.
         changes = {"first_k_dense_replace": 0}
@@ -101,3 +98,15 @@ class Ahead:
             if hasattr(config, name):
                 setattr(config, name, value)
         return index, config
+
+
+def last_with_attention(config: PreTrainedConfig) -> int:
+    """Find the last block (from 0) with attention, which layers ahead are like.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for index in reversed(range(int(config.num_hidden_layers))):
+        if attention_kind(config, index) != LINEAR:
+            return index
+    raise CheckpointError("no block has attention, which layers that predict ahead need")

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from models.adapters import Trained
-from models.ahead.layers import Ahead
+from models.ahead.layers import Ahead, last_with_attention
 from models.ahead.names import BEHIND_THE_BLOCKS, MODULE, naming_of
-from models.attention.positions import LINEAR, attention_kind
 from models.checkpoint.layout import Manifest, has_huggingface_weights, layer_file
 from models.checkpoint.source import HuggingFaceSource
 from models.checkpoint.tensor_files import MappedFile
 from models.config_json import count_ahead
+from models.errors import CheckpointError
 from models.spec import ModelSpec
 
 COUNT = "num_nextn_predict_layers"  # the field of config.json that tells servers of such layers
@@ -40,6 +40,19 @@ def stored_ahead(folder: Path, spec: ModelSpec) -> Ahead | None:
         return Ahead(BEHIND_THE_BLOCKS, count) if count else None
     found = naming_of(map(spec.weight_map.for_names(names).in_own_spelling, names), spec.family, spec.n_blocks)
     return Ahead(*found) if found else None
+
+
+def usable_ahead(folder: Path, spec: ModelSpec) -> Ahead | None:
+    """Find the layers ahead that can be a part of a model of this folder; None if it has none.
+
+    Raises:
+        CheckpointError: it is a folder of `hg_to_pp`, which keeps them beside the last layer.
+    """
+    found = spec.family.ahead or stored_ahead(folder, spec)
+    if found and not spec.family.ahead and (folder / layer_file(0)).is_file():
+        what = "in the pipeline layout, which keeps layers ahead apart"
+        raise CheckpointError(f"{folder}: {what}; expected the HuggingFace folder that it was made from")
+    return found
 
 
 def ahead_in_layers(folder: Path, spec: ModelSpec) -> Ahead | None:
@@ -79,9 +92,7 @@ class CopiedLayers:
 
     def __init__(self, base: Any, spec: ModelSpec, seed: int) -> None:
         self._base, self._spec = base, spec
-        config = spec.config
-        kinds = [attention_kind(config, index) for index in range(spec.n_blocks)]
-        self._like = 1 + max(number for number, kind in enumerate(kinds) if kind != LINEAR)
+        self._like = 1 + last_with_attention(spec.config)
 
     def check_layer(self, layer: int) -> None:
         self._base.check_layer(layer)
@@ -110,11 +121,6 @@ class CopiedLayers:
             return state[name].clone()
         fresh: Tensor = self._spec.family.norm(self._spec.config).state_dict()[rest]
         return fresh.to(state[f"norm.{rest}"].dtype)
-
-
-def carried_apart(folder: Path) -> bool:
-    """Return whether a folder is one of `hg_to_pp`, which keeps layers ahead beside the others."""
-    return (folder / layer_file(0)).is_file()
 
 
 def ahead_alone(spec: ModelSpec) -> ModelSpec:

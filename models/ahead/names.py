@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, product, takewhile
+from itertools import product
 from typing import TYPE_CHECKING
 
 from models.family import Family, Rule
@@ -126,12 +126,10 @@ def naming_of(names: Iterable[str], family: Family, n_blocks: int) -> tuple[Nami
     """
     known = set(names)
     for naming in NAMINGS:
-
-        def is_there(k: int, naming: Naming = naming) -> bool:
-            return f"{naming.parts(family, n_blocks, k)['joined']}.weight" in known
-
-        steps = count() if naming.most is None else range(naming.most)
-        if depth := len(list(takewhile(is_there, steps))):
+        depth = 0
+        while depth != naming.most and f"{naming.parts(family, n_blocks, depth)['joined']}.weight" in known:
+            depth += 1
+        if depth:
             return naming, depth
     return None
 

@@ -30,7 +30,6 @@ class AheadCollation(Collation):
     def __init__(self, data: SampleSet, depth: int = 0) -> None:
         super().__init__(data)
         self.depth = depth
-        self._early: dict[int, list[int]] = {}
 
     def to_last(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         found = [input_ids]
@@ -60,11 +59,10 @@ class AheadCollation(Collation):
 
     def _missing(self, number: int) -> list[int]:
         """Count, for each depth, the trained tokens of a sample that come too early to be predicted so far ahead."""
-        if number not in self._early:
-            first = self.data.samples[number]["labels"][1 : self.depth + 1]
-            trained = [label != IGNORED for label in first] + [False] * (self.depth - len(first))
-            self._early[number] = numpy.cumsum(trained).tolist()
-        return self._early[number]
+        first = self.data.samples[number]["labels"][1 : self.depth + 1]
+        trained = [label != IGNORED for label in first] + [False] * (self.depth - len(first))
+        counts: list[int] = numpy.cumsum(trained).tolist()
+        return counts
 
 
 def further(rows: Tensor, k: int, fill: int = 0) -> Tensor:

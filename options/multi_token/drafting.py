@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from deepspeed import comm
 from torch import Tensor, nn
 
-from models.family import EMBEDDING_WEIGHT
+from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.layers import Block, Embedding, Head
 from models.pipeline import PipelineModel
 from options.multi_token.collation import AheadCollation
@@ -109,22 +108,18 @@ class EmbeddingCopy:
     weight: Tensor
 
     def __init__(self, module: PipelineModel, is_trained: bool) -> None:
-        grid, spec = module._grid, module.spec
-        first, last = module.stage_owner(0), module.stage_owner(spec.n_layers - 1)
+        head = module.spec.n_layers - 1
         self._group: Any = None
-        for replica, part in product(range(grid.data_parallel_size), range(module.share.ranks.size)):
-            place = {"data": replica} | ({"model": part} if module.share.ranks.size > 1 else {})
-            ranks = [grid.stage_to_global(stage_id=stage, **place) for stage in (first, last)]
+        for ranks in module.end_ranks():
             with among_members():
                 group = comm.new_group(ranks=ranks)
             if module.global_rank in ranks:
                 self._group, self._source = group, ranks[0]
 
-        if module.stage_id == first:
+        if module.stage_id == module.stage_owner(0):
             self.weight = module.get_submodule("0").get_parameter(EMBEDDING_WEIGHT).data
-        elif module.stage_id == last:
-            head = module.get_submodule(str(spec.n_layers - 1))
-            self.weight = torch.empty_like(head.get_parameter("lm_head.weight").data)
+        elif module.stage_id == module.stage_owner(head):
+            self.weight = torch.empty_like(module.get_submodule(str(head)).get_parameter(HEAD_WEIGHT).data)
         self._follow()
         self._is_trained = is_trained
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from data.sample_set import SampleSet
 from models.ahead.layers import Ahead
-from models.ahead.model import ahead_alone, carried_apart, looking_ahead, stored_ahead, with_new_layers
+from models.ahead.model import ahead_alone, looking_ahead, usable_ahead, with_new_layers
 from models.checkpoint.hub import find_model
 from models.config_json import count_ahead
+from models.errors import CheckpointError
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.multi_token.collation import AheadCollation
@@ -42,7 +43,10 @@ class MultiToken(FineTuning):
         """
         path, depth = self.config.model_path, self.section.depth
         folder = find_model(path, weights=False)
-        found = spec.family.ahead or stored_ahead(folder, spec)
+        try:
+            found = usable_ahead(folder, spec)
+        except CheckpointError as error:
+            raise ConfigError(f"mtp: {error}") from None
         if found and self.section.init and not spec.family.ahead:
             raise ConfigError(f"mtp.init: copy, but {path} has such layers; expected no init, which trains them")
         if self.section.init and not found:
@@ -53,11 +57,6 @@ class MultiToken(FineTuning):
             raise ConfigError(f"mtp: {path} has no layers that predict ahead; expected init: copy, which makes some")
         elif depth and depth > found.depth:
             raise ConfigError(f"mtp.depth: {depth}, but {path} has {found.depth}; expected at most that")
-        elif not spec.family.ahead and carried_apart(folder):
-            raise ConfigError(
-                f"mtp: {path} is in the pipeline layout, which keeps layers ahead apart; expected the HuggingFace "
-                "folder that it was made from"
-            )
         else:
             made = looking_ahead(spec, Ahead(found.naming, depth or found.depth))
         return ahead_alone(made) if self.section.only else made

@@ -38,7 +38,6 @@ pytestmark = pytest.mark.launched
 
 STEPS, TAKEN_UP_AT = 4, 2
 SHARED_AXIS = topology((1, 1, 2))
-SHARED_AXIS["process_topology"]["axes"].append("model")
 STAGES, REPLICAS = {"model_topo": topology((2, 1), (3, 3))}, {"model_topo": topology((1, 2))}
 LABELS = ["negative", "neutral", "positive"]
 ENDS = {"r": 2, "alpha": 6, "targets": ["q_proj", "v_proj"]}

@@ -36,8 +36,6 @@ pytestmark = [pytest.mark.launched, pytest.mark.slow]
 MADE, KNOWN = "log-probabilities of the data computed in", "log-probabilities of the data are known"
 ANOTHER = "nothing is kept of it (another than before, or an emptied cache)"
 TOP_K, WEIGHT, TEMPERATURE, WORDS = 5, 0.7, 2.0, 512
-MODEL_AXIS = topology((1, 1, 2))
-MODEL_AXIS["process_topology"]["axes"].append("model")
 PIPE = {"model_topo": topology((2, 1))}
 WITHIN = {"teacher": "teacher", "top_k": TOP_K, "weight": WEIGHT, "temperature": TEMPERATURE}
 SELF = PIPE | {"distillation": {"teacher": "student", "top_k": WORDS}}
@@ -48,7 +46,7 @@ TOPOLOGIES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "replicas": (2, "pipeline", {"model_topo": topology((1, 2)), "packing": False}),
     "sequence": (2, "pipeline", {"model_topo": topology((1, 2)) | {"sequence": 2}}),
     "dualpipev": (2, "pipeline", PIPE | {"schedule": "dualpipev"}),
-    "model": (2, "pipeline", {"model_topo": MODEL_AXIS}),
+    "model": (2, "pipeline", {"model_topo": topology((1, 1, 2))}),
     "zero3": (2, "zero", {"model_topo": topology((1, 2)), "zero_optimization": {"stage": 3}}),
     "grid": (4, "pipeline", {"model_topo": topology((2, 2)), "packing": "dataset"}),
     "grid-sequence": (4, "pipeline", {"model_topo": topology((2, 2)) | {"sequence": 2}}),

@@ -40,8 +40,6 @@ pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 WEIGHT, DEPTH, LR, EPS = 0.3, 2, 1e-3, 1e-6
 MTP = {"weight": WEIGHT, "depth": DEPTH, "init": "copy"}
-MODEL_AXIS = topology((1, 1, 2))
-MODEL_AXIS["process_topology"]["axes"].append("model")
 PIPE = {"model_topo": topology((2, 1))}
 # Name: processes, kind and keys.
 TOPOLOGIES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -50,7 +48,7 @@ TOPOLOGIES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "replicas": (2, "pipeline", {"model_topo": topology((1, 2)), "packing": False}),
     "sequence": (2, "pipeline", {"model_topo": topology((1, 2)) | {"sequence": 2}}),
     "dualpipev": (2, "pipeline", PIPE | {"schedule": "dualpipev"}),
-    "model": (2, "pipeline", {"model_topo": MODEL_AXIS}),
+    "model": (2, "pipeline", {"model_topo": topology((1, 1, 2))}),
     "recomputed": (2, "pipeline", PIPE | {"use_grad_ckpt": True}),
     "streaming": (2, "pipeline", {"model_topo": topology((1, 2)), "schedule": "weight_streaming"}),
     "zero3": (2, "zero", {"model_topo": topology((1, 2)), "zero_optimization": {"stage": 3}}),
