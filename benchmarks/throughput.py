@@ -6,7 +6,8 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `ideal`, `large_head`: two stages of one thread against one process of one thread. With m micro-batches and p stages,
   1f1b without any cost of its own is p m / (m + p - 1) times as fast. Two copies of the model that train at the same
   time show what two cores, which share the memory, give at all.
-- `rows`: micro-batches of several sizes in two stages against transformers' Trainer in one process with both cores.
+- `rows`: micro-batches of several sizes in two stages against transformers' Trainer in one process with both cores,
+  and which of them `auto` chooses.
 - `division`: `parts: auto` against divisions by hand, for a model whose head is 40 % of the work.
 - `schedules`: dualpipev against 1f1b with four micro-batches.
 - `replicas`: gradients summed during the last backward pass against DeepSpeed's sums after it; the least bytes
@@ -211,6 +212,8 @@ def measure(name: str, folder: Path) -> Report:
         turns.rounds(case.rounds)
         figures = {way: figures_of(turns, way, case) for way in case.ways}
     title = f"{name}: a step of {case.rows} rows of {case.length:,} tokens"
+    if case.ways is MICRO_BATCHES:
+        title += f"; {rows_by_plan(case, folder)}"
     columns = (
         "way",
         "start, s",
@@ -258,6 +261,22 @@ def with_divisions(case: Case, folder: Path) -> Case:
     tried = dict.fromkeys((auto[0], auto[0] - 1, auto[0] + 1, layers // 2))
     ways = {f"[{each}, {layers - each}]": Way(PLAIN, (2, 1), {"parts": [each, layers - each]}) for each in tried}
     return replace(case, ways=ways)
+
+
+def rows_by_plan(case: Case, folder: Path) -> str:
+    """Return what `train_micro_batch_size_per_gpu: auto` says of a case, as one of two stages would choose."""
+    import torch
+
+    from benchmarks.steps import run_config, topology
+    from models.api import read_spec
+    from options.planner.inputs import Workload
+    from options.planner.micro_batch import choose_rows
+    from training.metrics.devices import this_device
+
+    torch.set_num_threads(1)
+    config = run_config(folder, case.rows, case.length, **PLAIN, **topology(2, 1))
+    _, line = choose_rows(config, read_spec(folder), this_device(), Workload.assumed, in_stages=True)
+    return line
 
 
 def figures_of(turns: Turns, way: str, case: Case) -> dict[str, float]:
