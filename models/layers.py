@@ -49,6 +49,8 @@ class Embedding(nn.Module):
 
     def forward(self, inputs: Activations) -> Activations:
         input_ids, position_ids = inputs
+        if self._positions:
+            self._positions.enter(position_ids)
         hidden = self.embed_tokens(input_ids)
         if self.scale is not None:
             rounded = torch.tensor(self.scale, dtype=hidden.dtype).item() if self.rounds_scale else self.scale
@@ -107,8 +109,8 @@ class Block(nn.Module):
         hidden = output[0] if isinstance(output, tuple) else output  # some families also return attention weights
         if self._recorder is None:
             return hidden, None
-        assert self._positions is not None
-        return hidden, self._recorder.statistics(self._positions.own(position_ids >= 0, -1))
+        kept, part = position_ids >= 0, arguments.get("part_of_rows")
+        return hidden, self._recorder.statistics(kept if part is None else part.own(kept, -1))
 
 
 class Head(nn.Module):

@@ -8,7 +8,8 @@ To read from position ids where documents begin, the host waits for the device, 
 (`Positions.expect`).
 
 With sequence parallelism, position ids are those of whole rows, hidden states the process's own tokens only. So masks
-are made for whole rows, and of what belongs to a token each process takes its own part.
+are made for whole rows, and of what belongs to a token each process takes its own part. Rows in chunks
+(`models.attention.chunks`) pass in the same way, a part after the other.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import PreTrainedConfig
 
 from models.attention import flex
 from models.attention.cache import KeyValueCache
+from models.attention.chunks import RowChunk
 from models.attention.flex import FLEX
 from models.attention.kernels import CUDNN, EAGER, FLASH, FLASH_3, TORCH
 from models.attention.packed import VARLEN, Documents, unmarked
@@ -72,6 +74,8 @@ class Positions:
         self.kinds = {attention_kind(config, index) for index in range(config.num_hidden_layers)}
         self._last: tuple[Tensor, tuple[Any, ...], dict[str, Arguments]] | None = None
         self._expected: deque[Documents] = deque()
+        self._chunks: deque[RowChunk | None] = deque()
+        self._entered: tuple[Tensor, int | None] | None = None
         self._documents: tuple[Tensor, int | None, Documents] | None = None
 
     def set_groups(self, groups: RankGroups) -> None:
@@ -85,14 +89,32 @@ class Positions:
         """Take this process's tokens of a tensor for whole rows; `dim`, negative, counts tokens."""
         return whole if self.part is None or whole.shape[dim] == 1 else self.part.own(whole, dim)
 
-    def expect(self, documents: Iterable[Documents]) -> None:
-        """Set the documents of the coming micro-batches, in the order of their forward passes."""
-        self._expected = deque(documents)
+    def expect(self, documents: Iterable[Documents], chunks: Iterable[RowChunk | None] = ()) -> None:
+        """Set the documents of the coming micro-batches, in the order of their forward passes.
+
+        Args:
+            chunks: which tokens of its rows each of them has, where not all: None for all.
+        """
+        self._expected, self._chunks = deque(documents), deque(chunks)
+        if self.groups.sequence.size == 1:
+            self.part = None
+        if self._chunks:
+            share_attention()
+
+    def enter(self, position_ids: Tensor) -> None:
+        """Go on to the chunk that comes with these position ids; the first layer of a stage calls it first."""
+        version = _version(position_ids)
+        known = self._entered
+        if known is None or not _same_memory(known[0], position_ids) or known[1] != version:
+            self._entered = position_ids, version
+            if self._chunks:
+                self.part = self._chunks.popleft()
 
     def __call__(
         self, kind: str, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None
     ) -> Arguments:
         """Make the arguments of a block for `hidden` [B, S, H] at `position_ids` [B, S]."""
+        self.enter(position_ids)
         state = (_version(position_ids), hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._last is None or not _same_memory(self._last[0], position_ids) or self._last[1] != state:
             whole = hidden if self.part is None else hidden.new_empty(*position_ids.shape, 0)

@@ -1,0 +1,184 @@
+"""Rows in chunks: attention of some tokens of a row to all that the row has had before.
+
+A row that is too long for a process's memory passes through its layers chunk by chunk. Its keys and values, behind the
+rotary embedding, stay in one buffer a layer; each chunk adds its own and attends to all up to its end. Backward passes
+go from the last chunk to the first: each gives the keys and values of earlier chunks their gradients, which are added
+up in fp32 until the chunk that made them takes the sum. Nothing else of a decoder layer joins tokens, so losses and
+gradients are those of whole rows, but for the rounding of other sums.
+
+A chunk is a part of a row, as a process's share of it is with sequence parallelism (`models.parallel.sequence`): the
+families that can share rows can have them in chunks.
+
+Cost: of each row on its way, keys and values of all layers, and of a row that has begun its backward passes, twice as
+many bytes in fp32 (four times in 16 bits). A block that recomputes makes its chunk's keys and values again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.attention.packed import Documents
+from models.parallel.sequence import Kernel, PartOfRows
+
+BLOCK = 1024  # queries that one mask is made for: of more, masks would be the largest tensors
+
+
+class _Kept:
+    """One layer's keys and values of the rows of a micro-batch, [B, heads, S, D], and the sums of their gradients."""
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        self._held = [each.new_empty(*each.shape[:2], length, each.shape[3]) for each in (keys, values)]
+        self._sums: list[Tensor] = []
+
+    def extend(self, begin: int, new: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Put in the keys and values of a chunk; yield those of the row up to its end."""
+        for held, added in zip(self._held, new, strict=True):
+            end = begin + added.shape[2]
+            # `data` has a version of its own: what earlier chunks have saved for their backward passes stays as it is.
+            held.data[:, :, begin:end] = added
+            yield held.data[:, :, :end]
+
+    def collect(self, begin: int, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Add what a chunk says of earlier ones to the sums; yield the whole gradients of its own."""
+        if not self._sums:  # of the last chunk, which comes first
+            self._sums = [each.new_zeros(each.shape, dtype=torch.float32) for each in gradients]
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            end = gradient.shape[2]
+            total[:, :, :end] += gradient
+            yield total[:, :, begin:end].to(gradient.dtype)
+
+
+class _Extended(torch.autograd.Function):
+    """Put the keys and values of the row's earlier chunks in front of a chunk's own."""
+
+    @staticmethod
+    def forward(context: Any, key: Tensor, value: Tensor, kept: _Kept, begin: int) -> tuple[Tensor, ...]:
+        context.kept, context.begin = kept, begin
+        return tuple(kept.extend(begin, (key, value)))
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *context.kept.collect(context.begin, gradients), None, None
+
+
+class RowMemory:
+    """What the layers of a stage keep of one micro-batch whose rows pass in chunks.
+
+    Args:
+        length: of its rows.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._layers: dict[nn.Module, _Kept] = {}
+
+    def extend(self, module: nn.Module, key: Tensor, value: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+        """Add a chunk's keys and values of one attention module; return those of the row up to the chunk's end."""
+        if module not in self._layers:
+            self._layers[module] = _Kept(key, value, self.length)
+        keys, values = _Extended.apply(key, value, self._layers[module], begin)
+        return keys, values
+
+
+class RowChunk(PartOfRows):
+    """Some tokens of each row of a micro-batch, behind all before them.
+
+    Args:
+        columns: the tokens.
+        memory: of the micro-batch, on this stage.
+    """
+
+    def __init__(self, columns: slice, memory: RowMemory) -> None:
+        self.columns, self._memory = columns, memory
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        return whole.narrow(dim, self.columns.start, self.columns.stop - self.columns.start).contiguous()
+
+    def attend(
+        self,
+        kernel: Kernel,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        documents: Documents | None = None,
+        document_window: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        begin, end = self.columns.start, self.columns.stop
+        key, value = self._memory.extend(module, key, value, begin)
+        if documents is None:  # a mask of numbers, for whole rows
+            return kernel(module, query, key, value, mask[:, :, begin:end, :end], **options)[0]
+        attended = _Attended(kernel, module, begin, document_window, options)
+        if not documents.packed:  # all rows are one document each
+            return attended(query, key, value, 0, end)
+        rows = []
+        for row, lengths in enumerate(documents.rows):
+            own = slice(row, row + 1)
+            here = (query[own], key[own], value[own])
+            pieces = [attended(*here, *document) for document in _overlapping(lengths, begin, end)]
+            rows.append(torch.cat(pieces, dim=1))
+        return torch.cat(rows)
+
+
+class _Attended:
+    """Attention of the queries of a chunk that begins at `begin` to one document at a time."""
+
+    def __init__(
+        self, kernel: Kernel, module: nn.Module, begin: int, window: int | None, options: dict[str, Any]
+    ) -> None:
+        self._kernel, self._module, self._begin = kernel, module, begin
+        self._window, self._options = window, options
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, first: int, last: int) -> Tensor:
+        """Attend inside of the document whose tokens are `first` to `last` of the row; `last` is in the chunk."""
+        start = max(first, self._begin)
+        queries = query[:, :, start - self._begin : last - self._begin]
+        if start == first:  # nothing of the document came before
+            keys = (tensor[:, :, first:last] for tensor in (key, value))
+            whole = Documents([[last - first]] * len(query))
+            named = {"documents": whole, "document_window": self._window}
+            return self._kernel(self._module, queries, *keys, None, **named, **self._options)[0]
+        outputs = []
+        for begin in range(start, last, BLOCK):
+            end = min(begin + BLOCK, last)
+            least = first if self._window is None else max(first, begin - self._window + 1)
+            asked = queries[:, :, begin - start : end - start]
+            keys = (tensor[:, :, least:end] for tensor in (key, value))
+            mask = _seen(begin, end, least, self._window, query)
+            outputs.append(self._kernel(self._module, asked, *keys, mask, **self._options)[0])
+        return torch.cat(outputs, dim=1)
+
+
+def _seen(begin: int, end: int, least: int, window: int | None, like: Tensor) -> Tensor:
+    """Make the mask of queries `begin` to `end` over keys `least` to `end`, which is added to scores."""
+    behind = torch.arange(begin, end, device=like.device)[:, None] - torch.arange(least, end, device=like.device)
+    unseen = behind < 0
+    if window is not None:
+        unseen = unseen | (behind >= window)
+    return like.new_zeros(unseen.shape).masked_fill(unseen, float("-inf"))[None, None]
+
+
+def _overlapping(lengths: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield where the documents of a row begin that a chunk has tokens of, and where they end in it."""
+    for first, last in pairwise(accumulate(lengths, initial=0)):
+        if last > begin and first < end:
+            yield first, min(last, end)
+
+
+def chunks_of(cuts: Sequence[int]) -> list[RowChunk | None]:
+    """Make the chunks of a micro-batch of one stage, in their order; a single one is the whole rows.
+
+    Args:
+        cuts: the tokens of each chunk.
+    """
+    if len(cuts) == 1:
+        return [None]
+    memory = RowMemory(sum(cuts))
+    return [RowChunk(slice(first, last), memory) for first, last in pairwise(accumulate(cuts, initial=0))]
