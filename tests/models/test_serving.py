@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -22,11 +23,13 @@ from models import load_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.causal_lm import CausalLM
-from tests.conftest import CHATML, save_tokenizer
+from models.conversion.to_huggingface import pp_to_hg
+from tests.conftest import CHATML, FAQ, save_tokenizer
 from tests.environments import environment
-from tests.launching import Launch
+from tests.launching import Launch, run, write_config
 from tests.models.adapters import save_adapter
 from tests.models.helpers import compatible, copy_of, greedy, random_ids
+from tests.options.multi_token.folders import add_layers_ahead
 from training.distributed.processes import free_port
 
 Make = Callable[..., Path]
@@ -83,6 +86,14 @@ CHANGES = {
     # vLLM's CPU kernel gives NaN for the cap of the other tests.
     "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | CALM,
     "gemma3": CALM,
+}
+FEW_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
 ALONE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -218,6 +229,37 @@ def test_an_adapter_is_served_with_its_base(
     assert expected != service.own_answer(service.prompt(), load_model(base))
 
 
+def answers_of_vllm(python: Path, cases: Sequence[tuple[Path, list[int], int]], folder: Path) -> list[Any]:
+    """What `ask_vllm.py` prints of these folders, prompts and numbers of drafted tokens."""
+    asked = folder / "cases.json"
+    asked.write_text(json.dumps([(str(case), prompt, drafted) for case, prompt, drafted in cases]))
+    printed = output_of(python, "ask_vllm.py", COUNT, asked, **ALONE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    return [json.loads(line) for line in printed.splitlines() if line.startswith('["')]
+
+
+@pytest.mark.longest
+def test_vllm_drafts_by_the_layers_that_were_trained_along(
+    python_of: Callable[[str], Path], make_checkpoint: Make, tmp_path: Path
+) -> None:
+    """Its tokens are those without drafts, more drafts of the trained layers are right, and more than of stale ones."""
+    python = python_of("vllm")
+    base = make_checkpoint("glm4_moe", tie_word_embeddings=False, **HEADS_OF_32, **FEW_EXPERTS)
+    add_layers_ahead(base, 1)
+    keys = {"model_path": str(base), "data_path": str(FAQ), "prompt_format": "plain", "max_steps": 100}
+    folders = {}
+    for name, mtp in (("trained", {"weight": 1.0}), ("stale", None)):
+        config = write_config(tmp_path / f"{name}.yml", mtp=mtp, **keys)
+        ended = run(sys.executable, "train_ds_zero.py", "--config", config)
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        folders[name] = tmp_path / f"{name}-exported"
+        pp_to_hg(tmp_path / name, folders[name])
+    prompt = AutoTokenizer.from_pretrained(base)("What is Pipetune?")["input_ids"]
+    cases = [(folders["trained"], prompt, 0), (folders["trained"], prompt, 1), (folders["stale"], prompt, 1)]
+    plain, drafted, stale = answers_of_vllm(python, cases, tmp_path)
+    assert plain[1] == drafted[1] == stale[1] == greedy(load_model(folders["trained"]), prompt, COUNT)
+    assert drafted[2] > stale[2] + 1
+
+
 @pytest.mark.longest
 def test_vllm_finds_the_same_tokens(python_of: Callable[[str], Path], make_case: Make, tmp_path: Path) -> None:
     python, prompt = python_of("vllm"), random_ids(1, 20)[0].tolist()
@@ -225,11 +267,8 @@ def test_vllm_finds_the_same_tokens(python_of: Callable[[str], Path], make_case:
     for name in IN_VLLM:
         changes = {"initializer_range": 0.2} | HEADS_OF_32 | CHANGES.get(name, {})
         folders[name] = compatible(make_case(name, **changes), tmp_path / name)
-    cases = tmp_path / "cases.json"
-    cases.write_text(json.dumps([(str(folder), prompt) for folder in folders.values()]))
-    printed = output_of(python, "ask_vllm.py", COUNT, cases, **ALONE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-    answers = [json.loads(line) for line in printed.splitlines() if line.startswith('["')]
-    for (name, folder), (model_class, found) in zip(folders.items(), answers, strict=True):
+    answers = answers_of_vllm(python, [(folder, prompt, 0) for folder in folders.values()], tmp_path)
+    for (name, folder), (model_class, found, _) in zip(folders.items(), answers, strict=True):
         expected = greedy(load_model(folder), prompt, COUNT)
         assert len(set(expected)) > 1, name
         assert found == expected, name
