@@ -1,13 +1,13 @@
 """Find the kind of work, the micro-batch and the stage of DeepSpeed's pipeline instructions.
 
-An instruction names only its buffer. But for every kind of instruction a rank takes the micro-batches in order, so they
-can be counted. The simulator reads schedules this way, the timeline a running engine.
+An instruction names only its buffer. But for every kind of instruction a rank takes the micro-batches in an order that
+is known, so they can be counted. The simulator reads schedules this way, the timeline a running engine.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 Schedule = Literal["1f1b", "dualpipev"]
@@ -29,6 +29,7 @@ _KINDS: dict[str, tuple[Kind, tuple[Literal["activation", "gradient"], int] | No
     "ReduceGrads": ("optimizer", None),
     "OptimizerStep": ("optimizer", None),
 }
+_BACKWARD = frozenset({"BackwardPass", "SendGrad", "RecvGrad"})
 PASSES = frozenset(name for name, (kind, _) in _KINDS.items() if kind in WORK)
 ON_ITS_OWN = PASSES | {"LoadMicroBatch"}  # need no other rank
 JOINED = frozenset({"ForwardPass", "BackwardPass"})  # need the ranks that share layers or sequences, if any
@@ -58,10 +59,14 @@ class Meaning(NamedTuple):
 
 
 class InstructionReader:
-    """Reads the instructions of one rank's step, in order."""
+    """Reads the instructions of one rank's step, in order.
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
+    Args:
+        backward_order: the micro-batches in the order of their backward passes; from 0 on where absent.
+    """
+
+    def __init__(self, rank: int, ranks: int, backward_order: Sequence[int] | None = None) -> None:
+        self._rank, self._ranks, self._backward_order = rank, ranks, backward_order
         self._seen: Counter[tuple[str, int]] = Counter()
 
     def __call__(self, name: str, phase: int = 0) -> Meaning | None:
@@ -72,6 +77,8 @@ class InstructionReader:
         stage = self._rank if phase == 0 else 2 * self._ranks - 1 - self._rank
         micro_batch = self._seen[name, phase]
         self._seen[name, phase] += 1
+        if self._backward_order and name in _BACKWARD:
+            micro_batch = self._backward_order[micro_batch]
         if message is None:
             return Meaning(kind, stage, None if kind == "optimizer" else micro_batch, None)
         sent, side = message
@@ -85,7 +92,7 @@ class InstructionReader:
 
 def read_schedule(schedule: Any) -> Iterator[tuple[Any, Meaning | None]]:
     """Yield the instructions of a DeepSpeed schedule (one rank's step) with their meanings."""
-    read = InstructionReader(schedule.stage_id, schedule.stages)
+    read = InstructionReader(schedule.stage_id, schedule.stages, getattr(schedule, "backward_order", None))
     for instructions in schedule.steps():
         for instruction in instructions:
             yield instruction, read(instruction.name, getattr(instruction, "phase", 0))
