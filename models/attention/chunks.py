@@ -9,8 +9,8 @@ gradients are those of whole rows, but for the rounding of other sums.
 A chunk is a part of a row, as a process's share of it is with sequence parallelism (`models.parallel.sequence`): the
 families that can share rows can have them in chunks.
 
-Cost: of each row on its way, keys and values of all layers, and of a row that has begun its backward passes, twice as
-many bytes in fp32 (four times in 16 bits). A block that recomputes makes its chunk's keys and values again.
+Cost: of each row on its way, keys and values of all layers; of a row that has begun its backward passes, twice as many
+bytes in all in fp32, and three times in 16 bits. A block that recomputes makes its chunk's keys and values again.
 """
 
 from __future__ import annotations

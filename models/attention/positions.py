@@ -37,6 +37,7 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 Arguments = dict[str, Any]  # keyword arguments of a decoder layer
 Angles = tuple[Tensor, Tensor]  # cos and sin
+Seen = tuple[Tensor, int | None]  # position ids, and their version at that time
 Rotary = Callable[..., nn.Module] | None  # makes the module that turns position ids into angles
 
 
@@ -51,6 +52,11 @@ def attention_kind(config: PreTrainedConfig, index: int) -> str:
 def _same_memory(known: Tensor, other: Tensor) -> bool:
     """Return whether two living tensors are one; ZeRO's hooks pass views."""
     return known.data_ptr() == other.data_ptr() != 0 and known.shape == other.shape
+
+
+def _is_known(known: Seen | None, other: Tensor) -> bool:
+    """Return whether position ids are those that were seen, unchanged."""
+    return known is not None and _same_memory(known[0], other) and known[1] == _version(other)
 
 
 class Positions:
@@ -75,8 +81,8 @@ class Positions:
         self._last: tuple[Tensor, tuple[Any, ...], dict[str, Arguments]] | None = None
         self._expected: deque[Documents] = deque()
         self._chunks: deque[RowChunk | None] = deque()
-        self._entered: tuple[Tensor, int | None] | None = None
-        self._documents: tuple[Tensor, int | None, Documents] | None = None
+        self._entered: Seen | None = None
+        self._documents: tuple[Seen, Documents] | None = None
 
     def set_groups(self, groups: RankGroups) -> None:
         """Set the groups that share sequences and layers."""
@@ -103,10 +109,8 @@ class Positions:
 
     def enter(self, position_ids: Tensor) -> None:
         """Go on to the chunk that comes with these position ids; the first layer of a stage calls it first."""
-        version = _version(position_ids)
-        known = self._entered
-        if known is None or not _same_memory(known[0], position_ids) or known[1] != version:
-            self._entered = position_ids, version
+        if not _is_known(self._entered, position_ids):
+            self._entered = position_ids, _version(position_ids)
             if self._chunks:
                 self.part = self._chunks.popleft()
 
@@ -153,14 +157,13 @@ class Positions:
 
     def documents(self, position_ids: Tensor) -> Documents:
         """Get the documents of a micro-batch: expected ones, else read from its position ids."""
-        version = _version(position_ids)
         known = self._documents
-        if known is None or not _same_memory(known[0], position_ids) or known[1] != version:
+        if known is None or not _is_known(known[0], position_ids):
             found = self._expected.popleft() if self._expected else Documents.of(unmarked(position_ids))
             if found.shape != tuple(position_ids.shape):
                 raise ValueError(f"expected documents of {found.shape}, found position ids {tuple(position_ids.shape)}")
-            self._documents = known = (position_ids, version, found)
-        return known[2]
+            self._documents = known = ((position_ids, _version(position_ids)), found)
+        return known[1]
 
     def scope(
         self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
