@@ -109,10 +109,10 @@ class Positions:
 
     def enter(self, position_ids: Tensor) -> None:
         """Go on to the chunk that comes with these position ids; the first layer of a stage calls it first."""
-        if not _is_known(self._entered, position_ids):
+        # Without chunks nothing is asked of the tensor: those of an ONNX trace have no memory.
+        if self._chunks and not _is_known(self._entered, position_ids):
             self._entered = position_ids, _version(position_ids)
-            if self._chunks:
-                self.part = self._chunks.popleft()
+            self.part = self._chunks.popleft()
 
     def __call__(
         self, kind: str, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None
