@@ -21,6 +21,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,8 +143,11 @@ def measure_all(folder: Path) -> Report:
 
 
 def write_records(folder: Path, case: Case) -> None:
-    """Write the records of a case; for full rows answers that are longer than they."""
-    known = [pair for pair, _ in zip(pairs(), range(RECORDS + 16), strict=False)]
+    """Write the records of a case; for full rows answers that are longer than they.
+
+    The records that are shipped are few, and come again and again.
+    """
+    known = list(islice(cycle(pairs()), RECORDS + 16))
     records: list[dict[str, Any]] = []
     for number, (question, answer) in enumerate(known[:RECORDS]):
         prompt = [{"role": "user", "content": question}]
