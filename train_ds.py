@@ -46,9 +46,9 @@ def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor
     """Do the whole job of one rank."""
     if action := rank_action(options_of(config), arguments):
         return action(config, process, monitor, in_stages=True)
-    from training.runs import pipeline_trainer, train_language_model
+    from training.runs import train_language_model, trainer_kind
 
-    kind = wrap_trainer(options_of(config), arguments, pipeline_trainer(config))
+    kind = wrap_trainer(options_of(config), arguments, trainer_kind(config))
     return train_language_model(config, process, monitor, kind)
 
 

@@ -45,10 +45,9 @@ def run(arguments: Namespace, config: TrainConfig, process: ProcessInfo, monitor
     """Do the whole job of one rank."""
     if action := rank_action(options_of(config), arguments):
         return action(config, process, monitor, in_stages=False)
-    from training.engine.zero import ZeroTrainer
-    from training.runs import train_language_model
+    from training.runs import train_language_model, trainer_kind
 
-    return train_language_model(config, process, monitor, ZeroTrainer)
+    return train_language_model(config, process, monitor, trainer_kind(config, in_stages=False))
 
 
 def load_spread_config(

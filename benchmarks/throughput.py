@@ -309,10 +309,9 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     from options.preference.collation import judged
     from training.data_setup import build_loader
     from training.distributed.processes import gather
-    from training.engine.zero import ZeroTrainer
     from training.measures import loss_of
     from training.metrics.peak_memory import peak_memory
-    from training.runs import pipeline_trainer
+    from training.runs import trainer_kind
     from training.trained import with_trained
 
     asked, model, way = CASES[case], folder.parent, Way(**chosen)
@@ -335,7 +334,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     if way.engine == "trainer":
         train_by_transformers(config, samples_of(asked, config), Turn(folder), TRAINER_BATCH, figures=figures)
         return
-    engine: type[Trainer] = ZeroTrainer if way.engine == "zero" else pipeline_trainer(config)
+    engine: type[Trainer] = trainer_kind(config, way.engine != "zero")
     with joined(config):
         torch.set_num_threads(way.threads)  # joining divides the cores among the processes
         loader, spec = build_loader(samples_of(asked, config), config), with_trained(read_spec(model), config)

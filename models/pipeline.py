@@ -146,11 +146,16 @@ class PipelineModel(SharedWeights):
         """Compute the loss of a micro-batch; DeepSpeed calls it on the last stage."""
         return self.micro_batch_loss(self._layer(self.spec.n_layers - 1), activations, labels)
 
-    def activations_like(self, rows: int, length: int) -> Activations:
-        """Make what flows between stages for [rows, length], on the meta device."""
+    def activations_like(self, rows: int, length: int, own: int | None = None) -> Activations:
+        """Make what flows between stages for [rows, length], on the meta device.
+
+        Args:
+            own: tokens of a chunk of these rows.
+        """
         config = self.spec.config
+        own = length // self._groups.sequence.size if own is None else own
         with torch.device("meta"):
-            hidden = torch.empty(rows, length // self._groups.sequence.size, config.hidden_size, dtype=self._dtype)
+            hidden = torch.empty(rows, own, config.hidden_size, dtype=self._dtype)
             position_ids = torch.empty(rows, length, dtype=torch.int64)
             router_sums = (torch.empty(2, n_experts(config)),) if self.spec.family.router else ()
         return hidden, position_ids, *router_sums

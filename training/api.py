@@ -35,9 +35,9 @@ def train(config: TrainConfig, loss: TokenLoss | None = None, callbacks: Sequenc
     """
 
     def run(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor) -> bool:
-        from training.runs import pipeline_trainer, train_language_model  # DeepSpeed's, after the device is set
+        from training.runs import train_language_model, trainer_kind  # DeepSpeed's, after the device is set
 
-        kind: Any = pipeline_trainer(config)
+        kind: Any = trainer_kind(config)
 
         class LossTrainer(kind):
             @classmethod

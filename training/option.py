@@ -150,7 +150,8 @@ class Option(OptionKeys[Keys]):
         first_callbacks: makes those that are called before all others, the objective's too: the planner's, which
             settle what others build on, and complete a step's numbers before they are reported.
         language_model: the task of a language model in place of `LanguageModel`, where the config asks for it.
-        trainer: how the stages of a model work in place of `PipelineTrainer`, where the config asks for it.
+        trainer: what trains in place of `PipelineTrainer`, or without stages of `ZeroTrainer`, where the config asks
+            for it; given also whether there are stages.
         open_trackers: opens what receives the numbers of each step, given the run's folder and first step.
         add_to_export: adds files to a HuggingFace folder that is made of a run's checkpoint, given both folders.
         add_conversions: adds its commands to convert_model.py.
@@ -160,7 +161,7 @@ class Option(OptionKeys[Keys]):
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     first_callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
-    trainer: Callable[[Keys], type[Trainer] | None] = lambda config: None
+    trainer: Callable[[Keys, bool], type[Trainer] | None] = lambda config, in_stages: None
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
     add_to_export: Callable[[Path, Path], None] = lambda checkpoint, folder: None
     add_conversions: Callable[[Conversions], None] = lambda conversions: None

@@ -18,6 +18,7 @@ from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
 from training.engine.pipeline import PipelineTrainer
 from training.engine.trainer import Trainer
+from training.engine.zero import ZeroTrainer
 from training.job import Job, Task
 from training.language_model import LanguageModel, language_model_of
 from training.option import options_of
@@ -42,10 +43,10 @@ def train_language_model(
     return Job(task, config, process, monitor, [*model_callbacks(config, task), *callbacks]).run()
 
 
-def pipeline_trainer(config: TrainConfig) -> type[Trainer]:
-    """Return how a config's stages work: as DeepSpeed's pipeline, unless an option has another way."""
-    kinds = (option.trainer(config) for option in options_of(config))
-    return next(filter(None, kinds), PipelineTrainer)
+def trainer_kind(config: TrainConfig, in_stages: bool = True) -> type[Trainer]:
+    """Return what trains: DeepSpeed's pipeline, or ZeRO without stages, unless an option has another way."""
+    kinds = (option.trainer(config, in_stages) for option in options_of(config))
+    return next(filter(None, kinds), PipelineTrainer if in_stages else ZeroTrainer)
 
 
 def language_model(config: TrainConfig, kind: type[Trainer]) -> LanguageModel:

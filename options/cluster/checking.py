@@ -32,7 +32,7 @@ from training.distributed.rank_monitor import RankMonitor
 from training.distributed.rendezvous import interface_of, own_address
 from training.job import Job
 from training.preflight import check_model, check_samples
-from training.runs import language_model, pipeline_trainer
+from training.runs import language_model, trainer_kind
 
 MEGA = 1e6
 
@@ -43,9 +43,7 @@ def check_run(config: TrainConfig, process: ProcessInfo, monitor: RankMonitor, i
     Raises:
         RunRefused: on every rank, if something is missing or differs between hosts.
     """
-    from training.engine.zero import ZeroTrainer
-
-    task = language_model(config, pipeline_trainer(config) if in_stages else ZeroTrainer)
+    task = language_model(config, trainer_kind(config, in_stages))
     job = Job(task, config, process, monitor)
     log = job.log
     job.read()

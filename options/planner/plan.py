@@ -7,12 +7,12 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
+from models.flops import ModelFlops
 from options.planner.costs import LayerTime, Spent, layer_times
 from options.planner.inputs import Basis
 from options.planner.memory import MemoryModel, StageMemory
 from options.planner.partition import Fits, LayerRange, best_split, held_layers, layers_of
 from options.planner.simulation import simulate
-from options.planner.utilization import ModelFlops
 from training.config.deepspeed_config import training_dtype
 from training.topology import layer_ranges
 

@@ -1,21 +1,16 @@
 """Compute model FLOPs utilization (MFU): the model's own FLOP/s as a share of the devices' peak.
 
-The arithmetic is counted as in PaLM (arXiv:2204.02311, appendix B): 6 FLOPs per token for each weight it is multiplied
-with, and for attention 12 x heads x head_dim per layer for each pair of query and key, the causal half that a kernel
-may skip included. Recomputation and padding do not count, of the experts only those that a token is sent to, of the
-head the supervised tokens, of a sliding window the keys inside.
+The arithmetic is that of `models.flops`, as in PaLM. Recomputation and padding do not count.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
 
-from models.attention.positions import LINEAR, SLIDING, attention_kind
-from models.router import top_k
+from models.flops import ModelFlops
 from models.spec import ModelSpec
 from training.callbacks import Callback
 from training.config.deepspeed_config import training_dtype
@@ -26,54 +21,6 @@ if TYPE_CHECKING:
     from training.language_model import LanguageModel
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
-
-
-def _pairs_within(window: float, lengths: Collection[float]) -> float:
-    """Count the pairs of tokens that see each other, in samples of these lengths."""
-    return sum(length * min(length, window) for length in lengths)
-
-
-class ModelFlops:
-    """FLOPs of a model's layers, forward and backward together."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        config = spec.config
-        head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
-        self._pair = 12.0 * config.num_attention_heads * head_dim
-        _, *self._blocks, self._head = (_multiplied(spec, layer) for layer in range(spec.n_layers))
-        kinds = [attention_kind(config, block) for block in range(spec.n_blocks)]
-        window = float(getattr(config, "sliding_window", None) or math.inf)
-        windows = {SLIDING: window, LINEAR: 0.0}  # linear attention has no pairs
-        self._windows = [windows.get(kind, math.inf) for kind in kinds]
-
-    def by_layer(self, lengths: Collection[float], supervised: float) -> list[float]:
-        """Count each layer's FLOPs for samples of these lengths, without padding.
-
-        Args:
-            supervised: trained tokens of all samples.
-        """
-        tokens = sum(lengths)
-        pairs = {window: _pairs_within(window, lengths) for window in set(self._windows)}
-        blocks = [
-            weights * tokens + self._pair * pairs[window]
-            for weights, window in zip(self._blocks, self._windows, strict=True)
-        ]
-        return [0.0, *blocks, self._head * supervised]
-
-
-def _multiplied(spec: ModelSpec, layer: int) -> float:
-    """Count the FLOPs of a token with a layer's weights: of experts its share.
-
-    Two for a weight in the forward pass, two for the gradient of the input, two for that of a trained weight itself.
-    """
-    flops, trained = 0.0, set(spec.trained_names(layer))
-    for name, shape in spec.shapes(layer).items():
-        passes = 6 if name in trained else 4
-        if len(shape) == 2:
-            flops += passes * shape.numel()
-        elif len(shape) == 3:
-            flops += passes * shape.numel() * top_k(spec.config) / shape[0]
-    return flops
 
 
 class Utilization:

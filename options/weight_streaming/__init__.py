@@ -76,7 +76,7 @@ def _contradictions(config: StreamingKeys) -> Iterator[str]:
             yield f"{key}: not with schedule: weight_streaming; expected {expected}, or another schedule"
 
 
-def _trainer(config: StreamingKeys) -> type[Trainer] | None:
+def _trainer(config: StreamingKeys, in_stages: bool) -> type[Trainer] | None:
     if not config.weights_on_host:
         return None
     from options.weight_streaming.trainer import WeightStreamingTrainer

@@ -95,7 +95,7 @@ def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Ph
     folder = Path(config.model_path)
     loader, spec = loader_of(config), with_trained(read_spec(folder), config)
     streaming = config.weights_on_host
-    kind = runs.pipeline_trainer(config) if streaming else KINDS[case["work"]]
+    kind = runs.trainer_kind(config) if streaming else KINDS[case["work"]]
     if case["kernel"]:
         spec.set_attention(case["kernel"])
     trainer = kind.build(config, spec, folder, divide(config, spec, kind.in_stages))

@@ -22,7 +22,6 @@ from unittest.mock import patch
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.workers.zero import KINDS
 from training.config.keys import TrainConfig
 from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import RankMonitor
@@ -31,8 +30,8 @@ from training.errors import USER_ERRORS, RunRefused
 from training.metrics.reporter import Reporter
 from training.metrics.step_metrics import StepMetrics
 from training.optimizer.lr_schedules import LearningRate
-from training.runs import pipeline_trainer
 from training.runs import train_language_model as run_job
+from training.runs import trainer_kind
 
 
 def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
@@ -72,7 +71,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
 
 
 def kind_of(case: dict[str, Any], config: TrainConfig) -> type[Trainer]:
-    return pipeline_trainer(config) if case["kind"] == "pipeline" else KINDS[case["kind"]]
+    return trainer_kind(config, case["kind"] == "pipeline")
 
 
 def ended(run: Callable[[], object], outcome: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from options.weight_streaming.schedule import Slots, StreamedDivision
 from tests.workers.cases import loader_of
 from training.checkpoint.resharding import slices_of
 from training.config.keys import TrainConfig
-from training.runs import pipeline_trainer
+from training.runs import trainer_kind
 from training.trained import with_trained
 
 
@@ -32,7 +32,7 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         forward, backward, *others = case["slots"]
         assert isinstance(division, StreamedDivision)
         division = replace(division, slots=Slots(tuple(forward), tuple(backward), *others))
-    trainer = pipeline_trainer(config).build(config, spec, model_folder, division)
+    trainer = trainer_kind(config).build(config, spec, model_folder, division)
     losses, norms = [], []
     for step in range(case["steps"]):
         losses.append(trainer.train_step(loader, loader.batch(step)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deepspeed.runtime.pipe import schedule
@@ -33,6 +33,7 @@ class PipelineTrainer(Trainer):
     """A stage of the pipeline; the first and the last one make the tensors of their replica's micro-batches."""
 
     in_stages = True
+    stage_engine: ClassVar[type[StageEngine]] = StageEngine
     engine: StageEngine
 
     def __init__(self, engine: StageEngine, groups: RankGroups = NO_GROUPS) -> None:
@@ -51,7 +52,7 @@ class PipelineTrainer(Trainer):
         processes = ProcessTopology(axes=list(axes), dims=list(axes.values()))
         layers = topology.layers(processes.get_coord(torch.distributed.get_rank()).pipe, spec.n_layers)
         model_class, engine_class = (
-            (VScheduleModel, VScheduleEngine) if topology.v_schedule else (PipelineModel, StageEngine)
+            (VScheduleModel, VScheduleEngine) if topology.v_schedule else (PipelineModel, cls.stage_engine)
         )
         groups = make_groups(config.model_topo)
         make_model = partial(

@@ -149,10 +149,14 @@ class Trainer(ABC):
 
     def send(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         """Yield this rank's micro-batches on the device."""
+        return prefetch(self.on_host(loader, batch), self.engine.device)
+
+    def on_host(self, loader: Loader, batch: GlobalBatch) -> Iterator[MicroBatch]:
+        """Yield what this rank has of its replica's micro-batches."""
         micro_batches = loader.tensors(batch, self.row_replica)
-        if self.groups.sequence.size > 1:
-            micro_batches = map(partial(self._own_tokens, loader.collation), micro_batches)
-        return prefetch(micro_batches, self.engine.device)
+        if self.groups.sequence.size == 1:
+            return micro_batches
+        return map(partial(self._own_tokens, loader.collation), micro_batches)
 
     @property
     def row_replica(self) -> int:

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from models.adapters import Lora, Trained
 from models.api import read_spec
+from models.flops import ModelFlops
 from models.layers import Block, Head
 from models.spec import ModelSpec
 from models.weight_gradients import WeightGradients
 from options.planner.layer_costs import LayerCase, Operation, OperationRecorder, saved_by, work_of
-from options.planner.utilization import ModelFlops
 from tests.models.helpers import saved_tensors, spec_of
 
 ROWS, LENGTH = 2, 40

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from models.api import read_spec
-from options.planner.utilization import ModelFlops, Utilization
+from models.flops import ModelFlops
+from options.planner.utilization import Utilization
 from tests.conftest import ROOT
 from tests.launching import start
 from training.distributed.processes import free_port

@@ -1,0 +1,46 @@
+"""The key `row_chunk` of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import PositiveInt
+
+from training.config.keys import TrainConfig
+from training.config.section import expected
+from training.errors import ConfigError
+
+KEY = "row_chunk"
+
+
+class ChunkKeys(TrainConfig):
+    """A run whose rows may pass in chunks."""
+
+    row_chunk: Annotated[PositiveInt | Literal["auto"] | None, expected("a number of tokens, auto, or nothing")] = None
+    """Pass rows that are longer than so many tokens through the stages in chunks of about as many, cut so that all
+    take equally long (docs/long-rows.md). Losses and gradients stay those of whole rows; a stage keeps the activations
+    of some chunks, and the keys and values of some rows. `auto`: the planner's choice."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.row_chunk is None:
+            return
+        if self.row_chunk == "auto" and not self.is_planned:
+            yield f"{KEY}: auto: options.planner, which chooses, is not among the options; expected a number of tokens"
+        for unlike, other in (
+            (self.schedule != "1f1b", f"schedule: {self.schedule}"),
+            (self.model_topo.sequence > 1, "model_topo.sequence, which divides rows among processes"),
+            (self.offload_activations, "offload_activations"),
+            *((True, key) for key in self.objective_keys),
+        ):
+            if unlike:
+                yield f"{KEY}: not with {other}; expected one of them"
+
+    def check_entry_point(self, in_stages: bool) -> None:
+        super().check_entry_point(in_stages)
+        if self.row_chunk and self.zero_optimization.stage == 3:
+            raise ConfigError(
+                f"{KEY}: not with zero_optimization.stage: 3, which follows one forward pass at a time; expected stage "
+                "0 to 2"
+            )

@@ -1,0 +1,132 @@
+"""Whole runs with rows in chunks: they learn what whole rows learn, go on from checkpoints, and are exported.
+
+The jobs run one after the other in the same processes (tests/workers/jobs.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.closeness import assert_near
+from tests.conftest import FAQ
+from tests.launching import topology
+from tests.ranks import Ranks, job
+from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, steps, weights
+from training.checkpoint.folder import step_folder
+
+pytestmark = [pytest.mark.launched, pytest.mark.slow]
+
+CHUNK = 40  # of rows of 200 tokens
+LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "gemma3": ("gemma3_text", {"sliding_window": 24}),
+    "bloom": ("bloom", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "sliding_window": 24}),
+    "deepseek-v3": ("deepseek_v3", LATENT),
+    "chatglm3": ("chatglm", {}),
+    "starcoder2": ("starcoder2", {}),  # derived
+}
+IN_CHUNKS: dict[str, Any] = {"row_chunk": CHUNK}
+# Name: the run of whole rows that it is compared with, processes, kind and keys.
+CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
+    "alone": ("llama", 1, "pipeline", {}),
+    "stages": ("llama", 2, "pipeline", {"dims": (2, 1)}),
+    "recomputed": ("llama", 2, "pipeline", {"dims": (2, 1), "use_grad_ckpt": True}),
+    "two-rows": ("llama", 2, "pipeline", {"dims": (2, 1), "train_micro_batch_size_per_gpu": 2}),
+    "few": ("llama", 2, "pipeline", {"dims": (2, 1), "row_chunk": 120}),
+    "tokens": ("llama", 2, "pipeline", {"dims": (2, 1), "row_chunk": 1}),
+    "replicas": ("llama", 2, "pipeline", {"dims": (1, 2)}),
+    "model": ("llama", 2, "pipeline", {"dims": (1, 1, 2)}),
+    "zero": ("llama", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 1}}),
+    "zero2": ("llama", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 2}}),
+    "grid": ("llama", 4, "pipeline", {"dims": (2, 2)}),
+    "four-stages": ("llama", 4, "pipeline", {"dims": (4, 1)}),
+    **{
+        name: (name, 2, "pipeline", {"dims": (2, 1), "use_grad_ckpt": name in ("gpt-oss", "gemma3")})
+        for name in MODELS
+        if name != "llama"
+    },
+}
+LATER = {
+    name: pytest.mark.longest
+    for name in ("few", "tokens", "zero2", "grid", "four-stages", "chatglm3", "starcoder2", "bloom", "tied", "replicas")
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("row-chunks")
+    records = json.loads(FAQ.read_text(encoding="utf-8"))[:24]
+    (folder / "records.json").write_text(json.dumps(records), encoding="utf-8")
+    return folder
+
+
+def describe(name: str, model: Path, folder: Path, kind: str = "pipeline", **keys: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "model_path": str(model),
+        "model_topo": topology(keys.pop("dims", (1, 1))),
+        "max_steps": STEPS,
+        "save_interval": TAKEN_UP_AT,
+        "eval_share": 0.2,
+        "eval_interval": TAKEN_UP_AT,
+        "prompt_format": "plain",
+        "packing": True,
+        "pack_len": 200,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}},
+    }
+    return job(folder, name, kind, **own | keys)
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path], asked: set[str]) -> Path:
+    """Run the cases that are asked for, and the runs of whole rows that they are compared with."""
+    cases = {name: case for name, case in CASES.items() if name in asked or name not in LATER}
+    needed = {whole for whole, *_ in cases.values()}
+    models = {name: make_checkpoint(kind, **changes) for name, (kind, changes) in MODELS.items() if name in needed}
+    ranks.run(1, "jobs", [describe(f"{name}-whole", model, folder) for name, model in models.items()], folder)
+    for processes in (1, 2, 4):
+        chosen = [
+            describe(name, models[whole], folder, kind, **IN_CHUNKS | keys)
+            for name, (whole, size, kind, keys) in cases.items()
+            if size == processes
+        ]
+        if chosen:
+            ranks.run(processes, "jobs", chosen, folder)
+    return folder
+
+
+def error_of(folder: Path, name: str) -> Any:
+    return json.loads((folder / f"{name}.json").read_text())["error"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LATER.get(name, ())) for name in CASES])
+def test_six_steps_are_those_of_whole_rows(name: str, runs: Path) -> None:
+    assert error_of(runs, name) is None
+    whole, found = (runs / f"{CASES[name][0]}-whole"), runs / name
+    wanted = steps(whole)
+    assert steps(found).keys() == wanted.keys()
+    for step, line in steps(found).items():
+        assert line["loss"] == pytest.approx(wanted[step]["loss"], rel=1e-5), step
+        assert line["grad_norm"] == pytest.approx(wanted[step]["grad_norm"], rel=1e-4), step
+    assert evaluations(found) == pytest.approx(evaluations(whole), rel=1e-5)
+    assert_near(weights(found), weights(whole))
