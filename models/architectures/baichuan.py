@@ -78,8 +78,12 @@ class AlibiPositions(Positions):
         if documents is not None and not documents.packed:  # the same in all rows
             hidden, positions = hidden[:1], positions[:1]
         mask = super().scope(kind, hidden, positions, cache, documents)["attention_mask"]
-        keys = positions if cache is None else torch.arange(mask.shape[-1], device=hidden.device)[None]
-        distances = keys[:, None, None, :] - positions[:, None, :, None]
+        keys, queries = positions, positions
+        if cache is not None:
+            keys = torch.arange(mask.shape[-1], device=hidden.device)[None]
+        elif self.columns is not None:
+            keys, queries = positions[:, : self.columns.stop], positions[:, self.columns]
+        distances = keys[:, None, None, :] - queries[:, None, :, None]
         biases = self.slopes_on(hidden.device)[None, :, None, None] * distances
         return {"attention_mask": mask + biases.to(hidden.dtype)}
 

@@ -58,7 +58,7 @@ class BloomPositions(Positions):
         scope = super().scope(kind, hidden, positions, cache, documents)
         if self.config._attn_implementation == FLEX:
             return scope | {"alibi": self.part}
-        keys = positions
+        keys = positions if self.columns is None else positions[:, : self.columns.stop]
         if cache is not None:
             keys = torch.arange(cache.longest + hidden.shape[1], device=hidden.device).expand(hidden.shape[0], -1)
         alibi = self.slopes_on(hidden.device)[None, :, None] * keys[:, None, :]

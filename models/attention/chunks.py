@@ -113,18 +113,45 @@ class RowChunk(PartOfRows):
     ) -> Tensor:
         begin, end = self.columns.start, self.columns.stop
         key, value = self._memory.extend(module, key, value, begin)
-        if documents is None:  # a mask of numbers, for whole rows
-            return kernel(module, query, key, value, mask[:, :, begin:end, :end], **options)[0]
+        if documents is None:  # a mask for the chunk's queries
+            return kernel(module, query, key, value, mask, **options)[0]
+        if "cu_seq_lens_q" in options:
+            told = options if document_window is None else options | {"document_window": document_window}
+            return self._in_one_launch(kernel, module, query, key, value, documents, told)
         attended = _Attended(kernel, module, begin, document_window, options)
         if not documents.packed:  # all rows are one document each
             return attended(query, key, value, 0, end)
         rows = []
-        for row, lengths in enumerate(documents.rows):
+        for row in range(len(query)):
             own = slice(row, row + 1)
             here = (query[own], key[own], value[own])
-            pieces = [attended(*here, *document) for document in _overlapping(lengths, begin, end)]
+            pieces = [attended(*here, *document) for document in documents.within(row, begin, end)]
             rows.append(torch.cat(pieces, dim=1))
         return torch.cat(rows)
+
+    def _in_one_launch(
+        self,
+        kernel: Kernel,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Lay rows end to end, of keys what is of documents that the chunk has tokens of."""
+        begin, end = self.columns.start, self.columns.stop
+        firsts = [next(documents.within(row, begin, end))[0] for row in range(len(query))]
+        keys, values = (
+            _end_to_end([tensor[row : row + 1, :, first:end] for row, first in enumerate(firsts)])
+            for tensor in (key, value)
+        )
+        output = kernel(module, _end_to_end(query.split(1)), keys, values, None, **options)[0]
+        return output.view(len(query), -1, *output.shape[2:])
+
+
+def _end_to_end(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=2)
 
 
 class _Attended:
@@ -163,13 +190,6 @@ def _seen(begin: int, end: int, least: int, window: int | None, like: Tensor) ->
     if window is not None:
         unseen = unseen | (behind >= window)
     return like.new_zeros(unseen.shape).masked_fill(unseen, float("-inf"))[None, None]
-
-
-def _overlapping(lengths: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield where the documents of a row begin that a chunk has tokens of, and where they end in it."""
-    for first, last in pairwise(accumulate(lengths, initial=0)):
-        if last > begin and first < end:
-            yield first, min(last, end)
 
 
 def chunks_of(cuts: Sequence[int]) -> list[RowChunk | None]:

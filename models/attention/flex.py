@@ -28,24 +28,30 @@ class Scope(NamedTuple):
 
     blocks: BlockMask
     slopes: Tensor | None  # of ALiBi, [heads] fp32
+    begin: int = 0  # the column of the first query
 
 
-def scope(position_ids: Tensor, window: int | None = None, slopes: Tensor | None = None) -> Scope:
+def scope(
+    position_ids: Tensor, window: int | None = None, slopes: Tensor | None = None, columns: slice | None = None
+) -> Scope:
     """Make the scope of causal attention within documents.
 
     Args:
         position_ids: [B, S], restarting with each document.
         window: how many tokens each one sees at most, itself included.
+        columns: of the queries, where not all; keys are those up to there.
     """
     rows, length = position_ids.shape
+    begin, end = (columns.start, columns.stop) if columns else (0, length)
     number = nn.functional.pad((position_ids.diff(dim=1) != 1).cumsum(dim=1), (1, 0))
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query + begin
         seen = (number[row, query] == number[row, key]) & (key <= query)
         return seen if window is None else seen & (key > query - window)
 
-    blocks = create_block_mask(sees, rows, None, length, length, device=position_ids.device)
-    return Scope(blocks, slopes)
+    blocks = create_block_mask(sees, rows, None, end - begin, end, device=position_ids.device)
+    return Scope(blocks, slopes, begin)
 
 
 def attend(
@@ -68,7 +74,7 @@ def attend(
     kernel: Any = flex_attention if as_it_is else _compiled()
     output: Tensor = kernel(
         *(query, key, value),
-        score_mod=_score_change(softcap, attention_mask.slopes),
+        score_mod=_score_change(softcap, attention_mask.slopes, attention_mask.begin),
         block_mask=attention_mask.blocks,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -76,7 +82,7 @@ def attend(
     return output.transpose(1, 2), None
 
 
-def _score_change(softcap: float | None, slopes: Tensor | None) -> Callable[..., Tensor] | None:
+def _score_change(softcap: float | None, slopes: Tensor | None, begin: int) -> Callable[..., Tensor] | None:
     if softcap is None and slopes is None:
         return None
 
@@ -84,7 +90,7 @@ def _score_change(softcap: float | None, slopes: Tensor | None) -> Callable[...,
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if slopes is not None:
-            score = score + slopes[head] * (key - query)
+            score = score + slopes[head] * (key - query - begin)
         return score
 
     return change

@@ -14,8 +14,8 @@ All are called as transformers calls attention, with [B, heads, S, D], and give 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -113,7 +113,9 @@ def in_one_launch(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int = 0,
+    max_length_k: int = 0,
     document_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -122,7 +124,8 @@ def in_one_launch(
     Args:
         attention_mask: used where `cu_seq_lens_q` is absent, with a cache of keys.
         cu_seq_lens_q: where each document ends when the rows are laid end to end: [documents + 1] int32, from 0.
-        max_length_q: tokens in the longest document.
+        cu_seq_lens_k: the same of the keys, of which a document may have more, in front.
+        max_length_q, max_length_k: tokens in the longest document.
         document_window: as in `by_document`.
     """
     if cu_seq_lens_q is None:
@@ -136,7 +139,7 @@ def in_one_launch(
     kernel: Any = varlen_attn  # its signature differs between the versions of torch
     output: Tensor = kernel(
         *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
-        *(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q),
+        *(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k),
         scale=scaling,
         # The kernel counts what is to the left of a token, without the token itself.
         window_size=(-1 if document_window is None else document_window - 1, 0),
@@ -184,14 +187,30 @@ class Documents:
         """Return whether some row holds several documents."""
         return any(len(row) > 1 for row in self.rows)
 
-    def flash_arguments(self, device: torch.device) -> dict[str, Any]:
-        """Make the arguments of flash-attn's variable-length kernel."""
-        ends = [0, *accumulate(chain.from_iterable(self.rows))]
-        # From pinned memory, so that the host does not wait for the copy.
-        cumulative = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type == "cuda")
-        cumulative = cumulative.to(device, non_blocking=True)
-        ends_told: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cumulative)
-        return ends_told | dict.fromkeys(("max_length_q", "max_length_k"), max(chain.from_iterable(self.rows)))
+    def within(self, row: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield where each document of a row begins that has tokens in columns `begin` to `end`, and ends in them."""
+        for first, last in pairwise(accumulate(self.rows[row], initial=0)):
+            if last > begin and first < end:
+                yield first, min(last, end)
+
+    def flash_arguments(self, device: torch.device, begin: int = 0, end: int | None = None) -> dict[str, Any]:
+        """Make the arguments of flash-attn's variable-length kernel.
+
+        Args:
+            begin, end: columns of the queries, where not all; keys are those of their documents up to there.
+        """
+        end = self.shape[1] if end is None else end
+        documents = list(chain(*(self.within(row, begin, end) for row in range(len(self.rows)))))
+        told: dict[str, Any] = {}
+        for name, lengths in (
+            ("q", [last - max(first, begin) for first, last in documents]),
+            ("k", [last - first for first, last in documents]),
+        ):
+            # From pinned memory, so that the host does not wait for the copy.
+            ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
+            told[f"cu_seq_lens_{name}"] = ends.to(device, non_blocking=True)
+            told[f"max_length_{name}"] = max(lengths)
+        return told
 
 
 def unmarked(position_ids: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class Positions:
         self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
     ) -> Arguments:
         """Make the mask in the kernel's form; `documents` are None with a cache."""
-        kernel = self.config._attn_implementation
+        kernel, columns = self.config._attn_implementation, self.columns
         if kind == LINEAR:  # which lets no token see what follows
             return {"attention_mask": None} | ({} if cache is not None else {"documents": documents})
         window = self.config.sliding_window if kind == SLIDING else None
@@ -180,13 +180,21 @@ class Positions:
         assert documents is not None
         if kernel == FLEX:
             slopes = None if self.slopes is None else self.slopes_on(hidden.device)
-            return {"attention_mask": flex.scope(positions, window, slopes)}
+            return {"attention_mask": flex.scope(positions, window, slopes, columns)}
         if kernel in (FLASH, FLASH_3, VARLEN):
             extra = {} if kernel != VARLEN else {"document_window": window}  # transformers tells flash-attn of windows
-            return {"attention_mask": None, **extra, **documents.flash_arguments(hidden.device)}
+            if columns is not None:
+                extra["documents"] = documents
+            told = documents.flash_arguments(hidden.device, *((columns.start, columns.stop) if columns else ()))
+            return {"attention_mask": None, **extra, **told}
         if kernel in (TORCH, CUDNN):
             return {"attention_mask": None, "documents": documents, "document_window": window}
-        return {"attention_mask": causal_mask(positions, window, hidden.dtype) if kernel == EAGER else None}
+        return {"attention_mask": causal_mask(positions, window, hidden.dtype, columns) if kernel == EAGER else None}
+
+    @property
+    def columns(self) -> slice | None:
+        """Return the columns of the queries that masks are made for, with all keys up to their end; None for all."""
+        return self.part.columns if isinstance(self.part, RowChunk) else None
 
     def slopes_on(self, device: torch.device) -> Tensor:
         """Get this process's slopes on `device`, where they stay: copying makes the host wait."""
@@ -207,15 +215,20 @@ class Positions:
         return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, unmarked(position_ids)))
 
 
-def causal_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Make the additive mask [B, 1, S, S] of causal attention within documents.
+def causal_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype, columns: slice | None = None) -> Tensor:
+    """Make the additive mask [B, 1, queries, keys] of causal attention within documents.
 
     It is transformers', which waits for the device to see whether rows are packed.
+
+    Args:
+        position_ids: [B, S].
+        columns: of the queries, where not all; keys are those up to there.
     """
-    number = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(dim=1)
-    order = torch.arange(position_ids.shape[1], device=position_ids.device)
-    seen = (number[:, :, None] == number[:, None, :]) & (order[:, None] >= order)
-    return _numbers(seen if window is None else seen & (order > order[:, None] - window), dtype)
+    own = columns or slice(0, position_ids.shape[1])
+    number = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(dim=1)[:, : own.stop]
+    order = torch.arange(own.stop, device=position_ids.device)
+    seen = (number[:, own, None] == number[:, None, :]) & (order[own, None] >= order)
+    return _numbers(seen if window is None else seen & (order > order[own, None] - window), dtype)
 
 
 def cached_mask(positions: Tensor, cache: KeyValueCache, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from models.attention import chunks
 from models.attention.chunks import RowChunk, RowMemory, chunks_of
-from models.attention.packed import Documents, unmarked
+from models.attention.flex import FLEX
+from models.attention.kernels import CUDNN, FLASH, FLASH_3
+from models.attention.packed import VARLEN, Documents, unmarked
 from models.causal_lm import CausalLM
 from models.loading import SeededStates
 from models.loss.micro_batch import token_loss
 from models.spec import ModelSpec
+from tests.models.attention.test_kernels import stand_in
 from tests.models.helpers import spec_of
 
 LATENT = {
@@ -108,6 +111,39 @@ def test_rows_in_chunks_learn_what_whole_rows_learn(family: str, rows: str) -> N
             assert found.keys() == wanted.keys()
             for name, expected in wanted.items():
                 assert (found[name] - expected).norm() <= 1e-5 * expected.norm() + 1e-7, (name, cuts)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("family", "kernel", "shares_keys"),
+    [
+        ("llama", FLASH, True),
+        ("llama", VARLEN, True),
+        ("mistral", VARLEN, False),
+        ("mistral", FLASH_3, True),
+        ("gemma2", FLEX, True),
+        ("bloom", FLEX, True),
+        ("llama", CUDNN, True),
+    ],
+)
+def test_kernels_of_gpus_compute_the_same(
+    family: str, kernel: str, shares_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their definitions, as none of them runs on a CPU."""
+    stand_in(kernel, shares_keys, monkeypatch)
+    for rows in (PACKED, PLAIN):
+        spec = SPECS[family]()
+        ids, labels = tokens_of(spec)
+        model = model_of(spec)
+        whole = loss_of(model, ids, rows, labels)
+        whole.backward()
+        wanted = gradients_of(model)
+        spec.set_attention(kernel)
+        model = model_of(spec)
+        for cuts in CUTS[1:3]:
+            torch.testing.assert_close(train_in_chunks(model, rows, cuts, labels, ids), whole.detach())
+            for name, gradient in gradients_of(model).items():
+                assert (gradient - wanted[name]).norm() <= 1e-5 * wanted[name].norm() + 1e-7, (name, cuts)
 
 
 def test_whole_rows_are_one_chunk() -> None:

@@ -77,16 +77,19 @@ def by_definition(
     """Causal attention of documents end to end, each token `left` tokens back; all of them where that is negative."""
     query, key, value = packed
     assert all(each.dtype == torch.int32 for each in ends_given)
-    ends, ends_of_keys = (each.tolist() for each in ends_given)
-    assert ends == ends_of_keys and ends[0] == 0 and ends[-1] == len(query) == len(key) == len(value)
-    assert longest == [max(end - begin for begin, end in pairwise(ends))] * 2
+    spans, spans_of_keys = (list(pairwise(each.tolist())) for each in ends_given)
+    assert spans[0][0] == spans_of_keys[0][0] == 0
+    assert (spans[-1][1], spans_of_keys[-1][1]) == (len(query), len(key)) == (len(query), len(value))
+    assert longest == [max(end - begin for begin, end in each) for each in (spans, spans_of_keys)]
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     outputs = []
-    for begin, end in pairwise(ends):
-        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
+    for (begin, end), (first, last) in zip(spans, spans_of_keys, strict=True):
+        q, k, v = query[begin:end].transpose(0, 1), key[first:last].transpose(0, 1), value[first:last].transpose(0, 1)
         scores = q @ k.transpose(1, 2) * (query.shape[2] ** -0.5 if scale is None else scale)
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        # The last query sees the last key, where a document has more keys than queries.
+        places = torch.arange(last - first)
+        distance = places[begin - end :, None] - places
         seen = (distance >= 0) & ((distance <= left) | (left < 0))
         outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
@@ -94,15 +97,19 @@ def by_definition(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn runs on a GPU only")
 @pytest.mark.parametrize("window", [(-1, 0), (6, 0)])
-def test_varlen_attention_of_this_torch_is_what_the_tests_put_in_its_place(window: tuple[int, int]) -> None:
+@pytest.mark.parametrize("of_keys", [[0, 5, 6, 28, 40], [0, 30, 31, 53, 80]])
+def test_varlen_attention_of_this_torch_is_what_the_tests_put_in_its_place(
+    of_keys: list[int], window: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(40, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    ends = torch.tensor([0, 5, 6, 28, 40], dtype=torch.int32, device="cuda")
+    sizes = 40, of_keys[-1], of_keys[-1]
+    query, key, value = (torch.randn(size, 4, 64, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    ends = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, 5, 6, 28, 40], of_keys)]
+    longest = 22, max(end - begin for begin, end in pairwise(of_keys))
     kernel: Any = packed.varlen_attn
-    found = kernel(query, key, value, ends, ends, 22, 22, scale=0.2, window_size=window)
-    query, key, value = (tensor.float().cpu() for tensor in (query, key, value))
-    ends = ends.cpu()
-    wanted = varlen_by_definition(query, key, value, ends, ends, 22, 22, scale=0.2, window_size=window)
+    found = kernel(query, key, value, *ends, *longest, scale=0.2, window_size=window)
+    query, key, value, *ends = (tensor.cpu() for tensor in (query.float(), key.float(), value.float(), *ends))
+    wanted = varlen_by_definition(query, key, value, *ends, *longest, scale=0.2, window_size=window)
     torch.testing.assert_close(found.float().cpu(), wanted, atol=2e-2, rtol=2e-2)
 
 

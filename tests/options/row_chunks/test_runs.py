@@ -17,7 +17,6 @@ from tests.conftest import FAQ
 from tests.launching import topology
 from tests.ranks import Ranks, job
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, steps, weights
-from training.checkpoint.folder import step_folder
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -67,10 +66,8 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
         if name != "llama"
     },
 }
-LATER = {
-    name: pytest.mark.longest
-    for name in ("few", "tokens", "zero2", "grid", "four-stages", "chatglm3", "starcoder2", "bloom", "tied", "replicas")
-}
+RARE = "few tokens zero2 grid four-stages chatglm3 starcoder2 bloom tied replicas".split()
+LATER = dict.fromkeys(RARE, pytest.mark.longest)
 
 
 @pytest.fixture(scope="module")
