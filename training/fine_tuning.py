@@ -18,6 +18,7 @@ class FineTuning(Objective):
     """Learn to say what the records say: the mean cross-entropy of all trained tokens."""
 
     has_perplexity = True
+    by_token = True
 
     def loss(self, router_loss_weight: float, rows: RankGroup) -> MicroBatchLoss:
         z_loss_weight = self.config.aux_max_z_loss.weight

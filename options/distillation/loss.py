@@ -89,14 +89,25 @@ class TeacherWords:
         top_k: how many of them.
         limit: only words below this number count.
 
-    Attributes:
-        recorded: of each micro-batch since it was set the numbers that came with its labels [T], and the words and the
-            bits of their log-probabilities, [T, 2, k] int32.
     """
 
     def __init__(self, top_k: int, limit: int) -> None:
         self._top_k, self._limit = top_k, limit
-        self.recorded: list[tuple[Tensor, Tensor]] = []
+        self._recorded: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return and reset what was found.
+
+        Returns:
+            the numbers that came with the labels [T] int64, and the words and the bits of their log-probabilities,
+            [T, 2, k] int32.
+        """
+        found, self._recorded = self._recorded, []
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        if not found:
+            return nothing, nothing.new_empty(0, 2, self._top_k, dtype=torch.int32)
+        numbers, words = zip(*found, strict=True)
+        return torch.cat(numbers), torch.cat(words)
 
     @torch.no_grad()
     def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
@@ -106,7 +117,7 @@ class TeacherWords:
         rows, projection = for_projection(trained_rows(activations[0], ids, positions)[0], head)
         size = chunk_tokens(head.words or len(projection), rows.is_cpu)
         found = [self._best(part, projection, head) for part in rows.split(size)]
-        self.recorded.append((numbers.squeeze(1), torch.cat(found)))
+        self._recorded.append((numbers.squeeze(1), torch.cat(found)))
         return torch.zeros((), device=rows.device)
 
     def _best(self, rows: Tensor, projection: Tensor, head: Head) -> Tensor:

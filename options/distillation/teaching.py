@@ -175,17 +175,19 @@ class Teaching(Callback):
         hidden = True if job.log.quiet else None  # None: only on a terminal
         with paused(), tqdm(total=loader.steps_per_epoch, desc="teacher", disable=hidden, leave=False) as bar:
             for step in range(loader.steps_per_epoch):
-                batch, words.recorded = loader.batch(step), []
+                batch = loader.batch(step)
                 trainer.eval_loss(loader, batch)
+                numbers, own = words.take(device)
+                if trainer.groups.tensor.rank > 0:  # finds the same as the first
+                    numbers, own = numbers[:0], own[:0]
                 for number in range(batch.n_micro_batches):
                     rows = chain.from_iterable(replica[number] for replica in batch.micro_batches)
                     samples = sorted(chain.from_iterable(rows))
                     places = [known.first_tokens[sample : sample + 2].tolist() for sample in samples]
                     tokens = torch.cat([torch.arange(0), *(torch.arange(*place) for place in places)]).to(device)
                     found = torch.zeros(len(tokens), *shape[1:], dtype=torch.int32, device=device)
-                    if words.recorded and trainer.groups.tensor.rank == 0:  # the others find the same
-                        numbers, own = words.recorded[number]
-                        found[torch.searchsorted(tokens, numbers)] = own
+                    here = torch.isin(numbers, tokens)
+                    found[torch.searchsorted(tokens, numbers[here])] = own[here]
                     distributed.all_reduce(found)  # each token is one rank's
                     mass += found[:, 1].contiguous().view(torch.float32).exp().double().sum().item()
                     done = found.cpu().numpy()

@@ -32,10 +32,12 @@ class ChunkKeys(TrainConfig):
             (self.schedule != "1f1b", f"schedule: {self.schedule}"),
             (self.model_topo.sequence > 1, "model_topo.sequence, which divides rows among processes"),
             (self.offload_activations, "offload_activations"),
-            *((True, key) for key in self.objective_keys),
         ):
             if unlike:
                 yield f"{KEY}: not with {other}; expected one of them"
+        if not self.objective.by_token:
+            key = " and ".join(self.objective_keys)
+            yield f"{KEY}: not with {key}, whose loss needs whole rows; expected one of them"
 
     def check_entry_point(self, in_stages: bool) -> None:
         super().check_entry_point(in_stages)

@@ -40,7 +40,7 @@ class Case:
         head = Bare(self.teacher if weight is None else weight.detach(), self.cap)
         with torch.no_grad():
             found(head, (self.hidden,), (self.labels, torch.ones(()), torch.ones(()), numbers))
-        ((order, words),) = found.recorded
+        order, words = found.take(torch.device("cpu"))
         assert order.tolist() == numbers.flatten().tolist()
         return words
 
