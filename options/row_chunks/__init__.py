@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from options.row_chunks.keys import KEY, ChunkKeys
-from training.config.changes import MICRO_BATCHES, MayChange
+from training.config.changes import ROUNDING, MayChange
 from training.option import Option
 
 if TYPE_CHECKING:
@@ -20,4 +20,4 @@ def _trainer(config: ChunkKeys, in_stages: bool) -> type[Trainer] | None:
     return trainer.ChunkPipelineTrainer if in_stages else trainer.ChunkZeroTrainer
 
 
-OPTION = Option(ChunkKeys, before="packing", rules={KEY: MayChange(True, MICRO_BATCHES)}, trainer=_trainer)
+OPTION = Option(ChunkKeys, before="packing", rules={KEY: MayChange(True, f"{ROUNDING}, and dropout draws other numbers")}, trainer=_trainer)
