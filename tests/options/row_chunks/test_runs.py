@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
     "replicas": ("llama", 2, "pipeline", {"dims": (1, 2)}),
     "model": ("llama", 2, "pipeline", {"dims": (1, 1, 2)}),
     "zero": ("llama", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 1}}),
-    "zero2": ("llama", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 2}}),
+    "zero-0": ("llama", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 0}}),
     "grid": ("llama", 4, "pipeline", {"dims": (2, 2)}),
     "four-stages": ("llama", 4, "pipeline", {"dims": (4, 1)}),
     **{
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
         if name != "llama"
     },
 }
-RARE = "few tokens zero2 grid four-stages chatglm3 starcoder2 bloom tied replicas".split()
+RARE = "few tokens zero-0 grid four-stages chatglm3 starcoder2 bloom tied replicas".split()
 LATER = dict.fromkeys(RARE, pytest.mark.longest)
 
 
@@ -87,7 +87,7 @@ def describe(name: str, model: Path, folder: Path, kind: str = "pipeline", **key
         "eval_share": 0.2,
         "eval_interval": TAKEN_UP_AT,
         "prompt_format": "plain",
-        "packing": True,
+        "packing": "batch",
         "pack_len": 200,
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}},
     }
