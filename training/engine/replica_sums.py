@@ -11,8 +11,8 @@ Cost: half the bytes of an all-reduce, c (n - 1) / n per number of c bytes for n
 replica, it takes c / bandwidth. In bf16 the rounded numbers stay beside the sums until the stage is done.
 
 No deadlock: all replicas of a stage start their sums in the same order, backwards through the layers. A weight without
-a gradient in some micro-batch holds up all behind it until the stage is done. Sums start in a stage's last backward pass
-only, behind all its messages but the last gradient. So even if a device ran all communication serially, replicas would
+a gradient in some micro-batch holds up all behind it until the stage is done. Sums start in the last backward pass of a
+stage, behind all its messages but the last gradient. So even if a device ran all communication serially, replicas would
 wait with nothing left to do for the stages behind them, and those in front wait for that gradient anyway. The ends of a
 tied weight are first added up over their stages, so this weight comes last. The host never waits.
 """
