@@ -120,6 +120,17 @@ def check_sharing(config: TrainConfig, spec: ModelSpec) -> None:
         )
 
 
+def check_chunks(spec: ModelSpec) -> None:
+    """Check that this model's rows can pass in chunks.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if not spec.family.chunks_rows:
+        reason = f"in {spec.family.name} tokens meet in a way that no chunk can hand on"
+        raise ConfigError(f"row_chunk: {reason}; expected no row_chunk")
+
+
 def training_dtype(config: TrainConfig) -> torch.dtype:
     """Return bf16 or fp16 where the config enables it, else fp32."""
     if config.bf16.enabled:

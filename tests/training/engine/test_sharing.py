@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from models.api import read_spec
-from training.config.deepspeed_config import check_sharing, deepspeed_config
+from training.config.deepspeed_config import check_chunks, check_sharing, deepspeed_config
 from training.config.keys import TrainConfig
 from training.engine.building import make_groups
 from training.errors import ConfigError
@@ -70,3 +71,13 @@ def test_what_cannot_be_shared_is_refused(make_checkpoint: Callable[..., Path]) 
     )
     with pytest.raises(ConfigError, match="in qwen3_next tokens meet elsewhere than in attention"):
         check_sharing(config([1, 2], ["pipe", "data"], 2), linear)
+
+
+def test_rows_of_a_family_that_hands_nothing_on_do_not_come_in_chunks(make_checkpoint: Callable[..., Path]) -> None:
+    llama = read_spec(make_checkpoint("llama"))
+    check_chunks(llama)
+    unable = replace(llama, family=replace(llama.family, chunks_rows=False))
+    with pytest.raises(
+        ConfigError, match="row_chunk: in llama tokens meet in a way that no chunk can hand on; expected"
+    ):
+        check_chunks(unable)
