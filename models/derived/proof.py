@@ -322,7 +322,8 @@ def rows_in_chunks(ours: CausalLM, ids: Tensor) -> float:
     """Compare packed rows in chunks with whole ones, by logits and every gradient."""
     positions = two_documents()
     weights = dict(ours.named_parameters())
-    directions = torch.randn(*ids.shape, int(ours.spec.config.vocab_size))
+    whole = ours(ids, positions)
+    directions = torch.randn_like(whole) / ids.numel() / whole.shape[-1] ** 0.5  # as large as of a mean cross-entropy
 
     def gradients(outputs: list[Tensor]) -> dict[str, Tensor]:
         """Differentiate a sum over all logits, from the last chunk to the first."""
@@ -332,7 +333,6 @@ def rows_in_chunks(ours: CausalLM, ids: Tensor) -> float:
             (output * directions[:, begin : begin + output.shape[1]]).sum().backward()
         return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
 
-    whole = ours(ids, positions)
     wanted = gradients([whole])
 
     ours.positions.expect([Documents.of(positions)] * len(CHUNKED), chunks_of(CHUNKED))
