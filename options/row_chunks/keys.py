@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
 
 from training.config.keys import TrainConfig
 from training.config.section import expected
 from training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
 
 KEY = "row_chunk"
 
@@ -38,6 +41,12 @@ class ChunkKeys(TrainConfig):
         if not self.objective.by_token:
             key = " and ".join(self.objective_keys)
             yield f"{KEY}: not with {key}, whose loss needs whole rows; expected one of them"
+
+    def check_model(self, spec: ModelSpec) -> None:
+        super().check_model(spec)
+        if self.row_chunk and not spec.family.chunks_rows:
+            reason = f"in {spec.family.name} tokens meet in a way that no chunk can hand on"
+            raise ConfigError(f"{KEY}: {reason}; expected no {KEY}")
 
     def check_entry_point(self, in_stages: bool) -> None:
         super().check_entry_point(in_stages)
