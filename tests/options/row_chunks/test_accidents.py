@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import FAQ
 from tests.launching import metrics, start, topology, write_config
 from tests.models.helpers import assert_same_bits
-from tests.ranks import Ranks
+from tests.ranks import Ranks, samples_of
 from tests.training.starts import weights
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
@@ -22,17 +21,18 @@ STEPS, SAVED = 4, 2
 
 
 def test_a_kill_within_a_row_changes_no_bit(ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    records = tmp_path / "records.json"
-    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:24]), encoding="utf-8")
+    records = tmp_path / "records.jsonl"
+    records.write_text("\n".join(map(json.dumps, samples_of([200] * 16))), encoding="utf-8")
     keys: dict[str, Any] = {
         "model_path": str(make_checkpoint("llama", tie_word_embeddings=False)),
-        "data_path": str(records),
+        "data_path": [{"path": str(records), "format": "tokens"}],
         "model_topo": topology((2, 1)),
         "max_steps": STEPS,
         "save_interval": SAVED,
-        "packing": True,
         "max_restarts": 1,
-        "row_chunk": 40,
+        "train_batch_size": 4,
+        "packing": False,
+        "row_chunk": 40,  # five of them a row
     }
     straight, disturbed = (write_config(tmp_path / f"{name}.yml", **keys) for name in ("straight", "disturbed"))
     assert ranks.train(2, straight)["error"] is None
