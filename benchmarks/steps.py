@@ -136,7 +136,9 @@ def time_passes(trainer: Trainer) -> Callable[[], tuple[float, float]]:
             if record.span.kind in WORK:
                 found[record.span.kind, record.span.stage].append(record.span.end - record.span.begin)
         ranks = torch.distributed.get_world_size()
-        seconds = {kind: [mean(found[kind, stage]) for stage in range(ranks)] for kind in ("forward", "backward")}
+        seconds = {}
+        for kind in ("forward", "backward"):
+            seconds[kind] = [mean(found[kind, stage]) for stage in range(ranks)]
 
         own = [meaning for _, meaning in read_schedule(trainer.engine._train_schedule())]
         programs = [_program(filter(None, each)) for each in processes.gather(own)]
