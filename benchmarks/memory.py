@@ -117,7 +117,7 @@ def measure_chunks(folder: Path) -> Report:
 
     stages = 1 if torch.cuda.is_available() else 2
     (folder / "config.json").write_text(json.dumps(GROUPED), encoding="utf-8")
-    ways = {"whole": RECOMPUTED, f"chunks of {CHUNK}": RECOMPUTED | {"row_chunk": CHUNK}}
+    ways: dict[str, dict[str, Any]] = {"whole": RECOMPUTED, f"chunks of {CHUNK}": RECOMPUTED | {"row_chunk": CHUNK}}
     found, rows, errors = {}, [], []
     for length, (way, keys) in product(LENGTHS, ways.items()):
         peaks = run_workers(stages, "benchmarks.memory", folder, "plan", keys=keys, length=length)

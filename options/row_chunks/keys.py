@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
 
 from training.config.keys import TrainConfig
 from training.config.section import expected
 from training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
 
 KEY = "row_chunk"
 
@@ -39,10 +42,16 @@ class ChunkKeys(TrainConfig):
             key = " and ".join(self.objective_keys)
             yield f"{KEY}: not with {key}, whose loss needs whole rows; expected one of them"
 
+    def check_model(self, spec: ModelSpec) -> None:
+        super().check_model(spec)
+        if self.row_chunk and not spec.family.chunks_rows:
+            reason = f"in {spec.family.name} tokens meet in a way that no chunk can hand on"
+            raise ConfigError(f"{KEY}: {reason}; expected no {KEY}")
+
     def check_entry_point(self, in_stages: bool) -> None:
         super().check_entry_point(in_stages)
-        if self.row_chunk and self.zero_optimization.stage == 3:
+        if self.row_chunk and self.zero_optimization.stage > 1:
             raise ConfigError(
-                f"{KEY}: not with zero_optimization.stage: 3, which follows one forward pass at a time; expected stage "
-                "0 to 2"
+                f"{KEY}: not with zero_optimization.stage: {self.zero_optimization.stage}, whose processes sum in each "
+                "backward pass, and have other numbers of chunks; expected 0 or 1"
             )

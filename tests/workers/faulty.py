@@ -72,7 +72,7 @@ def dies_within() -> None:
         if next(passes) == 2:
             dies()
 
-    StageEngine._exec_backward_pass = mortal  # type: ignore[method-assign]
+    StageEngine._exec_backward_pass = mortal  # type: ignore[method-assign, assignment]
 
 
 KINDS = (raises, mistake, dies, freezes, hangs, fills, starves, waits, dies_within)

@@ -160,7 +160,7 @@ def keys_left_behind() -> None:
         keys, values = extend(self, begin, new)
         return torch.cat([torch.zeros_like(keys[:, :, :begin]), keys[:, :, begin:]], 2), values
 
-    _Kept.extend = forgotten  # type: ignore[method-assign, assignment]
+    _Kept.extend = forgotten  # type: ignore[method-assign]
 
 
 def values_unlearnt() -> None:
@@ -173,7 +173,7 @@ def values_unlearnt() -> None:
         keys, _ = collect(self, begin, gradients)
         return keys, gradients[1][:, :, begin:]
 
-    _Kept.collect = lost  # type: ignore[method-assign, assignment]
+    _Kept.collect = lost  # type: ignore[method-assign]
 
 
 def left_out() -> None:

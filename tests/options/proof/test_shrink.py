@@ -230,6 +230,6 @@ def test_a_sample_is_cut_to_where_its_loss_begins() -> None:
 def test_chunks_shrink_with_the_rows(given: Any, expected: Any, lines: list[str], tmp_path: Path) -> None:
     samples = samples_of((30, LENGTH, 9))
     small, differs = fit_chunks(config_of(row_chunk=given, max_seq_len=LENGTH), samples)
-    assert (small.row_chunk, differs) == (expected, lines)
+    assert isinstance(small, RunConfig) and (small.row_chunk, differs) == (expected, lines)
     cut = cuts_of(small, whole("llama", tmp_path / "whole"))
     assert cut is None or len(cut([[LENGTH]], LENGTH)) >= 4

@@ -79,7 +79,7 @@ def test_chunks_go_in_order_and_back_from_the_last_of_a_row(
 ) -> None:
     _, chunks = counts
     assert chunks[0] > chunks[1] > chunks[2] >= 1
-    expected = []
+    expected: list[int] = []
     for first, behind in pairwise(accumulate(chunks, initial=0)):
         expected += range(behind - 1, first - 1, -1)
     for rank in (0, 1):
