@@ -176,6 +176,34 @@ def values_unlearnt() -> None:
     _Kept.collect = lost  # type: ignore[method-assign]
 
 
+def state_not_reset() -> None:
+    """A document takes over the state of linear attention that the one before it in the row has left."""
+    from models.attention.chunks import RowChunk
+    from models.attention.packed import Documents
+
+    mix = RowChunk.mix
+
+    def joined(self: RowChunk, mixer: Any, together: Any, hidden: Any, _: Any, **options: Any) -> Any:
+        one = Documents([[self._memory.length]] * len(hidden))
+        return mix(self, mixer, together, hidden, one, **options)
+
+    RowChunk.mix = joined  # type: ignore[method-assign, assignment]
+
+
+def tail_short() -> None:
+    """Of a convolution's inputs, a chunk gets a column less than it needs."""
+    from models.attention.states import States
+
+    update = States.update_conv_state
+
+    def short(self: States, conv_states: Any, *place: Any, conv_kernel_size: int, **others: Any) -> Any:
+        whole = update(self, conv_states, *place, conv_kernel_size=conv_kernel_size, **others)
+        self.left = {slot: each[..., -(conv_kernel_size - 2) :] for slot, each in self.left.items()}
+        return whole
+
+    States.update_conv_state = short  # type: ignore[method-assign]
+
+
 def left_out() -> None:
     """An export lacks one of the weights."""
     from models.conversion import to_huggingface
@@ -199,7 +227,7 @@ KINDS = (
     *(ends_apart, no_decay, moments_lost, padding_counts, documents_meet),
     *(parts_swapped, readers_alone, other_scale, neighbours_adapter),
     *(targets_near, stale_embedding),
-    *(another_prefix, keys_left_behind, values_unlearnt),
+    *(another_prefix, keys_left_behind, values_unlearnt, state_not_reset, tail_short),
 )
 FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 
