@@ -90,7 +90,7 @@ def plan_of(folder: Path, gpus: int, length: int, row_chunk: int | None) -> Stre
     return Streaming(basis_of(read_spec(folder), config, "RTX4090"), gpus).best()
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_chunks_let_rows_grow(gpus: int, tmp_path: Path) -> None:
     """Whole rows of Qwen3-8B do not fit a GPU of 24 GB from 40,960 tokens on."""
     assert plan_of(tmp_path, gpus, 40_960, row_chunk=None) is None

@@ -21,6 +21,7 @@ from models.loading import SeededStates
 from models.loss.micro_batch import micro_batch_loss, supervised_positions
 from options.weight_streaming import row_passes
 from options.weight_streaming.row_passes import Batch, RowPasses
+from tests.models.attention.test_state_in_chunks import small
 from tests.models.helpers import spec_of
 
 LENGTH = 48
@@ -33,6 +34,7 @@ SPECS: dict[str, Any] = {
     "mistral": partial(spec_of, "mistral", sliding_window=8),
     "gpt2": partial(spec_of, "gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0),
     "bloom": partial(spec_of, "bloom"),
+    "qwen3_5_text": partial(small, "qwen3_5_text"),  # linear attention in three of four blocks
 }
 Numbers = dict[str, Tensor]
 
@@ -105,7 +107,9 @@ def micro_of(family: str, position_ids: Tensor = PACKED) -> Micro:
 def assert_same(found: Numbers, expected: Numbers) -> None:
     assert found.keys() == expected.keys()
     for name, each in expected.items():
-        torch.testing.assert_close(found[name], each, rtol=1e-5, atol=1e-6 * float(each.abs().max()), msg=name)
+        # How fast states decay hardly changes the loss: of large terms with both signs, which round, little is left.
+        close = 1e-4 if name.endswith(("A_log", "dt_bias", "in_proj_a.weight")) else 1e-6
+        torch.testing.assert_close(found[name], each, rtol=1e-5, atol=close * float(each.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize(
