@@ -25,10 +25,17 @@ class ChunkEngine(StageEngine):
             units += [(*shape, size) for size in sizes]
         self.expect(units)
 
+    @property
+    def backward_passes(self) -> int:
+        return sum(self._chunks)
+
     def _train_schedule(self) -> schedule.PipeSchedule:
         if max(self._chunks) == 1:
             return super()._train_schedule()
         return ChunkSchedule(self._chunks, self.num_stages, self.stage_id)
+
+    def _inference_schedule(self, micro_batches: int) -> schedule.PipeSchedule:
+        return super()._inference_schedule(sum(self._chunks))
 
     def _send_tensor_meta(self, stream: tuple[Tensor, ...], stage: int) -> None:
         """Check nothing: chunks differ in length."""

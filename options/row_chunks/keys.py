@@ -41,8 +41,8 @@ class ChunkKeys(TrainConfig):
 
     def check_entry_point(self, in_stages: bool) -> None:
         super().check_entry_point(in_stages)
-        if self.row_chunk and self.zero_optimization.stage == 3:
+        if self.row_chunk and self.zero_optimization.stage > 1:
             raise ConfigError(
-                f"{KEY}: not with zero_optimization.stage: 3, which follows one forward pass at a time; expected stage "
-                "0 to 2"
+                f"{KEY}: not with zero_optimization.stage: {self.zero_optimization.stage}, whose processes sum in each "
+                "backward pass, and have other numbers of chunks; expected 0 or 1"
             )

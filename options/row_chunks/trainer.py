@@ -53,11 +53,6 @@ class ChunkTrainer(Trainer):
         for micro_batch, cuts in zip(super().on_host(loader, batch), self._cuts, strict=True):
             yield from _units(micro_batch, cuts, loader.collation)
 
-    @property
-    def _units_per_micro_batch(self) -> float:
-        """How many units a micro-batch has, by whose number engines divide the sum of an evaluation's losses."""
-        return sum(map(len, self._cuts)) / len(self._cuts)
-
 
 def _units(micro_batch: MicroBatch, cuts: list[int], collation: Collation) -> Iterator[MicroBatch]:
     """Cut a micro-batch: own tokens with the label behind them, and all positions."""
@@ -80,12 +75,6 @@ class ChunkPipelineTrainer(ChunkTrainer, PipelineTrainer):
 
     stage_engine = ChunkEngine
     engine: ChunkEngine
-
-    def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
-        units = self.micro_batches(loader, batch)
-        loss = self.engine.eval_batch(units, num_micro_batches=sum(map(len, self._cuts)))
-        self.engine.module.train()
-        return float(loss) * self._units_per_micro_batch
 
     def micro_batches(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         units = super().micro_batches(loader, batch)
@@ -110,5 +99,10 @@ class ChunkZeroTrainer(ChunkTrainer, ZeroTrainer):
         self.take_step(self.engine.step)
         return self._mean(losses)
 
+    @torch.no_grad()
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
-        return super().eval_loss(loader, batch) * self._units_per_micro_batch
+        self.engine.eval()
+        units = self.micro_batches(loader, batch)
+        losses = [torch.stack([self.engine(*next(units)) for _ in cuts]).sum() for cuts in self._cuts]
+        self.engine.train()
+        return self._mean(losses)

@@ -2,7 +2,7 @@
 
 DeepSpeed 0.19.8 starts when the stage is done, and gives every replica the sums of all weights, though it updates only
 its own partition. Here each weight's sum goes by a reduce to the replica that owns the weight (or to several that own
-parts of it), and starts when the gradient of the last micro-batch is complete: the head's first, while earlier layers
+parts of it), and starts when the gradient of the last backward pass is complete: the head's first, while earlier layers
 are in their backward pass. There are no buckets. The sums, rounded to `communication_data_type`, equal DeepSpeed's: to
 the last bit with two replicas; with more, up to the order in which the library adds. In bf16 each replica computes the
 norm of its partition, where DeepSpeed computes it over all sums.
@@ -11,10 +11,10 @@ Cost: half the bytes of an all-reduce, c (n - 1) / n per number of c bytes for n
 replica, it takes c / bandwidth. In bf16 the rounded numbers stay beside the sums until the stage is done.
 
 No deadlock: all replicas of a stage start their sums in the same order, backwards through the layers. A weight without
-a gradient in some micro-batch holds up all behind it until the stage is done. Replicas run the same schedule, so sums
-also have the same position among the messages to other stages. Even if a device ran all communication serially, the
-replicas would wait as one, and the schedule of one pipeline has no cycle. The ends of a tied weight are first added up
-over their stages, so this weight comes last. The host never waits.
+a gradient in some micro-batch holds up all behind it until the stage is done. Sums start in the last backward pass of a
+stage, behind all its messages but the last gradient. So even if a device ran all communication serially, replicas would
+wait with nothing left to do for the stages behind them, and those in front wait for that gradient anyway. The ends of a
+tied weight are first added up over their stages, so this weight comes last. The host never waits.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ReplicaSums:
             self._start_next()
 
     def _complete(self, weight: Tensor, and_more: int = 0) -> bool:
-        return self._arrivals[weight] >= self._in_micro_batch[weight] * self._engine.micro_batches + and_more
+        return self._arrivals[weight] >= self._in_micro_batch[weight] * self._engine.backward_passes + and_more
 
     @torch.no_grad()
     def _start_next(self) -> None:

@@ -37,6 +37,11 @@ class StageEngine(PipelineEngine):
             _allow_empty_norm(engine)
         return engine
 
+    @property
+    def backward_passes(self) -> int:
+        """How many a step has."""
+        return int(self.micro_batches)
+
     def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
         """Set the shapes of the next batch's micro-batches, which every rank knows from the loader.
 

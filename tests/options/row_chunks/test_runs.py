@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import topology
 from tests.ranks import Ranks, job
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, steps, weights
+from training.checkpoint.folder import step_folder
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -45,6 +47,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "chatglm3": ("chatglm", {}),
     "starcoder2": ("starcoder2", {}),  # derived
 }
+# Runs of whole rows beside those of each model: the model and keys.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama", {"lora": {"r": 4, "alpha": 8}}),
+    "distilled": ("llama", {"distillation": {"teacher": "tied"}}),
+    "routed": ("mixtral", {"aux_router_loss": {"weight": 0.05}}),
+}
 IN_CHUNKS: dict[str, Any] = {"row_chunk": CHUNK}
 # Name: the run of whole rows that it is compared with, processes, kind and keys.
 CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
@@ -57,7 +65,12 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
     "replicas": ("llama", 2, "pipeline", {"dims": (1, 2)}),
     "model": ("llama", 2, "pipeline", {"dims": (1, 1, 2)}),
     "zero": ("llama", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 1}}),
-    "zero2": ("llama", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 2}}),
+    "zero-0": ("llama", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 0}}),
+    "with-lora": ("lora", 2, "pipeline", {"dims": (2, 1)}),
+    "with-teacher": ("distilled", 2, "pipeline", {"dims": (2, 1)}),
+    "with-router": ("routed", 2, "pipeline", {"dims": (2, 1)}),
+    "resumed": ("llama", 2, "pipeline", {"dims": (2, 1), "resume": "stages"}),
+    "from-whole-rows": ("llama", 2, "pipeline", {"dims": (2, 1), "resume": "llama-whole"}),
     "grid": ("llama", 4, "pipeline", {"dims": (2, 2)}),
     "four-stages": ("llama", 4, "pipeline", {"dims": (4, 1)}),
     **{
@@ -66,7 +79,7 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
         if name != "llama"
     },
 }
-RARE = "few tokens zero2 grid four-stages chatglm3 starcoder2 bloom tied replicas".split()
+RARE = "few tokens zero-0 grid four-stages chatglm3 starcoder2 bloom tied replicas".split()
 LATER = dict.fromkeys(RARE, pytest.mark.longest)
 
 
@@ -79,6 +92,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def describe(name: str, model: Path, folder: Path, kind: str = "pipeline", **keys: Any) -> dict[str, Any]:
+    if "resume" in keys:
+        keys["resume"] = str(step_folder(folder / keys["resume"], TAKEN_UP_AT))
     own: dict[str, Any] = {
         "model_path": str(model),
         "model_topo": topology(keys.pop("dims", (1, 1))),
@@ -87,7 +102,7 @@ def describe(name: str, model: Path, folder: Path, kind: str = "pipeline", **key
         "eval_share": 0.2,
         "eval_interval": TAKEN_UP_AT,
         "prompt_format": "plain",
-        "packing": True,
+        "packing": "batch",
         "pack_len": 200,
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}},
     }
@@ -98,15 +113,33 @@ def describe(name: str, model: Path, folder: Path, kind: str = "pipeline", **key
 def runs(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path], asked: set[str]) -> Path:
     """Run the cases that are asked for, and the runs of whole rows that they are compared with."""
     cases = {name: case for name, case in CASES.items() if name in asked or name not in LATER}
-    needed = {whole for whole, *_ in cases.values()}
-    models = {name: make_checkpoint(kind, **changes) for name, (kind, changes) in MODELS.items() if name in needed}
-    ranks.run(1, "jobs", [describe(f"{name}-whole", model, folder) for name, model in models.items()], folder)
+    if "resumed" in cases:
+        cases = {"stages": CASES["stages"]} | cases
+    made: dict[str, Path] = {}
+
+    def model(name: str) -> Path:
+        kind, changes = MODELS[name]
+        made[name] = made.get(name) or make_checkpoint(kind, **changes)
+        return made[name]
+
+    def keys_of(whole: str) -> tuple[Path, dict[str, Any]]:
+        name, keys = OTHERS.get(whole, (whole, {}))
+        if "distillation" in keys:
+            keys = {"distillation": {"teacher": str(model(keys["distillation"]["teacher"]))}}
+        return model(name), keys
+
+    needed = dict.fromkeys(whole for whole, *_ in cases.values())
+    whole_rows = []
+    for whole in needed:
+        path, keys = keys_of(whole)
+        whole_rows.append(describe(f"{whole}-whole", path, folder, **keys))
+    ranks.run(1, "jobs", whole_rows, folder)
     for processes in (1, 2, 4):
-        chosen = [
-            describe(name, models[whole], folder, kind, **IN_CHUNKS | keys)
-            for name, (whole, size, kind, keys) in cases.items()
-            if size == processes
-        ]
+        chosen = []
+        for name, (whole, size, kind, keys) in cases.items():
+            path, more = keys_of(whole)
+            if size == processes:
+                chosen.append(describe(name, path, folder, kind, **IN_CHUNKS | more | keys))
         if chosen:
             ranks.run(processes, "jobs", chosen, folder)
     return folder
@@ -121,9 +154,19 @@ def test_six_steps_are_those_of_whole_rows(name: str, runs: Path) -> None:
     assert error_of(runs, name) is None
     whole, found = (runs / f"{CASES[name][0]}-whole"), runs / name
     wanted = steps(whole)
-    assert steps(found).keys() == wanted.keys()
+    first = TAKEN_UP_AT + 1 if "resume" in CASES[name][3] else 1
+    assert list(steps(found)) == list(range(first, STEPS + 1))
     for step, line in steps(found).items():
         assert line["loss"] == pytest.approx(wanted[step]["loss"], rel=1e-5), step
         assert line["grad_norm"] == pytest.approx(wanted[step]["grad_norm"], rel=1e-4), step
-    assert evaluations(found) == pytest.approx(evaluations(whole), rel=1e-5)
+    for step, loss in evaluations(found).items():
+        assert loss == pytest.approx(evaluations(whole)[step], rel=1e-5), step
+    assert evaluations(found).keys() >= {STEPS}
     assert_near(weights(found), weights(whole))
+
+
+@pytest.mark.parametrize("name", ["resumed"])
+def test_a_resumed_run_is_the_same_to_the_bit(name: str, runs: Path) -> None:
+    found = weights(runs / name)
+    for each, weight in weights(runs / "stages").items():
+        assert torch.equal(found[each], weight), each
