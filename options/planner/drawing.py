@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -60,8 +60,9 @@ def draw_plan(plan: Plan, path: Path) -> Path:
     whole: SubFigure | Figure = figure
     if basis.row_chunks > 1:
         figure.set_figheight(8)
-        whole, units = figure.subfigures(2, 1, height_ratios=(3, 1))
-        _draw_chunks(plan, units.subplots())
+        panels: Any = figure.subfigures(2, 1, height_ratios=(3, 1))
+        whole = panels[0]
+        _draw_chunks(plan, panels[1].subplots())
     above, below = whole.subplots(2, 1, sharex=True)
     for name, heights in memory.items():
         if heights.any():

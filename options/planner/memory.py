@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain
 from math import prod
+from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from models.attention.kernels import EAGER
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
@@ -209,13 +211,14 @@ class MemoryModel:
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
         # For each rank and moment: per chunk the micro-batches kept whole, and those whose weights wait.
         found = moments_in_flight(basis.schedule, ranks, basis.micro_batches)
-        self._moments = [numpy.array(moments, dtype=numpy.int64).reshape(len(moments), -1) for moments in found]
+        moments = [numpy.array(each, dtype=numpy.int64).reshape(len(each), -1) for each in found]
+        self._moments: list[NDArray[Any]] = moments
         self._numbers = carried_numbers(basis)
         self._carried = [0, *accumulate(self._numbers)]
         if len(cuts := basis.longest_chunks) > 1:
             # Without stages a row goes back before the next one comes.
             passing = chunks_in_flight(cuts, ranks, basis.micro_batches if basis.in_stages else 1)
-            self._moments = [numpy.array(moments) / (cuts[0], 1, 1) for moments in passing]
+            self._moments = [numpy.array(each) / (cuts[0], 1, 1) for each in passing]
         self._of_chunk = cache(self._chunk)
 
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:

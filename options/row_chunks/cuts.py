@@ -50,7 +50,7 @@ class RowCuts:
             rows: lengths of the samples in each row, before padding to `length`.
         """
         documents = Documents.laid_out(rows, length)
-        done = sum(self._work(row) for row in documents.rows).cumsum()
+        done = numpy.sum([self._work(row) for row in documents.rows], axis=0).cumsum()
         count = min(length, -(-int(done[-1]) // self._unit))
         targets = int(done[-1]) // count * numpy.arange(1, count)
 
