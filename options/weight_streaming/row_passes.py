@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from models.attention.chunks import RowChunk, RowMemory
 from models.attention.packed import Documents
+from models.loss.micro_batch import supervised_positions
 from options.weight_streaming.streamed_model import LoadedLayers, StreamedModel
 from training.engine.trainer import Sent
 
@@ -130,11 +131,11 @@ class RowPasses:
         if len(self._bounds) == 1:
             yield slice(0, None), labels
             return
-        targets, scale, share, _ = labels  # whose trained positions are those of whole rows
-        for begin, end in self._bounds:
+        targets, scale, share, *trained, _ = labels  # last come the trained positions of whole rows
+        for (begin, end), positions in zip(self._bounds, trained, strict=True):
             # The router loss, of all tokens, counts once.
             counts = share if end == targets.shape[1] else torch.zeros_like(share)
-            yield slice(begin, end), (targets[:, begin : end + 1], scale, counts)
+            yield slice(begin, end), (targets[:, begin : end + 1], scale, counts, positions)
 
     def _whole(self, layer: int) -> bool:
         """Return whether rows pass a layer whole: the embedding keeps nothing of them."""
@@ -156,6 +157,12 @@ class RowPasses:
         first, *others = given
         hidden, _, *sums = self._model.layer(layer)((first, position_ids, *others))
         return [hidden, *sums]
+
+
+def trained_in_chunks(targets: Tensor, cuts: Sequence[int]) -> Iterator[Tensor]:
+    """Yield the `supervised_positions` of each chunk of labels [B, S] on the host; nothing for whole rows."""
+    for begin, end in pairwise(accumulate(cuts if len(cuts) > 1 else (), initial=0)):
+        yield supervised_positions(targets[:, begin : end + 1], end - begin)
 
 
 class _Filled(Exception):

@@ -22,14 +22,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from torch import Tensor, nn
 
-from data.loader import GlobalBatch, Loader
+from data.loader import GlobalBatch, Loader, MicroBatch
 from models.attention.packed import Documents
 from models.checkpoint.layout import layer_file
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.row_chunks.cuts import cuts_of
 from options.weight_streaming.handover import bytes_of
-from options.weight_streaming.row_passes import Batch
+from options.weight_streaming.row_passes import Batch, trained_in_chunks
 from options.weight_streaming.schedule import StreamedDivision
 from options.weight_streaming.shared_memory import share_tensors
 from options.weight_streaming.streamed_model import StreamedModel
@@ -205,6 +205,7 @@ class WeightStreamingTrainer(Trainer):
 
     in_stages = True
     engine: HostEngine
+    _cuts: Sequence[Sequence[int]]  # of the coming micro-batches
 
     def __init__(self, engine: HostEngine, config: TrainConfig, peers: RankGroup, stage: int) -> None:
         super().__init__(engine, peers.rank, stage=stage)
@@ -240,11 +241,15 @@ class WeightStreamingTrainer(Trainer):
     def write_layers(self, folder: Path, save: Callable[[Any, str], object], disk: Disk) -> None:
         """Write nothing: `HostEngine.save_checkpoint` has written all layers."""
 
+    def on_host(self, loader: Loader, batch: GlobalBatch) -> Iterator[MicroBatch]:
+        for (inputs, labels), cuts in zip(super().on_host(loader, batch), self._cuts, strict=True):
+            yield inputs, (*labels, *trained_in_chunks(labels[0], cuts))
+
     def _run(self, loader: Loader, batch: GlobalBatch, seed: tuple[int, ...] | None = None) -> float:
         """Compute a batch, and return the mean loss over all replicas."""
         layouts = loader.layouts(batch, self.replica)
         documents = [Documents.laid_out(*layout) for layout in layouts]
-        cuts = [self._cut(*layout) if self._cut else [layout[1]] for layout in layouts]
+        self._cuts = [self._cut(*layout) if self._cut else [layout[1]] for layout in layouts]
         shapes = loader.shapes(batch, self.replica)
         like = self.engine.module.activations_like
         of_replicas = (loader.shapes(batch, replica) for replica in range(loader.replicas))
@@ -253,7 +258,7 @@ class WeightStreamingTrainer(Trainer):
         if seed:
             sent = self.timings.each("data", sent)
         scale = self.engine.optimizer.loss_scaler.cur_scale
-        loss = self.engine.turns.run(Batch(sent, documents, shapes, cuts, max(sizes), seed, scale))
+        loss = self.engine.turns.run(Batch(sent, documents, shapes, self._cuts, max(sizes), seed, scale))
         if self._peers.size == 1:
             return loss
         mean = torch.tensor(loss, dtype=torch.float64)

@@ -108,6 +108,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-lora-sums-on-cpu": ("llama-tied", BF16 | LORA | SUMS_ON_CPU),
     "llama-tied-weight-streaming": ("llama-tied", BF16 | STREAMED),
     "mixtral-weight-streaming": ("mixtral", ROUTED | STREAMED),
+    "mixtral-weight-streaming-chunks": ("mixtral", ROUTED | STREAMED | {"row_chunk": 16, "max_seq_len": 64}),
     "llama-tied-lion": ("llama-tied", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
 }
 OF_ONE = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in CELLS.items()} | OTHERS

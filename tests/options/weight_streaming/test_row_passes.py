@@ -20,7 +20,7 @@ from models.causal_lm import CausalLM
 from models.loading import SeededStates
 from models.loss.micro_batch import micro_batch_loss, supervised_positions
 from options.weight_streaming import row_passes
-from options.weight_streaming.row_passes import Batch, RowPasses
+from options.weight_streaming.row_passes import Batch, RowPasses, trained_in_chunks
 from tests.models.attention.test_state_in_chunks import small
 from tests.models.helpers import spec_of
 
@@ -75,6 +75,10 @@ class Micro(NamedTuple):
         batch = Batch(iter(()), documents, [tuple(self.ids.shape)], [cuts], 0, seed)  # type: ignore[list-item]
         return RowPasses(streamed, batch, 0, self.position_ids)
 
+    def labels_for(self, cuts: list[int]) -> tuple[Tensor, ...]:
+        *labels, positions = self.labels
+        return *labels, *trained_in_chunks(labels[0], cuts), positions
+
     def turn(self, cuts: list[int]) -> Numbers:
         """Pass all layers forward and back; return the loss, what layers hand on, and the gradients."""
         passes, weights, count = self.passes(cuts), Weights(list(self.model.layers)), len(self.model.layers)
@@ -84,7 +88,7 @@ class Micro(NamedTuple):
             given.append(passes.forward(layer, given[-1]))
         found = {f"hidden.{layer}": each[0].clone() for layer, each in enumerate(given)}
         found["loss"], gradients = passes.loss(
-            count - 1, [each.clone() for each in given[-1]], self.labels, loaded, True
+            count - 1, [each.clone() for each in given[-1]], self.labels_for(cuts), loaded, True
         )
         for layer in reversed(range(count - 1)):
             gradients = passes.backward(layer, given[layer], [each.clone() for each in gradients], loaded, True)
@@ -132,7 +136,7 @@ def test_an_evaluation_has_the_loss_of_whole_rows() -> None:
             for layer in range(len(micro.model.layers) - 1):
                 given = passes.forward(layer, given)
             loaded: Any = nothing
-            losses.append(passes.loss(len(micro.model.layers) - 1, given, micro.labels, loaded, True)[0])
+            losses.append(passes.loss(len(micro.model.layers) - 1, given, micro.labels_for(cuts), loaded, True)[0])
         assert not nothing.firsts
     torch.testing.assert_close(torch.stack(losses), losses[0].expand(len(losses)))
 
