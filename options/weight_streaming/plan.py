@@ -25,15 +25,14 @@ from math import ceil
 from pathlib import Path
 
 from common.quantities import counted, duration, gigabytes
-from models.spec import ModelSpec
 from options.planner.costs import FP32_SUM, HOST, layer_times
-from options.planner.inputs import Basis, Workload
-from options.planner.memory import MemoryModel, StateBytes
+from options.planner.inputs import Basis
+from options.planner.memory import MemoryModel, StateBytes, carried_numbers
 from options.planner.partition import best_split
 from options.planner.plan import RESOLUTION
 from options.planner.progress import each_of
-from options.row_chunks.cuts import RowCuts, cuts_of
-from options.row_chunks.keys import ChunkKeys
+from options.planner.row_chunks import chunk_of
+from options.planner.row_chunks import cut as cut_rows
 from options.weight_streaming.schedule import Slot, Slots, Streamed, StreamedDivision, simulate_turns
 from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload
@@ -118,13 +117,10 @@ class Streaming:
             update={"stage": 1, "offload_optimizer": OptimizerOffload(device="cpu")}
         )
         keys = {"offload_activations": False, "offload_gradients": True, "schedule": "1f1b", "zero_optimization": zero}
-        cut = None
-        if isinstance(basis.config, ChunkKeys):
-            # What `auto` chooses for another schedule is no chunk of this one.
-            cut = None if basis.config.row_chunk == "auto" else cuts_of(basis.config, basis.spec)
-            keys["row_chunk"] = None  # costs and memory are those of whole rows, but for `_cut_rows`
         topo = basis.config.model_topo.spread(1, 1)
-        self.basis = basis.changed(model_topo=topo, use_grad_ckpt=True, **keys)
+        in_chunks = basis.changed(model_topo=topo, use_grad_ckpt=True, **keys)
+        chunk = chunk_of(basis.config)
+        self.basis = in_chunks.in_chunks_of(None) if chunk else in_chunks  # of whole rows, but for `_cut_rows`
         plain = self.basis.changed(offload_gradients=False)  # here sums cross in each round, not in each micro-batch
 
         self.gpus, self.head = gpus, basis.spec.n_layers - 1
@@ -132,8 +128,8 @@ class Streaming:
         self.backward = [time.backward.total for time in layer_times(plain)]
         states, itemsize = StateBytes.of(plain.config), training_dtype(plain.config).itemsize
         self._memory, self._hidden_of_rows, self._keys_of_rows = MemoryModel(self.basis), 0, 0
-        if cut:
-            self._cut_rows(cut, itemsize)
+        if chunk:
+            self._cut_rows(in_chunks, chunk, itemsize)
 
         self._weights = [numel * itemsize for numel in self.basis.parameters]
         self._sums = [numel * states.sum for numel in self.basis.trained]
@@ -151,24 +147,22 @@ class Streaming:
         self._update[self.head] += ADDING * more / TOTAL_HOST
         self._hidden = self.basis.share.micro_tokens * basis.spec.config.hidden_size * itemsize
 
-    def _cut_rows(self, cut: RowCuts, itemsize: int) -> None:
+    def _cut_rows(self, in_chunks: Basis, chunk: int, itemsize: int) -> None:
         """Count chunks in place of whole rows.
 
         Most tokens has a chunk of a row of short documents, which have less work.
         """
-        basis, work = self.basis, self.basis.workload
-        chunks = len(cut(_filled(work, ceil(work.length)), ceil(work.length)))
-        one_document = [[work.longest]] * work.rows
-        cuts = [cut(rows, work.longest) for rows in (one_document, _filled(work, work.longest))]
+        basis, work, chunks = self.basis, self.basis.workload, in_chunks.row_chunks
+        rows = chunk, basis.config.max_seq_len, work.rows, work.longest
+        cuts = [basis.once(cut_rows, *rows, min(work.longest, each)) for each in (work.longest, ceil(work.attended))]
         if chunks == 1 == min(map(len, cuts)):
             return
         self._memory = MemoryModel(replace(basis, workload=replace(work, longest=max(map(max, cuts)))))
 
         # Of hidden states what is there, what comes, and what leaves. Keys and values with sums of their gradients, and
         # twice what is added to these: a kernel's gradients are of a part of the row, and become the row's.
-        tokens = work.rows * work.longest
-        self._hidden_of_rows = 3 * tokens * basis.spec.config.hidden_size * itemsize
-        self._keys_of_rows = tokens * _carried(basis.spec) * (itemsize + SUM + 2 * itemsize)
+        self._hidden_of_rows = 3 * work.rows * work.longest * basis.spec.config.hidden_size * itemsize
+        self._keys_of_rows = max(carried_numbers(in_chunks)) * (itemsize + SUM + 2 * itemsize)
 
         added = (chunks - 1) * FP32_SUM / basis.device.bandwidth
         for layer in range(1, basis.spec.n_layers):
@@ -262,21 +256,6 @@ class Streaming:
             "activations of a turn": max(activations),
             **({OF_ROWS: self._hidden_of_rows} if self._hidden_of_rows else {}),
         }
-
-
-def _filled(work: Workload, length: int) -> list[list[int]]:
-    """Fill the rows of a micro-batch with documents of the usual length."""
-    document = min(length, ceil(work.attended))
-    count, rest = divmod(length, document)
-    return [[document] * count + [rest] * (rest > 0)] * work.rows
-
-
-def _carried(spec: ModelSpec) -> int:
-    """Count the numbers of a token's key and value in a block, as attention gets them."""
-    config = spec.config
-    width = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
-    key, value = (int(getattr(config, name, None) or width) for name in ("qk_head_dim", "v_head_dim"))
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * (key + value)
 
 
 def divide(basis: Basis) -> StreamedDivision:
