@@ -79,6 +79,7 @@ class Verdict(NamedTuple):
             "only the layer's own attention": self.proof.attention[0] == EAGER,
             "no generation": not self.proof.generates,
             "no sequence parallelism": not self.proof.shares_rows,
+            "no rows in chunks": not self.proof.chunks_rows,
             "no tensor parallelism": not self.divided,
         }
         return "; ".join(name for name, holds in traits.items() if holds) or USUAL

@@ -4,6 +4,9 @@
   measured is the growth of resident memory, on a GPU (one process) what torch allocated. On a CPU freed memory goes
   back at once: a run keeps it to save time. `planner_error` is the largest relative error of all cases and ranks.
 - `lora`: the same of adapters, over a base in 32, 16 and 4 bits, and of frozen blocks; `lora_error`.
+- `chunks`: rows of growing length, whole and in chunks of one size, in blocks that recompute; beside them what keys and
+  values take: of a row on its way back with the sums of their gradients, and of the row behind it. `chunks_error` is
+  that of the rows in chunks.
 - `quickstart`: the quickstart run whole; `quickstart_gb` is the largest sum of the proportional set sizes of all its
   processes (a page shared by several counts once), looked at twice a second.
 """
@@ -71,6 +74,15 @@ LORA_CASES: dict[str, dict[str, Any]] = {
     "bf16, QLoRA, recomputed": NF4 | BF16 | RECOMPUTED,
     "fp32, frozen blocks": FROZEN,
 }
+CHUNK, LENGTHS = 512, (1024, 2048, 4096, 8192)
+GROUPED: dict[str, Any] = MODEL | {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": max(LENGTHS),
+}
 
 
 def measure(figure: str, cases: dict[str, dict[str, Any]], folder: Path) -> Report:
@@ -99,7 +111,35 @@ def measure(figure: str, cases: dict[str, dict[str, Any]], folder: Path) -> Repo
     return Report({f"{figure}_error": error, f"{figure}_cases": found}, table)
 
 
-def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
+def measure_chunks(folder: Path) -> Report:
+    """Measure rows of every length, whole and in chunks."""
+    import torch
+
+    stages = 1 if torch.cuda.is_available() else 2
+    (folder / "config.json").write_text(json.dumps(GROUPED), encoding="utf-8")
+    ways: dict[str, dict[str, Any]] = {"whole": RECOMPUTED, f"chunks of {CHUNK}": RECOMPUTED | {"row_chunk": CHUNK}}
+    found, rows, errors = {}, [], []
+    for length, (way, keys) in product(LENGTHS, ways.items()):
+        peaks = run_workers(stages, "benchmarks.memory", folder, "plan", keys=keys, length=length)
+        found[f"{length}, {way}"] = peaks
+        kept = f"{3 * keys_and_values(length) / stages / 1e6:,.0f}" if "row_chunk" in keys else ""
+        for rank, (plan, peak) in enumerate(peaks):
+            if "row_chunk" in keys:
+                errors.append(abs(plan / peak - 1))
+            figures = f"{plan / 1e6:,.0f}", f"{peak / 1e6:,.0f}", f"{plan / peak - 1:+.1%}", kept
+            rows.append((f"{length:,}", way, str(rank), *figures))
+    title = f"peak memory of {MICRO_BATCHES} rows a step, in blocks that recompute; chunks_error {max(errors):.3f}"
+    columns = ("tokens a row", "rows", "rank", "planned, MB", "measured, MB", "error", "keys and values, MB")
+    return Report({"chunks_error": max(errors), "chunks_cases": found}, table_of(title, columns, rows))
+
+
+def keys_and_values(length: int) -> int:
+    """Count the bytes of a row's keys and values in all layers, in fp32."""
+    head = GROUPED["hidden_size"] // GROUPED["num_attention_heads"]
+    return int(2 * 4 * length * GROUPED["num_key_value_heads"] * head * GROUPED["num_hidden_layers"])
+
+
+def plan_and_train(folder: Path, keys: dict[str, Any], length: int = LENGTH) -> None:
     """Plan, build and train on one rank; leave both peaks of every rank."""
     from benchmarks.steps import joined, random_rows, run_config, topology
     from models.api import read_spec
@@ -109,23 +149,22 @@ def plan_and_train(folder: Path, keys: dict[str, Any]) -> None:
     from training.config.deepspeed_config import training_dtype
     from training.data_setup import build_loader
     from training.distributed import freed_memory, processes
-    from training.engine.pipeline import PipelineTrainer
-    from training.engine.zero import ZeroTrainer
     from training.metrics.devices import this_device
     from training.metrics.peak_memory import peak_memory
+    from training.runs import trainer_kind
     from training.trained import with_trained
 
     ranks, in_stages = int(os.environ["WORLD_SIZE"]), keys not in ZERO_CASES.values()
     dims = (ranks, 1) if in_stages else (1, ranks)
-    config = run_config(folder, MICRO_BATCHES if in_stages else 2 * ranks, LENGTH, **keys, **topology(*dims))
+    config = run_config(folder, MICRO_BATCHES if in_stages else 2 * ranks, length, **keys, **topology(*dims))
     with patch.object(freed_memory, "keep", _give_back_memory), joined(config):
         spec = with_trained(read_spec(folder), config)
         plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device(), in_stages=in_stages))
-        loader = build_loader(random_rows(MODEL["vocab_size"], config.train_batch_size, LENGTH), config)
+        loader = build_loader(random_rows(spec.config.vocab_size, config.train_batch_size, length), config)
         _load_libraries(training_dtype(config))
         _forget_peak()
         before = peak_memory()
-        trainer = (PipelineTrainer if in_stages else ZeroTrainer).build(config, spec, folder, divide(config, spec))
+        trainer = trainer_kind(config, in_stages).build(config, spec, folder, divide(config, spec))
         _forget_peak()  # pages of the weights' file count while they are read
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))
@@ -177,6 +216,7 @@ if __name__ == "__main__":
         "planner": partial(measure, "planner", CASES),
         "lora": partial(measure, "lora", LORA_CASES),
         "zero": partial(measure, "zero", ZERO_CASES),
+        "chunks": measure_chunks,
         "quickstart": quickstart,
     }
     run_parts("Memory: peaks, predicted and measured.", parts, {"plan": plan_and_train})

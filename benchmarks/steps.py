@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
@@ -25,6 +25,8 @@ from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
+from training.schedule.instructions import WORK, Meaning, read_schedule
+from training.schedule.walk import Program, walk
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -105,6 +107,58 @@ def time_turns(trainer: Trainer, slots: Slots, micro_batches: int) -> Callable[[
         what all ranks call together after a step: a process's share of the seconds that all computed in turns, and the
         seconds that the simulation gives a step with these turns, which counts no update of the weights.
     """
+    records = _recorded(trainer)
+
+    def figures() -> tuple[float, float]:
+        found: dict[int, list[float]] = defaultdict(list)
+        for record in chain(*processes.gather(records())):
+            found[record.span.stage].append(record.span.end - record.span.begin)
+        ranks = torch.distributed.get_world_size()
+        timed = [Slot(mean(found[number]), share=slot.share) for number, slot in enumerate(slots_of(slots))]
+        work = sum(map(sum, found.values())) / ranks
+        return work, simulate_turns(timed, ranks, micro_batches, slots.a_round, math.inf).seconds
+
+    return figures
+
+
+def time_passes(trainer: Trainer) -> Callable[[], tuple[float, float]]:
+    """Record the passes of each step of a pipeline.
+
+    Returns:
+        what all ranks call together after a step: a process's share of the seconds that all computed in passes, and the
+        seconds that the step's own schedule takes where each stage's passes take their mean and messages no time.
+    """
+    records = _recorded(trainer)
+
+    def figures() -> tuple[float, float]:
+        found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for record in chain(*processes.gather(records())):
+            if record.span.kind in WORK:
+                found[record.span.kind, record.span.stage].append(record.span.end - record.span.begin)
+        ranks = torch.distributed.get_world_size()
+        seconds = {}
+        for kind in ("forward", "backward"):
+            seconds[kind] = [mean(found[kind, stage]) for stage in range(ranks)]
+
+        own = [meaning for _, meaning in read_schedule(trainer.engine._train_schedule())]
+        programs = [_program(filter(None, each)) for each in processes.gather(own)]
+        return sum(map(sum, found.values())) / ranks, walk(programs, seconds).seconds
+
+    return figures
+
+
+def _program(meanings: Iterable[Meaning]) -> Program:
+    """Do what a rank of 1F1B does: each message waits for its other end."""
+    for meaning in meanings:
+        if meaning.message:
+            yield [meaning.message]
+            yield None
+        elif meaning.kind in WORK:
+            yield meaning
+
+
+def _recorded(trainer: Trainer) -> Callable[[], list[Record]]:
+    """Let a trainer record its steps; return what gives this rank's records of the last one."""
     recorder, step = Recorder(torch.distributed.get_rank(), trainer.engine.device, 0.0), trainer.train_step
     records: list[Record] = []
 
@@ -113,17 +167,8 @@ def time_turns(trainer: Trainer, slots: Slots, micro_batches: int) -> Callable[[
         with recorder.step(trainer.engine) as records:
             return step(loader, batch)
 
-    def figures() -> tuple[float, float]:
-        found: dict[int, list[float]] = defaultdict(list)
-        for record in chain(*processes.gather(records)):
-            found[record.span.stage].append(record.span.end - record.span.begin)
-        ranks = torch.distributed.get_world_size()
-        timed = [Slot(mean(found[number]), share=slot.share) for number, slot in enumerate(slots_of(slots))]
-        work = sum(map(sum, found.values())) / ranks
-        return work, simulate_turns(timed, ranks, micro_batches, slots.a_round, math.inf).seconds
-
     trainer.train_step = recorded  # type: ignore[method-assign]
-    return figures
+    return lambda: records
 
 
 def now() -> float:

@@ -19,6 +19,8 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `streaming`, `streaming64`: weight streaming in two processes against two that do the same without depending on each
   other, with 8 and 64 layers: "worked" is a process's time in turns, and "simulated" the step that the planner's
   simulation makes of the times of all turns; "own" is the memory that a process shares with nobody, after a step.
+- `chunks`: two stages with two rows of 4,096 tokens a step, whole and in eight chunks each: "worked" is a process's
+  time in passes, "simulated" the step that the schedule makes of the mean times of its passes.
 - `wide`: two processes that share each row (`sequence: 2`) or each layer (a `model` axis) of 8,192 tokens.
 - `zero3`, `packed`, `full`: two stages of one thread against ZeRO-3 in two processes, and against transformers' Trainer
   in one process with both cores. `packed` trains on maths problems and tool dialogues (`benchmarks.tokenizing`), which
@@ -97,6 +99,7 @@ class Case:
     Attributes:
         ideal: how many times as fast as the first way the others could be.
         records: whether the rows are records instead of random words.
+        simulated: whether the passes of each step are recorded, and the step simulated with their times.
     """
 
     model: dict[str, Any]
@@ -106,6 +109,7 @@ class Case:
     ways: dict[str, Way]
     ideal: float = 1.0
     records: bool = False
+    simulated: bool = False
 
 
 def against_one(rows: int, length: int, model: dict[str, Any]) -> Case:
@@ -174,6 +178,10 @@ SHARED = {
     COPIES[0]: Way(PLAIN),
     COPIES[1]: Way(PLAIN, beside=True),
 }
+CHUNKS = {
+    "whole rows": Way(PLAIN, (2, 1)),
+    "8 chunks a row": Way(PLAIN | {"row_chunk": 512}, (2, 1)),
+}
 CASES = {
     "ideal": against_one(16, 512, SMALL),
     "large_head": against_one(16, 256, LARGE_HEAD),
@@ -184,6 +192,8 @@ CASES = {
     "lora": Case(MODEL, 4, 512, 5, TRAINED),
     "preference": Case(MODEL, 4, 512, 5, PREFERRED),
     "mtp": Case(SMALL | {"num_hidden_layers": 24}, 8, 512, 7, AHEAD),
+    # Of p stages and R rows in n chunks a step takes (R + (p - 1) / n) units of a row.
+    "chunks": Case(SMALL | {"num_hidden_layers": 6}, 2, 4096, 5, CHUNKS, ideal=(2 + 1) / (2 + 1 / 8), simulated=True),
     "wide": Case(SMALL | {"num_hidden_layers": 4}, 1, 8192, 5, SHARED, ideal=2),
     "streaming": Case(SMALL | {"num_hidden_layers": 8}, 32, 256, 5, STREAMED, ideal=2),
     "streaming64": Case(SMALL | {"num_hidden_layers": 64}, 8, 256, 3, STREAMED, ideal=2),
@@ -302,7 +312,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     import psutil
     import torch
 
-    from benchmarks.steps import joined, run_config, time_turns, topology, train, train_by_transformers
+    from benchmarks.steps import joined, run_config, time_passes, time_turns, topology, train, train_by_transformers
     from models.api import read_spec
     from options.multi_token.drafting import Drafting
     from options.planner.planning import divide
@@ -347,6 +357,8 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
             Drafting(SimpleNamespace(spec=spec), config.mtp).connect(trainer, [loader])
         if slots := getattr(division, "slots", None):  # of weight streaming
             timed = time_turns(trainer, slots, asked.rows)
+        if asked.simulated:
+            timed = time_passes(trainer)
         if way.engine == "reference":
             loss_of(trainer).recorded = []
             trainer.train_step = trainer.eval_loss  # type: ignore[method-assign]

@@ -98,6 +98,7 @@ class Family:
             would shrink them, leaves them alone.
         generates: whether tokens can come one by one, through a cache.
         shares_rows: whether several processes can share packed sequences, as tokens meet in attention only.
+        chunks_rows: whether rows can come in chunks, as all that joins tokens can be handed on.
         tensor_plan: how a block is sharded for tensor parallelism (`models.parallel.tensor`), where transformers has
             no plan or gathers what could stay sharded.
         router: the submodule of a block that sends tokens to experts, in families that have them.
@@ -135,6 +136,7 @@ class Family:
     frozen: tuple[str, ...] = ()
     generates: bool = True
     shares_rows: bool = True
+    chunks_rows: bool = True
     tensor_plan: Mapping[str, str] | None = None
     router: str | None = None
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None

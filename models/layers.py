@@ -124,6 +124,7 @@ class Head(nn.Module):
     scale = 1.0  # of hidden states before the projection
     ranks: RankGroup = ONE_RANK  # each has a shard of the vocabulary
     words = 0  # in the whole vocabulary, where there are several ranks
+    positions: Positions | None = None  # of the stage
 
     def __init__(self, family: Family, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -140,6 +141,8 @@ class Head(nn.Module):
 
         ZeRO holds the weight together while this module runs, so a `loss` is called inside.
         """
+        if self.positions:
+            self.positions.enter(activations[1])
         hidden: Tensor = self.norm(activations[0])
         normalised = (hidden, *activations[1:])
         if self.ahead is not None:  # some begin with what is in front of the norm
@@ -151,6 +154,16 @@ class Head(nn.Module):
     def projection(self) -> Tensor:
         """Get the projection [V, H], or this process's shard of it."""
         return self.lm_head.weight
+
+    @property
+    def rows(self) -> RankGroup:
+        """Who have the other tokens of the same rows."""
+        return self.positions.groups.sequence if self.positions else ONE_RANK
+
+    def summed(self, own: Tensor) -> Tensor:
+        """Sum over all tokens of the rows what is summed over those that are here."""
+        part = self.positions.part if self.positions else None
+        return own if part is None else part.summed(own)
 
     def scaled(self, hidden: Tensor) -> Tensor:
         """Scale normalised hidden states for the projection."""

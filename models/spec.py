@@ -142,6 +142,7 @@ class ModelSpec:
             module = (self.family.embeds or Embedding)(self.family, self.config, positions)
         elif layer == self.n_blocks + 1:
             module = (self.family.projection or Head)(self.family, self.config)
+            module.positions = positions
             if self.family.ahead:
                 module.ahead = self.family.ahead.build(self.family, self.config, positions)
         else:

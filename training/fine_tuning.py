@@ -10,7 +10,6 @@ from torch import Tensor
 
 from data.sample_set import Sample
 from models.loss.micro_batch import MicroBatchLoss, micro_batch_loss
-from models.parallel.groups import RankGroup
 from training.objective import Formula, Objective, Parts, log_probabilities
 
 
@@ -20,9 +19,9 @@ class FineTuning(Objective):
     has_perplexity = True
     by_token = True
 
-    def loss(self, router_loss_weight: float, rows: RankGroup) -> MicroBatchLoss:
+    def loss(self, router_loss_weight: float) -> MicroBatchLoss:
         z_loss_weight = self.config.aux_max_z_loss.weight
-        return partial(micro_batch_loss, z_loss_weight=z_loss_weight, router_loss_weight=router_loss_weight, rows=rows)
+        return partial(micro_batch_loss, z_loss_weight=z_loss_weight, router_loss_weight=router_loss_weight)
 
     def formula(self) -> Formula:
         return WordsFormula(self.config.aux_max_z_loss.weight)

@@ -28,7 +28,6 @@ from data.sample_set import KeptSamples, Sample, SampleSet, documents
 from data.settings import Wanted
 from models.layers import Embedding, Head
 from models.loss.micro_batch import MicroBatchLoss
-from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from training.callbacks import Callback
 
@@ -135,12 +134,11 @@ class Objective(ABC):
         return {}
 
     @abstractmethod
-    def loss(self, router_loss_weight: float, rows: RankGroup) -> MicroBatchLoss:
+    def loss(self, router_loss_weight: float) -> MicroBatchLoss:
         """Make the loss of a micro-batch, on the last stage, in the place of `micro_batch_loss` (`models.loss`).
 
         Args:
             router_loss_weight: weight of the router loss of mixture-of-experts; 0 without one.
-            rows: who have the other tokens of the same rows.
         """
 
     def callbacks(self, task: ModelAndRecords) -> list[Callback]:

@@ -3,11 +3,11 @@
 A row that is too long for a process's memory passes through its layers chunk by chunk. Its keys and values, behind the
 rotary embedding, stay in one buffer a layer; each chunk adds its own and attends to all up to its end. Backward passes
 go from the last chunk to the first: each gives the keys and values of earlier chunks their gradients, which are added
-up in fp32 until the chunk that made them takes the sum. Nothing else of a decoder layer joins tokens, so losses and
-gradients are those of whole rows, but for the rounding of other sums.
+up in fp32 until the chunk that made them takes the sum. Linear attention hands on states (`models.attention.states`),
+and a loss that is no sum the sums that it is a function of. Where nothing else joins tokens, as `models.derived.proof`
+finds out, losses and gradients are those of whole rows, but for the rounding of other sums.
 
-A chunk is a part of a row, as a process's share of it is with sequence parallelism (`models.parallel.sequence`): the
-families that can share rows can have them in chunks.
+A chunk is a part of a row, as a process's share of it is with sequence parallelism (`models.parallel.sequence`).
 
 Cost: of each row on its way, keys and values of all layers; of a row that has begun its backward passes, twice as many
 bytes in all in fp32, and three times in 16 bits. A block that recomputes makes its chunk's keys and values again.
@@ -15,14 +15,19 @@ bytes in all in fp32, and three times in 16 bits. A block that recomputes makes 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
+from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from models.attention.packed import Documents
+from models.attention.states import Carried, Held, Mixer, mix
 from models.parallel.sequence import Kernel, PartOfRows
 
 BLOCK = 1024  # queries that one mask is made for: of more, masks would be the largest tensors
@@ -66,6 +71,34 @@ class _Extended(torch.autograd.Function):
         return *context.kept.collect(context.begin, gradients), None, None
 
 
+class _Sums:
+    """A sum over the tokens of each chunk, by where the chunk begins, and the gradient of the sum over all."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Tensor] = {}
+        self.gradient: Tensor | None = None
+
+
+class _Summed(torch.autograd.Function):
+    """Add the sums of the row's earlier chunks to a chunk's own."""
+
+    @staticmethod
+    def forward(context: Any, own: Tensor, sums: _Sums, begin: int) -> Tensor:
+        context.sums, context.begin = sums, begin
+        sums.parts[begin] = own.detach()
+        return torch.stack(list(sums.parts.values())).sum(dim=0)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Take what later chunks, which had their backward passes before, say of this chunk's tokens, too."""
+        sums = context.sums
+        if context.begin != max(sums.parts):
+            raise RuntimeError("a sum without its gradient; expected the backward pass of the row's next chunk before")
+        del sums.parts[context.begin]
+        sums.gradient = gradient if sums.gradient is None else sums.gradient + gradient
+        return sums.gradient, None, None
+
+
 class RowMemory:
     """What the layers of a stage keep of one micro-batch whose rows pass in chunks.
 
@@ -76,6 +109,8 @@ class RowMemory:
     def __init__(self, length: int) -> None:
         self.length = length
         self._layers: dict[nn.Module, _Kept] = {}
+        self.states: dict[tuple[nn.Module, int, int], Carried] = {}  # by mixer, row and the column behind them
+        self.sums: defaultdict[int, _Sums] = defaultdict(_Sums)  # by their order in a chunk
 
     def extend(self, module: nn.Module, key: Tensor, value: Tensor, begin: int) -> tuple[Tensor, Tensor]:
         """Add a chunk's keys and values of one attention module; return those of the row up to the chunk's end."""
@@ -84,9 +119,15 @@ class RowMemory:
         keys, values = _Extended.apply(key, value, self._layers[module], begin)
         return keys, values
 
+    def keep(self, place: tuple[nn.Module, int, int], held: Held) -> Carried:
+        """Keep what a mixer leaves for the next chunk; a block that recomputes leaves the same again."""
+        return self.states.setdefault(place, Carried(held))
+
 
 class RowChunk(PartOfRows):
     """Some tokens of each row of a micro-batch, behind all before them.
+
+    A loss that is a function of `summed` numbers is right if those of all chunks but the last count 0 times.
 
     Args:
         columns: the tokens.
@@ -95,6 +136,7 @@ class RowChunk(PartOfRows):
 
     def __init__(self, columns: slice, memory: RowMemory) -> None:
         self.columns, self._memory = columns, memory
+        self._asked = 0  # sums that its loss has asked for
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         return whole.narrow(dim, self.columns.start, self.columns.stop - self.columns.start).contiguous()
@@ -125,8 +167,8 @@ class RowChunk(PartOfRows):
         for row in range(len(query)):
             own = slice(row, row + 1)
             here = (query[own], key[own], value[own])
-            pieces = [attended(*here, *document) for document in documents.within(row, begin, end)]
-            rows.append(torch.cat(pieces, dim=1))
+            pieces = documents.within(row, begin, end)
+            rows.append(torch.cat([attended(*here, first, min(last, end)) for first, last in pieces], dim=1))
         return torch.cat(rows)
 
     def _in_one_launch(
@@ -148,6 +190,39 @@ class RowChunk(PartOfRows):
         )
         output = kernel(module, _end_to_end(query.split(1)), keys, values, None, **options)[0]
         return output.view(len(query), -1, *output.shape[2:])
+
+    def mix(
+        self, mixer: nn.Module, together: Mixer, hidden: Tensor, documents: Documents | None, **options: Any
+    ) -> Tensor:
+        begin, end = self.columns.start, self.columns.stop
+        # By the mixer's own name for it, as the block hands on as a cache what `Positions` gave it: this chunk.
+        names = [name for name, value in options.items() if value is self]
+        tensors = {
+            name for name, value in options.items() if any(isinstance(each, Tensor) for each in tree_leaves(value))
+        }
+        if not documents or len(names) != 1 or tensors & signature(together).parameters.keys():
+            raise TypeError("a mixer that is given no cache, or more tensors than hidden states; expected no chunks")
+        # Some blocks pass on whatever they are given: angles, which are for attention.
+        named = partial(together, **{name: options[name] for name in options.keys() - tensors - {*names}})
+
+        def mixed(row: int, tokens: Tensor, first: int, last: int) -> Tensor:
+            """Mix the tokens of the chunk that belong to the document `first` to `last` of the row."""
+            before = self._memory.states[mixer, row, begin] if first < begin else None
+            keep = partial(self._memory.keep, (mixer, row, end)) if last > end else None
+            own = tokens[:, max(first, begin) - begin : min(last, end) - begin]
+            return mix(named, names[0], own, before, keep)
+
+        rows, packed = [], documents.packed  # else all rows are one document each, and mixed at once
+        for row in range(len(documents.rows) if packed else 1):
+            tokens = hidden[row : row + 1] if packed else hidden
+            pieces = documents.within(row, begin, end)
+            rows.append(torch.cat([mixed(row, tokens, *document) for document in pieces], dim=1))
+        return torch.cat(rows)
+
+    def summed(self, own: Tensor) -> Tensor:
+        self._asked += 1
+        total: Tensor = _Summed.apply(own, self._memory.sums[self._asked], self.columns.start)
+        return total
 
 
 def _end_to_end(rows: Sequence[Tensor]) -> Tensor:

@@ -188,10 +188,10 @@ class Documents:
         return any(len(row) > 1 for row in self.rows)
 
     def within(self, row: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield where each document of a row begins that has tokens in columns `begin` to `end`, and ends in them."""
+        """Yield where each document of a row begins and ends that has tokens in columns `begin` to `end`."""
         for first, last in pairwise(accumulate(self.rows[row], initial=0)):
             if last > begin and first < end:
-                yield first, min(last, end)
+                yield first, last
 
     def flash_arguments(self, device: torch.device, begin: int = 0, end: int | None = None) -> dict[str, Any]:
         """Make the arguments of flash-attn's variable-length kernel.
@@ -203,8 +203,8 @@ class Documents:
         documents = list(chain(*(self.within(row, begin, end) for row in range(len(self.rows)))))
         told: dict[str, Any] = {}
         for name, lengths in (
-            ("q", [last - max(first, begin) for first, last in documents]),
-            ("k", [last - first for first, last in documents]),
+            ("q", [min(last, end) - max(first, begin) for first, last in documents]),
+            ("k", [min(last, end) - first for first, last in documents]),
         ):
             # From pinned memory, so that the host does not wait for the copy.
             ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")

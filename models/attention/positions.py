@@ -126,6 +126,8 @@ class Positions:
             if self.part is not None:
                 for each in arguments.values():
                     each["part_of_rows"] = self.part
+                if LINEAR in arguments:  # a block hands it on to its mixer, by the mixer's own name for a cache
+                    arguments[LINEAR][self.cache_argument] = self.part
             if cache is not None:
                 for each in arguments.values():
                     each |= {self.cache_argument: cache, "use_cache": True}

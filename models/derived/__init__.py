@@ -71,7 +71,12 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
         if family.frozen:
             proof += f"; no gradient reaches {', '.join(family.frozen)}, which stay as they are"
         _families[key] = replace(
-            family, generates=found.generates, shares_rows=found.shares_rows, router=router, proof=proof
+            family,
+            generates=found.generates,
+            shares_rows=found.shares_rows,
+            chunks_rows=found.chunks_rows,
+            router=router,
+            proof=proof,
         )
     return _families[key]
 

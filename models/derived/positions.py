@@ -16,6 +16,7 @@ from models.attention.packed import Documents, unmarked
 from models.attention.positions import Arguments, Positions, Rotary, fp32_products
 from models.attention.rope import DocumentRotary, depends_on_length
 from models.derived.outline import ANGLES, CACHE, CONSTANT, EMPTY, HIDDEN, MASK, POSITIONS, ArgumentSource, RotaryCall
+from models.parallel.sequence import PartOfRows
 
 
 class DerivedPositions(Positions):
@@ -87,7 +88,15 @@ def by_document(mixer: Any) -> None:
     """Make a mixing module see each document of a packed row alone."""
     together = mixer.forward
 
-    def forward(hidden_states: Tensor, documents: Documents | None = None, **options: Any) -> Any:
+    def forward(
+        hidden_states: Tensor,
+        documents: Documents | None = None,
+        part_of_rows: PartOfRows | None = None,
+        **options: Any,
+    ) -> Any:
+        if part_of_rows is not None:
+            in_parts = torch.compiler.disable(part_of_rows.mix)
+            return in_parts(mixer, together, hidden_states, documents, **options)
         if documents is None or not documents.packed:
             return together(hidden_states, **options)
         rows = []

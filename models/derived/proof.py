@@ -2,8 +2,8 @@
 
 transformers writes a model with random weights, and the family's own table reads it. Compared are the round trip of
 every weight, logits, loss, every gradient, two stages with one, packed documents with each alone, padded rows, rows
-that two processes share, and tokens that come one by one through the cache. A family that fails in one of them is
-refused, with the figure and the bound, or does without what it fails in.
+that two processes share, rows in chunks, and tokens that come one by one through the cache. A family that fails in one
+of them is refused, with the figure and the bound, or does without what it fails in.
 
 Cost: some seconds on a CPU, in fp32.
 """
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from models.attention.cache import KeyValueCache
+from models.attention.chunks import chunks_of
 from models.attention.kernels import ALL, EAGER, TORCH
+from models.attention.packed import Documents
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import depends_on_length
 from models.causal_lm import CausalLM
@@ -44,6 +47,7 @@ from models.spec import ModelSpec
 
 LENGTH = 40  # longer than the windows of a small model
 CUTS = (17, 25)  # where the second document of each packed row begins
+CHUNKED = (16, 1, 23)  # tokens of each chunk: a document of row 0 begins with the last one
 STEPS = 6  # tokens that come one by one
 PADDED = 31  # from where on a row is padded
 BOUND = 2e-5  # of what is compared, beside its largest number
@@ -52,8 +56,9 @@ ROUGHLY = 1e-3  # of tokens one by one, for the same reason; mistakes are larger
 CPU = torch.device("cpu")
 
 GRADIENTS = "gradients"
-GENERATION, ROUTING, PARTS = "tokens one by one", "losses of the router", "shared rows"
-OPTIONAL = {GENERATION, ROUTING, PARTS}  # which training can do without
+GENERATION, ROUTING = "tokens one by one", "losses of the router"
+PARTS, CHUNKS = "shared rows", "rows in chunks"
+OPTIONAL = {GENERATION, ROUTING, PARTS, CHUNKS}  # which training can do without
 
 Figures = dict[str, float]  # the largest difference of each comparison, as a share of the largest number in it
 
@@ -66,6 +71,7 @@ class Proof(BaseModel):
         generates: whether tokens may come one by one.
         routes: whether the loss of its router is transformers', where it has one.
         shares_rows: whether tokens meet in attention only, so that several processes may share rows.
+        chunks_rows: whether rows may come in chunks, as all that joins tokens can be handed on.
         linear: whether it has linear attention, which sees the documents of a packed row one by one.
     """
 
@@ -74,6 +80,7 @@ class Proof(BaseModel):
     generates: bool
     routes: bool
     shares_rows: bool
+    chunks_rows: bool
     linear: bool
     seconds: float
 
@@ -136,6 +143,7 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
                     generates=GENERATION not in wrong,
                     routes=ROUTING not in wrong,
                     shares_rows=PARTS not in wrong,
+                    chunks_rows=CHUNKS not in wrong,
                     linear=linear,
                     seconds=time.perf_counter() - begin,
                 )
@@ -232,6 +240,9 @@ def compare_models(spec: ModelSpec, model: Any, folder: Path) -> Figures:
             figures[GENERATION] = one_by_one(ours, model, ids)
         with suppress(Exception):  # attention that does not know of parts
             figures[PARTS] = rows_in_parts(ours, ids)
+    figures[CHUNKS] = torch.inf
+    with suppress(Exception):  # whatever joins tokens, asked for what it does not know
+        figures[CHUNKS] = rows_in_chunks(ours, ids)
     return figures
 
 
@@ -305,6 +316,34 @@ def rows_in_parts(ours: CausalLM, ids: Tensor) -> float:
     finally:
         ours.positions.part = None
     return apart(found.view_as(whole), whole)
+
+
+def rows_in_chunks(ours: CausalLM, ids: Tensor) -> float:
+    """Compare packed rows in chunks with whole ones, by logits and every gradient."""
+    positions = two_documents()
+    weights = dict(ours.named_parameters())
+    whole = ours(ids, positions)
+    directions = torch.randn_like(whole) / ids.numel() / whole.shape[-1] ** 0.5  # as large as of a mean cross-entropy
+
+    def gradients(outputs: list[Tensor]) -> dict[str, Tensor]:
+        """Differentiate a sum over all logits, from the last chunk to the first."""
+        ours.zero_grad()
+        begins = accumulate((each.shape[1] for each in outputs), initial=0)
+        for begin, output in reversed([*zip(begins, outputs, strict=False)]):
+            (output * directions[:, begin : begin + output.shape[1]]).sum().backward()
+        return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+    wanted = gradients([whole])
+
+    ours.positions.expect([Documents.of(positions)] * len(CHUNKED), chunks_of(CHUNKED))
+    try:
+        chunks = [ours(each, positions.clone()) for each in ids.split(CHUNKED, dim=1)]
+    finally:
+        ours.positions.expect([])
+    found = gradients(chunks)
+    if found.keys() != wanted.keys():
+        return torch.inf
+    return max(apart(torch.cat(chunks, dim=1), whole), *(apart(found[name], wanted[name]) for name in wanted))
 
 
 def padded(ours: CausalLM, model: Any, ids: Tensor) -> float:

@@ -21,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from models.layers import Activations, Head
 from models.loss.lean import chunk_tokens, linear_cross_entropy
-from models.parallel.groups import ONE_RANK, RankGroup
-from models.parallel.sequence import summed_over_parts
 from models.router import router_loss, top_k
 
 ALIGNED = 8  # columns of a matrix: products of 16-bit numbers are fast for whole multiples
@@ -160,7 +158,6 @@ def micro_batch_loss(
     z_loss_weight: float = 0.0,
     router_loss_weight: float = 0.0,
     own: TokenLoss | None = None,
-    rows: RankGroup = ONE_RANK,
 ) -> Tensor:
     """Compute a micro-batch's part of the global loss, in fp32.
 
@@ -172,19 +169,15 @@ def micro_batch_loss(
         labels: labels [B, S], scale [], share [] and, where they are known, the `supervised_positions` [T].
         z_loss_weight, own: see `token_loss`.
         router_loss_weight: weight of the load-balancing loss of mixture-of-experts (`models.router`).
-        rows: who have the other tokens of the same rows.
     """
     targets, scale, share, *known = labels
     z_loss_weight, own = (z_loss_weight, own) if head.training else (0.0, None)
     loss = token_loss(activations[0], targets, head, z_loss_weight, known[0] if known else None, own) * scale
-    return loss + weighted_router_loss(head, activations, share, router_loss_weight, rows)
+    return loss + weighted_router_loss(head, activations, share, router_loss_weight)
 
 
-def weighted_router_loss(
-    head: Head, activations: Activations, share: Tensor, weight: float, rows: RankGroup
-) -> Tensor | float:
+def weighted_router_loss(head: Head, activations: Activations, share: Tensor, weight: float) -> Tensor | float:
     """Compute the router loss of a micro-batch times its weight; 0 without one; arguments as of `micro_batch_loss`."""
     if not (weight and head.training):
         return 0.0
-    sums = activations[2] if rows.size == 1 else summed_over_parts(activations[2], rows)
-    return weight * router_loss(sums, top_k(head.config)) * share
+    return weight * router_loss(head.summed(activations[2]), top_k(head.config)) * share

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models.attention.kernels import ALL, EAGER
+from models.attention.packed import Documents
 from models.parallel.groups import RankGroup, add_up, communicate
 
 Kernel = Callable[..., tuple[Tensor, Any]]  # as transformers calls attention
@@ -47,6 +48,26 @@ class PartOfRows(ABC):
         self, kernel: Kernel, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> Tensor:
         """Run a kernel on whole rows: own tokens [B, heads, S / n, D] to [B, S / n, heads, D]."""
+
+    @abstractmethod
+    def summed(self, own: Tensor) -> Tensor:
+        """Sum over all parts of the rows; the backward pass gives each part the gradient of its own tokens."""
+
+    def mix(
+        self,
+        mixer: nn.Module,
+        together: Callable[..., Tensor],
+        hidden: Tensor,
+        documents: Documents | None,
+        **options: Any,
+    ) -> Tensor:
+        """Run linear attention on whole rows: own tokens [B, S / n, H] to [B, S / n, H].
+
+        Args:
+            mixer: the module that mixes tokens.
+            together: its forward pass.
+        """
+        raise NotImplementedError("states of linear attention do not pass between processes")
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,12 @@ class Exchanged(PartOfRows):
         whole = (_exchanged(each, self.ranks, 1, 2) for each in (query, key, value))
         output, _ = kernel(_Changed(module, changed), *whole, mask, **options)
         return _exchanged(output, self.ranks, 1, 2)
+
+    def summed(self, own: Tensor) -> Tensor:
+        # As each rank goes on with the sum, and each step averages over them, the gradient counts once for each.
+        return communicate(
+            own, lambda own: add_up(own.clone(), self.ranks), lambda gradient: gradient * self.ranks.size
+        )
 
     def _repeated(self, keys: Tensor, heads: int) -> Tensor:
         """Repeat key heads until they divide evenly, each beside its queries."""
@@ -101,6 +128,9 @@ class Folded(PartOfRows):
         output, _ = kernel(module, *whole, mask, **options)
         return output.unflatten(1, (self.parts, -1)).flatten(0, 1)
 
+    def summed(self, own: Tensor) -> Tensor:
+        return own
+
 
 class _Changed:
     """A module with some attributes of other values, as a kernel sees it."""
@@ -126,14 +156,6 @@ def _exchange(tensor: Tensor, ranks: RankGroup, split: int, joined: int) -> Tens
     received = torch.empty_like(sent)
     torch.distributed.all_to_all_single(received, sent, group=ranks.group)
     return received.movedim(0, joined).flatten(joined, joined + 1)
-
-
-def summed_over_parts(part: Tensor, ranks: RankGroup) -> Tensor:
-    """Sum over the ranks that share sequences; each gets the gradient of its own tokens.
-
-    As each rank goes on with the sum, and each step averages over them, the gradient counts once for each.
-    """
-    return communicate(part, lambda part: add_up(part.clone(), ranks), lambda gradient: gradient * ranks.size)
 
 
 def over_parts(kernel: Kernel) -> Kernel:

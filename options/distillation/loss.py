@@ -21,7 +21,7 @@ from models.loss.micro_batch import (
     trained_rows,
     weighted_router_loss,
 )
-from models.parallel.groups import ONE_RANK, RankGroup, gathered
+from models.parallel.groups import gathered
 from options.distillation.soft_targets import SoftTargets
 
 
@@ -32,7 +32,7 @@ class DistillationLoss(MeasuredLoss):
 
     Args:
         weight, temperature: as in `options.distillation.soft_targets`.
-        z_loss_weight, router_loss_weight, rows: as for `models.loss.micro_batch.micro_batch_loss`.
+        z_loss_weight, router_loss_weight: as for `models.loss.micro_batch.micro_batch_loss`.
 
     Attributes:
         measures: means over the trained tokens that `take` has the sums of.
@@ -41,15 +41,10 @@ class DistillationLoss(MeasuredLoss):
     measures = ("cross_entropy", "kl")
 
     def __init__(
-        self,
-        weight: float,
-        temperature: float,
-        z_loss_weight: float = 0.0,
-        router_loss_weight: float = 0.0,
-        rows: RankGroup = ONE_RANK,
+        self, weight: float, temperature: float, z_loss_weight: float = 0.0, router_loss_weight: float = 0.0
     ) -> None:
         self._mix = weight, temperature
-        self._z_loss_weight, self._router_loss_weight, self._rows = z_loss_weight, router_loss_weight, rows
+        self._z_loss_weight, self._router_loss_weight = z_loss_weight, router_loss_weight
         self._found: list[Tensor] = []
         self._tokens = 0
 
@@ -63,7 +58,7 @@ class DistillationLoss(MeasuredLoss):
         """
         ids, scale, share, *more = labels
         if not head.training and not any(each.dim() == 3 for each in more):
-            return micro_batch_loss(head, activations, labels, rows=self._rows)
+            return micro_batch_loss(head, activations, labels)
         packed, *known = more
         hidden, targets = trained_rows(activations[0], ids, known[0] if known else None)
         soft = SoftTargets.packed(packed, *self._mix)
@@ -73,7 +68,7 @@ class DistillationLoss(MeasuredLoss):
         loss = linear_cross_entropy(hidden, projection, targets, *options, mixed=soft) * scale
         self._found += soft.found
         self._tokens += len(targets)
-        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
+        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight)
 
     def take(self) -> Tensor:
         """Return and reset the number of trained tokens and the sums of `measures` over them, [3] fp64."""

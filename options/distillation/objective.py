@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.sample_set import SampleSet
-from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.distillation.collation import TaughtCollation
 from options.distillation.loss import DistillationLoss
@@ -38,9 +37,9 @@ class Distillation(FineTuning):
 
         return {TEACHER: read_teacher(self.config, self.section, spec, folder, read_spec, weights)}
 
-    def loss(self, router_loss_weight: float, rows: RankGroup) -> DistillationLoss:
+    def loss(self, router_loss_weight: float) -> DistillationLoss:
         mix = self.section.weight, self.section.temperature
-        return DistillationLoss(*mix, self.config.aux_max_z_loss.weight, router_loss_weight, rows)
+        return DistillationLoss(*mix, self.config.aux_max_z_loss.weight, router_loss_weight)
 
     def callbacks(self, task: ModelAndRecords) -> list[Callback]:
         from options.distillation.teaching import Teaching  # imports DeepSpeed, so only in a run

@@ -14,7 +14,7 @@ from models.ahead.layers import LayerAhead
 from models.layers import Activations, Head
 from models.loss.lean import chunk_tokens, fp32_logits, linear_cross_entropy
 from models.loss.micro_batch import MeasuredLoss, for_projection, micro_batch_loss
-from models.parallel.groups import ONE_RANK, RankGroup, gathered
+from models.parallel.groups import gathered
 from options.multi_token.collation import further
 
 LOSS, TARGETS, RIGHT, JUDGED, AGREES = "loss", "targets", "right", "judged", "agrees"
@@ -30,7 +30,7 @@ class AheadLoss(MeasuredLoss):
     Args:
         detach: whether the layers ahead alone learn from their loss.
         only: whether nothing else learns.
-        z_loss_weight, router_loss_weight, rows: as for `models.loss.micro_batch.micro_batch_loss`.
+        z_loss_weight, router_loss_weight: as for `models.loss.micro_batch.micro_batch_loss`.
 
     Attributes:
         embed: makes embeddings of token ids, on the last stage; set when all weights are there.
@@ -47,15 +47,10 @@ class AheadLoss(MeasuredLoss):
         only: bool,
         z_loss_weight: float = 0.0,
         router_loss_weight: float = 0.0,
-        rows: RankGroup = ONE_RANK,
     ) -> None:
         self.measures = ()
-        self._weight, self._detach, self._only, self._rows = weight, detach, only, rows
-        self._options: dict[str, Any] = {
-            "z_loss_weight": z_loss_weight,
-            "router_loss_weight": router_loss_weight,
-            "rows": rows,
-        }
+        self._weight, self._detach, self._only = weight, detach, only
+        self._options: dict[str, Any] = {"z_loss_weight": z_loss_weight, "router_loss_weight": router_loss_weight}
 
     def expect(self, depth: int) -> None:
         """Set how many layers ahead there are, on every rank."""
@@ -75,7 +70,7 @@ class AheadLoss(MeasuredLoss):
         hidden = self._left_alone(normalised[0] if head.ahead[0].norm else before_norm)
         for k, layer in enumerate(head.ahead, start=1):
             assert isinstance(layer, LayerAhead)
-            embedded = self._left_alone(self.embed(self._own(further(ids, k))))
+            embedded = self._left_alone(self.embed(_own(head, further(ids, k))))
             hidden = layer(embedded, hidden, normalised[1])
             places, words = found[2 * k - 2], found[2 * k - 1]
             rows = self._for_head(head, layer, hidden).flatten(0, 1).index_select(0, places)
@@ -112,10 +107,6 @@ class AheadLoss(MeasuredLoss):
         """Take what is the model's own out of the backward pass, unless it learns too."""
         return tensor.detach() if self._detach else tensor
 
-    def _own(self, rows: Tensor) -> Tensor:
-        """Take this rank's columns of whole rows [B, S]."""
-        return rows if self._rows.size == 1 else rows[:, self._rows.part(rows.shape[1])]
-
     def _for_head(self, head: Head, layer: LayerAhead, hidden: Tensor) -> Tensor:
         """Return what the head gets: with a norm of the layer's own it is there already."""
         if layer.norm is not None:
@@ -128,6 +119,11 @@ class AheadLoss(MeasuredLoss):
         rows, projection = for_projection(rows, head)
         projection = self._left_alone(projection)
         return linear_cross_entropy(rows, projection, words, head.cap, 0.0, head.ranks, head.words)
+
+
+def _own(head: Head, rows: Tensor) -> Tensor:
+    """Take this rank's columns of whole rows [B, S]."""
+    return rows if head.rows.size == 1 else rows[:, head.rows.part(rows.shape[1])]
 
 
 def judge(head: Head, rows: Tensor, words: Tensor, hidden: Tensor, places: Tensor) -> list[int]:

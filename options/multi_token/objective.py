@@ -10,7 +10,6 @@ from models.ahead.model import ahead_alone, looking_ahead, usable_ahead, with_ne
 from models.checkpoint.hub import find_model
 from models.config_json import count_ahead
 from models.errors import CheckpointError
-from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.multi_token.collation import AheadCollation
 from options.multi_token.formula import AheadFormula
@@ -65,9 +64,9 @@ class MultiToken(FineTuning):
     def collation(self, data: SampleSet) -> AheadCollation:
         return AheadCollation(data)
 
-    def loss(self, router_loss_weight: float, rows: RankGroup) -> AheadLoss:
+    def loss(self, router_loss_weight: float) -> AheadLoss:
         section, z_loss_weight = self.section, self.config.aux_max_z_loss.weight
-        return AheadLoss(section.weight, section.detach, section.only, z_loss_weight, router_loss_weight, rows)
+        return AheadLoss(section.weight, section.detach, section.only, z_loss_weight, router_loss_weight)
 
     def callbacks(self, task: ModelAndRecords) -> list[Callback]:
         from options.multi_token.drafting import Drafting  # imports DeepSpeed, so only in a run

@@ -26,7 +26,7 @@ def choose_chunk(
         feed: the workload of a config.
     """
     if not can_chunk(config, spec):
-        return None, "row chunk: auto, whole rows, as tokens meet elsewhere than in attention"
+        return None, "row chunk: auto, whole rows, as tokens meet in a way that no chunk can hand on"
     basis = Basis(config, spec, feed(config), device, in_stages=in_stages).in_chunks_of(None)
     sizes = sizes_of(basis.workload.longest)
 

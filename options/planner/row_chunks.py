@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from models.attention.packed import Documents
 from models.layers import Block
 from models.parallel.sequence import Kernel, PartOfRows, share_attention
 from models.spec import ModelSpec
@@ -27,8 +29,8 @@ def chunk_of(config: TrainConfig) -> int | None:
 
 
 def can_chunk(config: TrainConfig, spec: ModelSpec) -> bool:
-    """Say whether rows may pass in chunks: where tokens meet in attention only."""
-    return isinstance(config, ChunkKeys) and spec.family.shares_rows
+    """Say whether rows may pass in chunks."""
+    return isinstance(config, ChunkKeys) and spec.family.chunks_rows
 
 
 def fits_chunks(config: TrainConfig, spec: ModelSpec) -> bool:
@@ -72,6 +74,20 @@ class _Counted(PartOfRows):
     ) -> Tensor:
         self.numbers += key.numel() + value.numel()
         return kernel(module, query, key, value, mask, **options)[0]
+
+    def mix(
+        self,
+        mixer: nn.Module,
+        together: Callable[..., Tensor],
+        hidden: Tensor,
+        documents: Documents | None,
+        **options: Any,
+    ) -> Tensor:
+        """Mix, and count nothing: states are small beside what a chunk keeps."""
+        return together(hidden, **options)
+
+    def summed(self, own: Tensor) -> Tensor:
+        return own
 
 
 def carried_by(spec: ModelSpec, case: LayerCase) -> int:

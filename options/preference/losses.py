@@ -31,7 +31,6 @@ from models.loss.micro_batch import (
     trained_rows,
     weighted_router_loss,
 )
-from models.parallel.groups import ONE_RANK, RankGroup, add_up
 
 # What is added up over pairs for the log, by trl's names.
 RIGHT, MARGIN, UNPRINTED = "rewards/accuracies", "rewards/margins", ("rewards", "logps")
@@ -103,16 +102,14 @@ class PreferenceLoss(MeasuredLoss):
     Args:
         objective: the loss of a pair.
         router_loss_weight: as there.
-        rows: who have the other tokens of the same rows.
 
     Attributes:
         measures: what `take` has the sums of.
         recorded: the documents' sums [D] of each micro-batch since it was set to a list; then nothing else is computed.
     """
 
-    def __init__(self, objective: PairLoss, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK) -> None:
-        self._objective, self._rows = objective, rows
-        self._router_loss_weight = router_loss_weight
+    def __init__(self, objective: PairLoss, router_loss_weight: float = 0.0) -> None:
+        self._objective, self._router_loss_weight = objective, router_loss_weight
         self.recorded: list[Tensor] | None = None
         self.measures: tuple[str, ...] = MEASURES
 
@@ -135,7 +132,7 @@ class PreferenceLoss(MeasuredLoss):
         def weigh(each: Tensor) -> Tensor:
             """Compute the loss from the cross-entropy of each token, and its derivatives."""
             nonlocal value
-            sums, lengths = self._by_document(each, member, len(facts))
+            sums, lengths = self._by_document(head, each, member, len(facts))
             if self.recorded is not None:
                 self.recorded.append(sums)
                 return torch.zeros_like(each)
@@ -146,24 +143,24 @@ class PreferenceLoss(MeasuredLoss):
             self.count(counted)
             of_better = member % 2 == 0
             better = of_better * (objective.sft_weight * token_scale / scale)
-            value = losses.sum().detach() / self._rows.size + (better * each).sum()
+            value = losses.sum().detach() / head.rows.size + (better * each).sum()
             return better - slopes[member]
 
         hidden, projection = for_projection(hidden, head)
         counted = linear_cross_entropy(hidden, projection, targets, head.cap, 0.0, head.ranks, head.words, weigh)
         loss = (value + counted - counted.detach()) * scale
-        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
+        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight)
 
     def means(self, found: dict[str, float]) -> dict[str, float]:
         """Add the margin between the rewards of better and worse answers, where both are known."""
         return with_margins(found)
 
-    def _by_document(self, each: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _by_document(self, head: Head, each: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Sum log-probabilities over the trained tokens of each document, and count these: [D] each."""
         # A product, as a GPU adds into shared places in any order.
         of_document = (member == torch.arange(count, device=member.device)[:, None]).float()
         both = torch.stack([-(of_document @ each), of_document.sum(dim=1)])
-        sums, lengths = add_up(both, self._rows)
+        sums, lengths = head.summed(both)
         return sums.clone(), lengths
 
     def _judge(self, sums: Tensor, facts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,8 +184,8 @@ class UnpairedLoss(PreferenceLoss):
         kl: what rewards are compared with; see `compare`.
     """
 
-    def __init__(self, objective: PairLoss, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK) -> None:
-        super().__init__(objective, router_loss_weight, rows)
+    def __init__(self, objective: PairLoss, router_loss_weight: float = 0.0) -> None:
+        super().__init__(objective, router_loss_weight)
         self.kl, self.measures = 0.0, UNPAIRED_MEASURES
         self._gained, self._compared = 0.0, 0
 

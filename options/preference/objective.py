@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from data.sample_set import SampleSet
 from data.settings import Wanted
-from models.parallel.groups import RankGroup
 from options.preference.collation import JudgedCollation
 from options.preference.formula import PairsFormula
 from options.preference.losses import MARGIN, RIGHT, UNPRINTED, PairLoss, PreferenceLoss, UnpairedLoss
@@ -59,8 +58,8 @@ class PairedAnswers(Answers):
     def wanted(self) -> Wanted:
         return Wanted("pairs")
 
-    def loss(self, router_loss_weight: float, rows: RankGroup) -> PreferenceLoss:
-        return PreferenceLoss(PairLoss(**self.section.objective), router_loss_weight, rows)
+    def loss(self, router_loss_weight: float) -> PreferenceLoss:
+        return PreferenceLoss(PairLoss(**self.section.objective), router_loss_weight)
 
     def formula(self) -> Formula:
         return PairsFormula(self.section)
@@ -75,8 +74,8 @@ class MarkedAnswers(Answers):
     def wanted(self) -> Wanted:
         return Wanted("marked")
 
-    def loss(self, router_loss_weight: float, rows: RankGroup) -> UnpairedLoss:
-        return UnpairedLoss(PairLoss(**self.section.objective), router_loss_weight, rows)
+    def loss(self, router_loss_weight: float) -> UnpairedLoss:
+        return UnpairedLoss(PairLoss(**self.section.objective), router_loss_weight)
 
     def unplanned(self) -> list[str]:
         if self.section.loss != "kto":

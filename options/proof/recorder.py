@@ -64,7 +64,7 @@ class Recording(Trainer):
             "gradients": gradients if self.replica == 0 else {},
             "masters": _copied(masters),
             "weights": _copied(self._weights()),
-            "cuts": self._cuts(),
+            "cuts": self._shards(),
         }
         torch.save(noted, self.folder / f"step-{number}.rank-{self.engine.global_rank}.pt")
 
@@ -84,7 +84,7 @@ class Recording(Trainer):
         named = self.engine.module.named_parameters()
         return {name: each for name, each in named if each.is_floating_point() and name != IDLE}
 
-    def _cuts(self) -> dict[str, Any]:
+    def _shards(self) -> dict[str, Any]:
         """Return the arguments of `Shard` for each weight of which this rank has a shard."""
         share: Any = getattr(self.engine.module, "share", None)
         cuts: dict[str, Any] = {}

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,8 +22,7 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
-from data.sample_set import IGNORED, Sample, documents
-from data.tokenized.dataset import check_vocabulary
+from data.sample_set import Sample
 from models.adapters import ALL_LINEAR, is_factor
 from models.api import read_spec
 from models.checkpoint.hub import find_model
@@ -36,19 +34,15 @@ from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.quantized_base import FP8
 from models.spec import ModelSpec
 from options.proof.launches import LaunchedRun
+from options.proof.samples import LENGTH, distinct, fit_chunks, read_samples, shorten
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
-from training.data_setup import RecordReader, training_loader
 from training.errors import ConfigError
-from training.language_model import language_model_of
 from training.trained import adapter_file, with_trained
 
 MODEL, ADAPTER, DATA, EVALUATION = "model", "adapter", "data.jsonl", "evaluation.jsonl"  # in the folder
 STEPS, SAVED = 4, 2  # steps; the step to resume from
-BATCHES = 2.5  # per epoch: its last batch is smaller, and the last step is in the second epoch
-EVALUATED = 6  # samples
-LENGTH = 48  # most tokens of a sample
 MICRO_BATCH = 4  # most rows
 PROCESSES = 4  # without GPUs, if there are no more cores
 PARTS = 2  # most tensor-parallel ranks: a small model may have no more key heads
@@ -92,7 +86,7 @@ class SmallRun:
         config.parts_for(whole.n_layers)
         topo = small_topology(config, available_processes())
         small, differs = small_config(config, whole, topo, folder)
-        samples, evaluated = _read_samples(config, small, source, whole, log)
+        samples, evaluated = read_samples(config, small, source, whole, log)
         model = folder / MODEL
         model.mkdir()
         (folder / ADAPTER).mkdir()
@@ -106,6 +100,8 @@ class SmallRun:
         differs += lines
         words = int(spec.config.vocab_size)
         samples, evaluated = (distinct(map(partial(shorten, words=words), each)) for each in (samples, evaluated))
+        small, lines = fit_chunks(small, samples)
+        differs += lines
         formula = small.objective.formula()
         for name, each in ((DATA, samples), (EVALUATION, evaluated)):
             lines = [json.dumps(formula.record(sample)) + "\n" for sample in each]
@@ -273,57 +269,6 @@ def small_trained(config: TrainConfig, spec: ModelSpec) -> tuple[TrainConfig, li
                 f"freeze: {embedding}, as the small model has none of the layers that are named, or no others"
             )
     return type(config).model_validate(values), differs
-
-
-def _read_samples(
-    config: TrainConfig, small: TrainConfig, folder: Path, spec: ModelSpec, log: Console
-) -> tuple[list[Sample], list[Sample]]:
-    """Read the first samples that the user's run would train on, and some to evaluate on."""
-    reader = RecordReader(config, folder, log)
-    if config.windows_key:
-        data, held_out = language_model_of(config).first_window(config, reader), reader.read_evaluation()
-    else:
-        data, held_out = reader.read_sets()
-    check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
-    loader = training_loader(data, config, spec)
-    count = math.ceil(BATCHES * small.train_batch_size)
-    chosen: dict[int, None] = {}
-    for step in range(loader.steps_per_epoch):
-        if len(chosen) < count:
-            chosen |= dict.fromkeys(loader.batch(step).samples)
-    first = [data.samples[number] for number in list(chosen)[:count]]
-    evaluated = data if held_out is None else held_out
-    return first, [evaluated.samples[number] for number in range(min(EVALUATED, len(evaluated)))]
-
-
-def shorten(sample: Sample, words: int) -> Sample:
-    """Cut a sample's documents to `LENGTH` tokens around the first trained one of each, with ids modulo `words`."""
-    parts = [_shorten(each, words) for each in documents(sample)]
-    made = sample.copy()
-    made["input_ids"] = list(chain.from_iterable(part["input_ids"] for part in parts))
-    made["labels"] = list(chain.from_iterable(part["labels"] for part in parts))
-    if len(parts) > 1:
-        made["first"] = len(parts[0]["input_ids"])
-    return made
-
-
-def distinct(samples: Iterable[Sample]) -> list[Sample]:
-    """Leave out pairs that have become equal, as the run would."""
-    kept = []
-    for sample in samples:
-        parts = documents(sample)
-        if len(parts) == 1 or parts[0] != parts[1]:
-            kept.append(sample)
-    return kept
-
-
-def _shorten(sample: Sample, words: int) -> Sample:
-    ids, labels = list(map(int, sample["input_ids"])), list(map(int, sample["labels"]))
-    first = next((place for place, label in enumerate(labels) if place and label != IGNORED), 0)
-    begin = max(0, min(first - LENGTH // 4, len(ids) - LENGTH))
-    kept = slice(begin, begin + LENGTH)
-    labels = [each if each == IGNORED else each % words for each in labels[kept]]
-    return {"input_ids": [each % words for each in ids[kept]], "labels": labels}
 
 
 def write_model(folder: Path, spec: ModelSpec, seed: int) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
 
 from training.config.keys import TrainConfig
 from training.config.section import expected
 from training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
 
 KEY = "row_chunk"
 
@@ -28,8 +31,10 @@ class ChunkKeys(TrainConfig):
             return
         if self.row_chunk == "auto" and not self.is_planned:
             yield f"{KEY}: auto: options.planner, which chooses, is not among the options; expected a number of tokens"
+        if self.row_chunk == "auto" and self.weights_on_host:
+            yield f"{KEY}: auto: not with schedule: {self.schedule}; expected a number of tokens"
         for unlike, other in (
-            (self.schedule != "1f1b", f"schedule: {self.schedule}"),
+            (self.schedule == "dualpipev", f"schedule: {self.schedule}"),
             (self.model_topo.sequence > 1, "model_topo.sequence, which divides rows among processes"),
             (self.offload_activations, "offload_activations"),
         ):
@@ -38,6 +43,12 @@ class ChunkKeys(TrainConfig):
         if not self.objective.by_token:
             key = " and ".join(self.objective_keys)
             yield f"{KEY}: not with {key}, whose loss needs whole rows; expected one of them"
+
+    def check_model(self, spec: ModelSpec) -> None:
+        super().check_model(spec)
+        if self.row_chunk and not spec.family.chunks_rows:
+            reason = f"in {spec.family.name} tokens meet in a way that no chunk can hand on"
+            raise ConfigError(f"{KEY}: {reason}; expected no {KEY}")
 
     def check_entry_point(self, in_stages: bool) -> None:
         super().check_entry_point(in_stages)

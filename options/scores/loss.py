@@ -8,7 +8,7 @@ from torch import Tensor, distributed
 
 from models.layers import Activations, Head
 from models.loss.micro_batch import MeasuredLoss, weighted_router_loss
-from models.parallel.groups import ONE_RANK, RankGroup, summed
+from models.parallel.groups import summed
 from options.preference.losses import REWARD_MEASURES, with_margins
 
 ACCURACY = "accuracy"
@@ -24,14 +24,11 @@ class ScoreLoss(MeasuredLoss):
     Args:
         pairs: whether documents come in pairs; else each has a class.
         center_weight: weight of the squared sum of a pair's rewards, which keeps them around 0 (arXiv:2312.09244).
-        router_loss_weight, rows: as for `models.loss.micro_batch.micro_batch_loss`.
+        router_loss_weight: as for `models.loss.micro_batch.micro_batch_loss`.
     """
 
-    def __init__(
-        self, pairs: bool, center_weight: float = 0.0, router_loss_weight: float = 0.0, rows: RankGroup = ONE_RANK
-    ) -> None:
-        self._pairs, self._center_weight = pairs, center_weight
-        self._router_loss_weight, self._rows = router_loss_weight, rows
+    def __init__(self, pairs: bool, center_weight: float = 0.0, router_loss_weight: float = 0.0) -> None:
+        self._pairs, self._center_weight, self._router_loss_weight = pairs, center_weight, router_loss_weight
         self.measures = REWARD_MEASURES if pairs else CLASS_MEASURES
 
     def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
@@ -52,9 +49,9 @@ class ScoreLoss(MeasuredLoss):
             counted = (scores.argmax(dim=1) == classes)[:, None]
         self.count(counted)
         loss = losses.sum() * scale
-        if self._rows.size > 1:  # each of them has the whole loss, and gradients of its own tokens
-            loss = loss - loss.detach() * (1 - 1 / self._rows.size)
-        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight, self._rows)
+        if head.rows.size > 1:  # each of them has the whole loss, and gradients of its own tokens
+            loss = loss - loss.detach() * (1 - 1 / head.rows.size)
+        return loss + weighted_router_loss(head, activations, share, self._router_loss_weight)
 
     def means(self, found: dict[str, float]) -> dict[str, float]:
         return with_margins(found)
@@ -64,10 +61,10 @@ class ScoreLoss(MeasuredLoss):
         tokens = torch.arange(len(documents), device=hidden.device)
         of_document = documents == torch.arange(count, device=hidden.device)[:, None]
         last = torch.where(of_document, tokens, -1).amax(dim=1) if count else tokens[:0]
-        if self._rows.size == 1:
+        if head.rows.size == 1:
             return head.project(hidden[last]).float()
-        owner = torch.where(last >= 0, self._rows.rank, -1)
+        owner = torch.where(last >= 0, head.rows.rank, -1)
         if count:
-            distributed.all_reduce(owner, distributed.ReduceOp.MAX, self._rows.group)
-        own = (owner == self._rows.rank)[:, None]
-        return summed(head.project(hidden[last.clamp(min=0)]).float() * own, self._rows)
+            distributed.all_reduce(owner, distributed.ReduceOp.MAX, head.rows.group)
+        own = (owner == head.rows.rank)[:, None]
+        return summed(head.project(hidden[last.clamp(min=0)]).float() * own, head.rows)

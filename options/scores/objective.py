@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from data.sample_set import SampleSet
 from data.settings import Wanted
-from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.preference.collation import JudgedCollation
 from options.preference.losses import MARGIN, RIGHT, UNPRINTED
@@ -63,8 +62,8 @@ class Reward(Scores):
     def wanted(self) -> Wanted:
         return Wanted("rewards")
 
-    def loss(self, router_loss_weight: float, rows: RankGroup) -> ScoreLoss:
-        return ScoreLoss(True, self._center_weight, router_loss_weight, rows)
+    def loss(self, router_loss_weight: float) -> ScoreLoss:
+        return ScoreLoss(True, self._center_weight, router_loss_weight)
 
     def formula(self) -> Formula:
         return RewardsFormula(self._center_weight)
@@ -79,8 +78,8 @@ class Classes(Scores):
     def wanted(self) -> Wanted:
         return Wanted("classes", tuple(self.names))
 
-    def loss(self, router_loss_weight: float, rows: RankGroup) -> ScoreLoss:
-        return ScoreLoss(False, 0.0, router_loss_weight, rows)
+    def loss(self, router_loss_weight: float) -> ScoreLoss:
+        return ScoreLoss(False, 0.0, router_loss_weight)
 
     def formula(self) -> Formula:
         return ClassesFormula()

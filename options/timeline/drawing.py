@@ -2,7 +2,8 @@
 
 The picture has a row per rank, a colour per kind of work, and micro-batch numbers in the bars of a row, upright where
 one of them is narrow, none where one is too narrow for that; numbers of a rank's second stage (dualpipev) have a prime.
-With weight streaming the bars of a rank are its turns, one after the other.
+With weight streaming the bars of a rank are its turns, one after the other. Of rows in chunks, the numbers count the
+chunks of all rows.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from options.planner.feedback import cuda_mark
-from training.schedule.instructions import InstructionReader, Kind, Meaning, Transfer
+from training.schedule.instructions import InstructionReader, Kind, Meaning, Transfer, backward_order_of
 from training.schedule.walk import TimeSpan
 
 # Pipeline instruction -> method of an engine without a pipeline that does the same.
@@ -49,6 +49,22 @@ class TakesTurns(Protocol):
     turn_work: dict[Kind, Callable[..., Any]]
 
 
+class CallReader(InstructionReader):
+    """Reads the calls of an engine without a pipeline, which goes back from what it has passed forward last."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self._passed: list[int | None] = []
+
+    def __call__(self, name: str, phase: int = 0) -> Meaning | None:
+        meaning = super().__call__(name, phase)
+        if meaning and meaning.kind == "forward":
+            self._passed.append(meaning.micro_batch)
+        elif meaning and meaning.kind == "backward":
+            meaning = meaning._replace(micro_batch=self._passed.pop())
+        return meaning
+
+
 class Recorder:
     """Records the spans of one rank.
 
@@ -57,11 +73,15 @@ class Recorder:
 
     Args:
         offset: seconds by which this process's `time.perf_counter` is ahead of the common time.
+
+    Attributes:
+        unit: what passes through the stages at once, in a word.
     """
 
     def __init__(self, rank: int, device: torch.device, offset: float) -> None:
         self._rank, self._offset = rank, offset
         self._on_gpu = device.type == "cuda"
+        self.unit = "micro-batch"
 
     @contextmanager
     def step(self, engine: DeepSpeedEngine | TakesTurns) -> Iterator[list[Record]]:
@@ -79,9 +99,9 @@ class Recorder:
             self._read = InstructionReader(engine.stage_id, engine.num_stages)
             instructions = {kind: self._wrap(kind.__name__, do) for kind, do in engine._INSTRUCTION_MAP.items()}
             self._batched = any(kind.__name__ == "CommitP2P" for kind in instructions)
-            wrapped = {"_INSTRUCTION_MAP": instructions}
+            wrapped = {"_INSTRUCTION_MAP": instructions, "_train_schedule": self._wrap_schedule(engine._train_schedule)}
         else:
-            self._read, self._batched = InstructionReader(0, 1), False
+            self._read, self._batched = CallReader(), False
             wrapped = {method: self._wrap(name, getattr(engine, method)) for name, method in METHODS.items()}
         original = {name: place.get(name) or getattr(engine, name) for name in wrapped}
         place.update(wrapped)
@@ -95,6 +115,17 @@ class Recorder:
         for (kind, stage, micro_batch, _), messages, *marks in self._noted:
             posted, begin, end = map(self._seconds, marks)
             records.append(Record(TimeSpan(self._rank, kind, micro_batch, begin, end, stage), messages, posted))
+
+    def _wrap_schedule(self, make: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap what makes the schedule of a step, once its micro-batches are known, to read it in its order."""
+
+        def made() -> Any:
+            schedule = make()
+            self._read.backward_order = backward_order_of(schedule)
+            self.unit = getattr(schedule, "unit", "micro-batch")
+            return schedule
+
+        return made
 
     def _wrap_turn(self, kind: Kind, execute: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what computes a turn's micro-batches; the turns of a round are its stages."""

@@ -78,21 +78,23 @@ class ProfiledSteps(Callback):
             spans = {}
             for step in self._records:
                 spans[step] = add_idle_spans([records[step] for records in gathered], stages)
-            _report(run, stages, spans)
+            assert self._recorder
+            _report(run, stages, spans, self._recorder.unit)
         self._records = {}
 
 
-def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[TimeSpan]]]) -> None:
+def _report(run: Run, stages: Sequence[int], spans: dict[int, list[list[TimeSpan]]], unit: str) -> None:
     """Log the figures, and write the files.
 
     Args:
         stages: by rank.
         spans: by step and rank.
+        unit: what passes through the stages at once, in a word.
     """
     folder, log = Path(run.config.save_path), run.progress.log
     first, last = min(spans), max(spans)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    figures = Figures.from_spans(spans.values()).describe(max(stages) + 1)
+    figures = Figures.from_spans(spans.values()).describe(max(stages) + 1, unit)
     log.print(f"timeline of {steps}: {figures}")
     names = [f"rank {rank}" for rank in range(len(stages))]
     if run.topology.parts and not run.config.weights_on_host:
@@ -171,18 +173,18 @@ class Figures:
         return cls(mean(seconds), 1 - worked / available, passes)
 
     def by_rank(self, ranks: int) -> list[float]:
-        """Return the seconds of all passes of each rank for one micro-batch."""
+        """Return the seconds of all passes of each rank for one micro-batch, or what passes in its place."""
         stages = [sum(seconds) for seconds in zip(*self.passes.values(), strict=True)]
         return stages if len(stages) == ranks else [stages[rank] + stages[-1 - rank] for rank in range(ranks)]
 
-    def describe(self, ranks: int) -> str:
+    def describe(self, ranks: int, unit: str = "micro-batch") -> str:
         """Describe the bubble and, in a pipeline, the slowest stage."""
         bubble = f"bubble {self.bubble:.1%} of {duration(self.seconds)}"
         if ranks == 1 or "head" in self.passes:  # turns, which any rank may have
             return bubble
         by_rank = self.by_rank(ranks)
         slowest = max(by_rank)
-        stage = f"stage {by_rank.index(slowest)} is the slowest, {duration(slowest)} a micro-batch"
+        stage = f"stage {by_rank.index(slowest)} is the slowest, {duration(slowest)} a {unit}"
         return f"{bubble}; {stage}, {slowest * ranks / sum(by_rank) - 1:.1%} above the mean"
 
 

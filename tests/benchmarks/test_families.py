@@ -11,7 +11,7 @@ from models.derived.proof import Proof
 from tests.models.derived.cases import since
 
 OLD, NEW = "5.17", "5.23"
-KINDS = {"generates": True, "routes": False, "shares_rows": True, "linear": False}
+KINDS = {"generates": True, "routes": False, "shares_rows": True, "chunks_rows": True, "linear": False}
 HOLDS = Proof(attention=ALL, figures={"logits": 1e-6}, seconds=1.0, **KINDS)
 
 

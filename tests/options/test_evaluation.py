@@ -62,7 +62,7 @@ class OneProcess:
 
     def __init__(self, model: CausalLM, config: RunConfig) -> None:
         router_loss_weight = config.aux_router_loss.weight or 0.0
-        self._model, self.loss = model, config.objective.loss(router_loss_weight, NO_GROUPS.sequence)
+        self._model, self.loss = model, config.objective.loss(router_loss_weight)
         module = SimpleNamespace(micro_batch_loss=self.loss)
         self.engine = SimpleNamespace(device=torch.device("cpu"), module=module)
 

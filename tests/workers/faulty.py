@@ -4,11 +4,12 @@ usage: FAULT=<kind>:<rank>:<step> faulty.py <arguments of train_ds.py>. At the b
 - raises: an error of a program, - mistake: an error that a user can mend, - dies: by SIGKILL, - freezes: by SIGSTOP,
 - hangs: waits in Python for what never comes, - fills: cannot write large files any more, as on a full disk,
 - starves: asks in its forward pass for more memory than any machine has, - waits: until the file that WAITS_FOR names
-is there.
+is there. - dies_within: by SIGKILL, between two backward passes of the step.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import signal
@@ -21,6 +22,7 @@ import train_ds
 from data.errors import DataError
 from data.loader import GlobalBatch, Loader
 from training.engine.pipeline import PipelineTrainer
+from training.engine.stage_engine import StageEngine
 
 
 def raises() -> None:
@@ -62,7 +64,18 @@ def waits() -> None:
         time.sleep(0.05)
 
 
-KINDS = (raises, mistake, dies, freezes, hangs, fills, starves, waits)
+def dies_within() -> None:
+    backward, passes = StageEngine._exec_backward_pass, itertools.count(1)
+
+    def mortal(engine: StageEngine, buffer_id: int) -> None:
+        backward(engine, buffer_id)
+        if next(passes) == 2:
+            dies()
+
+    StageEngine._exec_backward_pass = mortal  # type: ignore[method-assign, assignment]
+
+
+KINDS = (raises, mistake, dies, freezes, hangs, fills, starves, waits, dies_within)
 FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 
 

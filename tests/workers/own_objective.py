@@ -20,7 +20,6 @@ from data.sample_set import SampleSet
 from models.layers import Activations, Embedding, Head
 from models.loss.lean import linear_cross_entropy
 from models.loss.micro_batch import MeasuredLoss, for_projection, supervised_positions, trained_rows
-from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options import RunConfig
 from tests.workers import jobs
@@ -101,7 +100,7 @@ class Slanted(Objective):
     def model(self, spec: ModelSpec) -> ModelSpec:
         return replace(spec, family=replace(spec.family, embeds=ShiftedEmbedding), _shapes={})
 
-    def loss(self, router_loss_weight: float, rows: RankGroup) -> SlantedLoss:
+    def loss(self, router_loss_weight: float) -> SlantedLoss:
         return SlantedLoss()
 
     def callbacks(self, task: ModelAndRecords) -> list[Callback]:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 import train_ds
 
 
@@ -136,6 +138,72 @@ def neighbours_adapter() -> None:
     LowRankSum.__init__ = roll  # type: ignore[method-assign]
 
 
+def another_prefix() -> None:
+    """A chunk sees the earlier chunks of another row."""
+    from models.attention.chunks import _Kept
+
+    extend = _Kept.extend
+
+    def exchanged(self: Any, begin: int, new: Any) -> Any:
+        return [torch.cat([each[:, :, :begin].roll(1, 0), each[:, :, begin:]], 2) for each in extend(self, begin, new)]
+
+    _Kept.extend = exchanged  # type: ignore[method-assign]
+
+
+def keys_left_behind() -> None:
+    """The keys of earlier chunks do not come along."""
+    from models.attention.chunks import _Kept
+
+    extend = _Kept.extend
+
+    def forgotten(self: Any, begin: int, new: Any) -> Any:
+        keys, values = extend(self, begin, new)
+        return torch.cat([torch.zeros_like(keys[:, :, :begin]), keys[:, :, begin:]], 2), values
+
+    _Kept.extend = forgotten  # type: ignore[method-assign]
+
+
+def values_unlearnt() -> None:
+    """The values of a chunk get no gradients from the chunks behind it."""
+    from models.attention.chunks import _Kept
+
+    collect = _Kept.collect
+
+    def lost(self: Any, begin: int, gradients: Any) -> Any:
+        keys, _ = collect(self, begin, gradients)
+        return keys, gradients[1][:, :, begin:]
+
+    _Kept.collect = lost  # type: ignore[method-assign]
+
+
+def state_not_reset() -> None:
+    """A document takes over the state of linear attention that the one before it in the row has left."""
+    from models.attention.chunks import RowChunk
+    from models.attention.packed import Documents
+
+    mix = RowChunk.mix
+
+    def joined(self: RowChunk, mixer: Any, together: Any, hidden: Any, _: Any, **options: Any) -> Any:
+        one = Documents([[self._memory.length]] * len(hidden))
+        return mix(self, mixer, together, hidden, one, **options)
+
+    RowChunk.mix = joined  # type: ignore[method-assign, assignment]
+
+
+def tail_short() -> None:
+    """Of a convolution's inputs, a chunk gets a column less than it needs."""
+    from models.attention.states import States
+
+    update = States.update_conv_state
+
+    def short(self: States, conv_states: Any, *place: Any, conv_kernel_size: int, **others: Any) -> Any:
+        whole = update(self, conv_states, *place, conv_kernel_size=conv_kernel_size, **others)
+        self.left = {slot: each[..., -(conv_kernel_size - 2) :] for slot, each in self.left.items()}
+        return whole
+
+    States.update_conv_state = short  # type: ignore[method-assign]
+
+
 def left_out() -> None:
     """An export lacks one of the weights."""
     from models.conversion import to_huggingface
@@ -159,6 +227,7 @@ KINDS = (
     *(ends_apart, no_decay, moments_lost, padding_counts, documents_meet),
     *(parts_swapped, readers_alone, other_scale, neighbours_adapter),
     *(targets_near, stale_embedding),
+    *(another_prefix, keys_left_behind, values_unlearnt, state_not_reset, tail_short),
 )
 FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 

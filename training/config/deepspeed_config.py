@@ -97,7 +97,7 @@ def check_length(config: TrainConfig, spec: ModelSpec) -> None:
 
 
 def check_sharing(config: TrainConfig, spec: ModelSpec) -> None:
-    """Check that this model's layers can be shared by a `model` axis, and its rows by `sequence`.
+    """Check that this model's layers can be shared by a `model` axis, its rows by `sequence`, and as options demand.
 
     Raises:
         ConfigError: they cannot.
@@ -118,6 +118,7 @@ def check_sharing(config: TrainConfig, spec: ModelSpec) -> None:
             f"model_topo.sequence: {topo.sequence} does not divide the {heads} heads of attention that {name} has"
             f"{where}; expected a divisor"
         )
+    config.check_model(spec)
 
 
 def training_dtype(config: TrainConfig) -> torch.dtype:

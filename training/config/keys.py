@@ -26,6 +26,7 @@ from training.schedule.instructions import Schedule
 from training.topology import Topology
 
 if TYPE_CHECKING:  # which need torch
+    from models.spec import ModelSpec
     from training.objective import Objective
 
 # Keys of zero_optimization by which DeepSpeed itself sums the replicas' gradients.
@@ -257,6 +258,13 @@ class TrainConfig(RunKeys):
                 f"model_topo.process_topology.dims: {self.model_topo.tensor} processes to a layer are a pipeline's; "
                 "expected no model axis, or train_ds.py"
             )
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """Check that a model can be trained as an option's keys say.
+
+        Raises:
+            ConfigError: it cannot.
+        """
 
     def check_packages(self) -> None:
         """Refuse a tracker whose package is not installed.

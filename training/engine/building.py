@@ -89,7 +89,7 @@ def build_model(
             blocks=BlockOptions(
                 division.recompute, config.offload_activations, config.compile is True, config.fp8.enabled
             ),
-            micro_batch_loss=config.objective.loss(router_weight, groups.sequence),
+            micro_batch_loss=config.objective.loss(router_weight),
             groups=groups,
             read_together=layers if together else (),
         )

@@ -39,8 +39,11 @@ class ChunkSchedule(PipeSchedule):
         stage: whose instructions these are.
 
     Attributes:
+        unit: what it is, in a word.
         backward_order: the units in the order of their backward passes.
     """
+
+    unit = "chunk"
 
     def __init__(self, chunks: Sequence[int], stages: int, stage: int) -> None:
         super().__init__(sum(chunks), stages, stage)

@@ -61,12 +61,12 @@ class Meaning(NamedTuple):
 class InstructionReader:
     """Reads the instructions of one rank's step, in order.
 
-    Args:
+    Attributes:
         backward_order: the micro-batches in the order of their backward passes; from 0 on where absent.
     """
 
     def __init__(self, rank: int, ranks: int, backward_order: Sequence[int] | None = None) -> None:
-        self._rank, self._ranks, self._backward_order = rank, ranks, backward_order
+        self._rank, self._ranks, self.backward_order = rank, ranks, backward_order
         self._seen: Counter[tuple[str, int]] = Counter()
 
     def __call__(self, name: str, phase: int = 0) -> Meaning | None:
@@ -77,8 +77,8 @@ class InstructionReader:
         stage = self._rank if phase == 0 else 2 * self._ranks - 1 - self._rank
         micro_batch = self._seen[name, phase]
         self._seen[name, phase] += 1
-        if self._backward_order and name in _BACKWARD:
-            micro_batch = self._backward_order[micro_batch]
+        if self.backward_order and name in _BACKWARD:
+            micro_batch = self.backward_order[micro_batch]
         if message is None:
             return Meaning(kind, stage, None if kind == "optimizer" else micro_batch, None)
         sent, side = message
@@ -90,9 +90,15 @@ class InstructionReader:
         return min(stage, 2 * self._ranks - 1 - stage)
 
 
+def backward_order_of(schedule: Any) -> Sequence[int] | None:
+    """Return a schedule's own order of the backward passes; None where it is that of the forward passes."""
+    order: Sequence[int] | None = getattr(schedule, "backward_order", None)
+    return order
+
+
 def read_schedule(schedule: Any) -> Iterator[tuple[Any, Meaning | None]]:
     """Yield the instructions of a DeepSpeed schedule (one rank's step) with their meanings."""
-    read = InstructionReader(schedule.stage_id, schedule.stages, getattr(schedule, "backward_order", None))
+    read = InstructionReader(schedule.stage_id, schedule.stages, backward_order_of(schedule))
     for instructions in schedule.steps():
         for instruction in instructions:
             yield instruction, read(instruction.name, getattr(instruction, "phase", 0))

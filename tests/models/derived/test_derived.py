@@ -93,9 +93,9 @@ def test_a_proof_is_logged_once_kept_for_the_next_start_and_made_again_where_it_
             known.setattr(proven, "prove", None)
             again = read_spec(tmp_path / "model")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("smollm3: compared with transformers in 8 ways")
+    assert line.startswith("smollm3: compared with transformers in 9 ways")
     assert again.family.proof == spec.family.proof
-    assert again.family.proof.startswith("derived from transformers, compared with transformers in 8 ways")
+    assert again.family.proof.startswith("derived from transformers, compared with transformers in 9 ways")
 
     (kept,) = (tmp_path / "cache" / "pipetune" / "proofs").iterdir()
     figures = json.loads(read_checked(kept))["figures"]

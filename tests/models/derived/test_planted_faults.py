@@ -152,7 +152,7 @@ def test_numbers_in_another_order_are_seen(tmp_path: Path) -> None:
 
 
 SOUND: dict[str, Any] = {"attention": ["eager"], "figures": {"logits": BOUND / 2}, "seconds": 1.0, "linear": False}
-SOUND |= {"generates": True, "routes": True, "shares_rows": True}
+SOUND |= {"generates": True, "routes": True, "shares_rows": True, "chunks_rows": True}
 
 
 @pytest.mark.parametrize(

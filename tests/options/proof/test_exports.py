@@ -18,7 +18,8 @@ from models.conversion import to_huggingface, to_peft
 from models.weight_map import WeightMap
 from options import RunConfig
 from options.proof.exports import compare_exports, plan_exports
-from options.proof.small_run import ADAPTER, EVALUATED, MODEL, SmallRun, write_model
+from options.proof.samples import EVALUATED
+from options.proof.small_run import ADAPTER, MODEL, SmallRun, write_model
 from tests.conftest import FAQ
 
 Make = Callable[..., tuple[SmallRun, Path]]

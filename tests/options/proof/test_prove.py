@@ -125,6 +125,9 @@ def test_a_sound_run_is_proved_beside_its_checkpoints(proofs: Proofs) -> None:
         ("other_alpha", "logits of the exported adapter", "text"),
         ("targets_near", "loss of the layers ahead", "step"),
         ("stale_embedding", "gradients", ".ahead."),
+        ("another_prefix", "loss", "step"),
+        ("keys_left_behind", "loss", "step"),
+        ("values_unlearnt", "gradients", "v_proj.weight: layer"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: Proofs) -> None:
@@ -133,6 +136,8 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
         keys = {"model_topo": SHARED}
     if adapted := fault in ("other_scale", "neighbours_adapter", "other_alpha"):
         keys |= {"lora": LORA}
+    if fault in ("another_prefix", "keys_left_behind", "values_unlearnt"):
+        keys |= {"row_chunk": 64, "train_micro_batch_size_per_gpu": 2}
     if fault in ("targets_near", "stale_embedding"):
         keys |= {"mtp": AHEAD, "model": {"tie_word_embeddings": False}}
     config = proofs.config("mixtral", MIXTRAL, **keys) if adapted else proofs.config(**keys)
@@ -190,6 +195,10 @@ def test_a_fault_is_found_and_named(fault: str, what: str, where: str, proofs: P
         ("chatglm", {"num_layers": 6}, {"packing": False, "model_topo": SHARED}),
         ("baichuan", {"max_position_embeddings": 256, "tie_word_embeddings": False}, {"model_topo": SHARED}),
         ("gemma2", {"sliding_window": 16}, {"model_topo": grid(1, 2, 2) | {"sequence": 2}}),
+        # Rows in chunks.
+        ("llama", {}, {"row_chunk": 64, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}),
+        ("gemma2", {"sliding_window": 16}, {"row_chunk": "auto", "use_grad_ckpt": True, "packing": False}),
+        ("mixtral", MIXTRAL, {"row_chunk": 64, "lora": LORA, "model_topo": SHARED}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "defaults",
 )

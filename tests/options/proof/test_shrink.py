@@ -17,9 +17,11 @@ from models.derived.shrink import WINDOW, shrunk_fields
 from models.spec import ModelSpec
 from options import RunConfig
 from options.proof.comparison import is_flat
-from options.proof.small_run import LENGTH, LR, shorten, small_config, small_depth, small_topology, write_model
+from options.proof.samples import LENGTH, fit_chunks, shorten
+from options.proof.small_run import LR, small_config, small_depth, small_topology, write_model
+from options.row_chunks.cuts import cuts_of
 from tests.conftest import ORIGINALS
-from training.config.keys import TrainConfig
+from tests.ranks import samples_of
 from training.errors import ConfigError
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 64}
@@ -102,7 +104,7 @@ def test_dropout_goes_and_ids_stay_in_the_vocabulary(tmp_path: Path) -> None:
     assert (fields["attention_dropout"], fields["eos_token_id"], fields["pad_token_id"]) == (0.0, [1, 1], 4)
 
 
-def config_of(**keys: Any) -> TrainConfig:
+def config_of(**keys: Any) -> RunConfig:
     return RunConfig.model_validate(KEYS | keys)
 
 
@@ -214,3 +216,20 @@ def test_a_sample_is_cut_to_where_its_loss_begins() -> None:
     assert sample["labels"][: LENGTH // 4] == [-100] * (LENGTH // 4)
     short = shorten({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, words=512)
     assert short == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "lines"),
+    [
+        (4096, 12, ["row_chunk: 4096 -> 12, so that short rows pass in several chunks"]),
+        ("auto", 12, ["row_chunk: auto -> 12, so that short rows pass in several chunks"]),
+        (5, 5, []),
+        (None, None, []),
+    ],
+)
+def test_chunks_shrink_with_the_rows(given: Any, expected: Any, lines: list[str], tmp_path: Path) -> None:
+    samples = samples_of((30, LENGTH, 9))
+    small, differs = fit_chunks(config_of(row_chunk=given, max_seq_len=LENGTH), samples)
+    assert isinstance(small, RunConfig) and (small.row_chunk, differs) == (expected, lines)
+    cut = cuts_of(small, whole("llama", tmp_path / "whole"))
+    assert cut is None or len(cut([[LENGTH]], LENGTH)) >= 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from pydantic import ValidationError
 
 from options import RunConfig
 from tests.launching import topology
+from tests.models.helpers import spec_of
+from training.config.deepspeed_config import check_sharing
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 
@@ -53,6 +56,15 @@ def test_zero_that_sums_in_each_backward_pass_is_refused(stage: int) -> None:
     with pytest.raises(ConfigError, match=f"row_chunk: not with zero_optimization.stage: {stage}.*expected 0 or 1"):
         config.check_entry_point(in_stages=False)
     config_of(row_chunk=8, zero_optimization={"stage": 1}).check_entry_point(in_stages=False)
+
+
+def test_a_family_that_hands_nothing_on_is_refused() -> None:
+    llama = spec_of()
+    unable = replace(llama, family=replace(llama.family, chunks_rows=False))
+    check_sharing(config_of(row_chunk=8), llama)
+    check_sharing(config_of(), unable)
+    with pytest.raises(ConfigError, match="row_chunk: in llama tokens meet in a way that no chunk can hand on; expect"):
+        check_sharing(config_of(row_chunk=8), unable)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from options.proof.exports import compare_exports, plan_exports
-from options.proof.small_run import EVALUATED
+from options.proof.samples import EVALUATED
 from tests.options.proof.test_exports import LORA, make_small_run
 
 
