@@ -102,6 +102,7 @@ def _draw_chunks(plan: Plan, panel: Axes) -> None:
         bars[span.stage, colour].append((span.begin / simulated.seconds, (span.end - span.begin) / simulated.seconds))
     for (stage, colour), of_stage in bars.items():
         panel.broken_barh(of_stage, (stage - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.2)
+    panel.set_yticks(range(len(plan.stages)))
     panel.invert_yaxis()
     panel.set_xlim(0, 1)
     panel.set_ylabel("stage")

@@ -56,7 +56,12 @@ OFFLOADED = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 
 def basis(folder: Path, length: int, rows: int, stages: int = STAGES, devices: str = "RTX4090", **keys: Any) -> Basis:
     """Qwen3-8B in bf16, all weights, its optimizer in host memory; all blocks recompute."""
-    usual = {"bf16": {"enabled": True}, "fp16": {}, "zero_optimization": OFFLOADED, "train_batch_size": rows}
+    usual: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "fp16": {},
+        "zero_optimization": OFFLOADED,
+        "train_batch_size": rows,
+    }
     config = config_of(folder, stages, max_seq_len=length, **usual | keys)
     return basis_of(spec_of(folder, QWEN3_8B), config, devices)
 
@@ -155,8 +160,8 @@ def test_small_chunks_cost_kernels_and_sums(tmp_path: Path) -> None:
     assert times[1024][-1].backward.loss > 20 * times[None][-1].backward.loss, "the head's gradient, once a chunk"
     window = llama(tmp_path, model_type="mistral", sliding_window=4096, num_key_value_heads=32)
     windowed = basis_of(window, config_of(tmp_path, 8, max_seq_len=LENGTH, bf16={"enabled": True}, fp16={}), "H100")
-    plain, small = (layer_times(each)[1].forward.attention for each in (windowed, windowed.in_chunks_of(1024)))
-    assert small == pytest.approx(plain, rel=0.05), "a chunk shorter than the window sees as much"
+    of_rows, small = (layer_times(each)[1].forward.attention for each in (windowed, windowed.in_chunks_of(1024)))
+    assert small == pytest.approx(of_rows, rel=0.05), "a chunk shorter than the window sees as much"
 
 
 def test_documents_shorter_than_a_chunk_make_fewer_chunks(tmp_path: Path) -> None:
@@ -194,7 +199,7 @@ def test_a_long_row_fits_in_chunks_alone(tmp_path: Path) -> None:
 def test_auto_takes_chunks_for_long_rows_and_whole_ones_for_short(tmp_path: Path) -> None:
     chosen = {}
     for length, rows in ((4096, ROWS), (1024, 128)):
-        asked = basis(tmp_path, length, rows, devices="H200", **{KEY: "auto"})
+        asked = basis(tmp_path, length, rows, devices="H200", row_chunk="auto")
         chosen[length], line = choose_chunk(asked.config, asked.spec, asked.device, Workload.assumed, in_stages=True)
         mine, whole = (fitting_plan(asked.in_chunks_of(size)) for size in (chosen[length], None))
         assert mine and whole and mine.seconds <= whole.seconds / 0.995
@@ -206,7 +211,7 @@ def test_auto_takes_chunks_for_long_rows_and_whole_ones_for_short(tmp_path: Path
 
 
 def test_auto_leaves_rows_whole_where_chunks_cannot_be(tmp_path: Path) -> None:
-    asked = basis(tmp_path, LENGTH, ROWS, **{KEY: "auto"})
+    asked = basis(tmp_path, LENGTH, ROWS, row_chunk="auto")
     apart = replace(asked.spec, family=replace(asked.spec.family, shares_rows=False))
     chunk, line = choose_chunk(asked.config, apart, asked.device, Workload.assumed, in_stages=True)
     assert chunk is None and "meet elsewhere" in line
@@ -215,7 +220,7 @@ def test_auto_leaves_rows_whole_where_chunks_cannot_be(tmp_path: Path) -> None:
 
 
 def test_a_run_that_resumes_keeps_its_chunks(tmp_path: Path) -> None:
-    config = basis(tmp_path, LENGTH, ROWS, **{KEY: "auto"}).config
+    config = basis(tmp_path, LENGTH, ROWS, row_chunk="auto").config
     planning = Planning(SimpleNamespace(spec=None, in_stages=True))  # type: ignore[arg-type]
     for settings, words in (({KEY: 4096}, "4,096 tokens"), ({}, "whole rows")):
         known: Any = SimpleNamespace(settings=settings)
@@ -224,10 +229,8 @@ def test_a_run_that_resumes_keeps_its_chunks(tmp_path: Path) -> None:
         assert choice.report == [f"row chunk: auto, {words}, as at the checkpoint"]
 
 
-def test_auto_is_no_change_of_what_a_checkpoint_has() -> None:
-    from options import RunConfig
-
-    rules = RunConfig.model_construct().rules
+def test_auto_is_no_change_of_what_a_checkpoint_has(tmp_path: Path) -> None:
+    rules = config_of(tmp_path, 2).rules
     assert compare({KEY: 4096}, {KEY: "auto"}, "", rules) == []
     (line,) = compare({KEY: 4096}, {KEY: 2048}, "", rules)
     assert line.startswith(f"changed since the checkpoint: {KEY} 4096 -> 2048")
