@@ -27,6 +27,7 @@ from models.checkpoint.hub import find_model
 from models.checkpoint.publish import writing
 from models.errors import CheckpointError
 from models.spec import ModelSpec
+from options.planner.chunk_sizes import choose_chunk
 from options.planner.communication import PER_HOST, Fabric
 from options.planner.drawing import draw_plan, place_of_picture
 from options.planner.inputs import Basis, Workload
@@ -38,6 +39,7 @@ from options.planner.search import Feed, advise, feed_of, other_ways, search
 from options.planner.shapes import shape_of
 from options.planner.tables import advice_table, needs_table, plan_summary, search_table, stages_table, times_table
 from options.planner.timing import calibrate
+from options.row_chunks.keys import KEY
 from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing
 from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.gpu import check_gpu, check_numbers
@@ -87,11 +89,12 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
         _check_other_models(config, spec, folder, log)
 
     workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
-    if config.train_micro_batch_size_per_gpu == "auto" and not arguments.search:
-        rows, line = choose_rows(config, spec, device, feed, in_stages)
-        log.print(line)
-        config = config.model_copy(update={ROWS: rows})
-        workload = feed(config)
+    for key, choose in () if arguments.search else ((ROWS, choose_rows), (KEY, choose_chunk)):
+        if getattr(config, key, None) == "auto":
+            chosen, line = choose(config, spec, device, feed, in_stages)
+            log.print(line)
+            config = config.model_copy(update={key: chosen})
+            workload = feed(config)
 
     if arguments.calibrate:
         if arguments.devices and not torch.cuda.is_available():

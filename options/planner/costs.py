@@ -7,6 +7,9 @@ long as a full one. Attention gets `Device.attention` with long documents and le
 of the pairs that a causal mask hides. All else goes at the memory's bandwidth. Where the host cannot launch kernels as
 fast as they are done, the device waits for it.
 
+Where rows pass in chunks, a micro-batch is all of its chunks: each kind of work takes as long as for whole rows, and at
+least what so many rows of a chunk's length take; gradients are added up once a chunk.
+
 Recomputation adds a forward pass to the backward pass. Once a step the replicas sum their gradients and the optimizer
 runs, in main memory where it is offloaded. Of gradients and activations that move while a layer is computed only what
 takes longer than that counts. `options.planner.timing` measures single layers, `options.planner.feedback` whole steps.
@@ -77,6 +80,9 @@ class Spent:
     def times(self, factor: float) -> Spent:
         return Spent(*(factor * value for value in vars(self).values()))
 
+    def at_least(self, other: Spent) -> Spent:
+        return Spent(*map(max, vars(self).values(), vars(other).values()))
+
 
 @dataclass(frozen=True)
 class Roofline:
@@ -133,6 +139,7 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     """Return the times of all layers, the embedding first."""
     config, kinds, calibrated, work = basis.config, layer_kinds(basis.spec), basis.calibration, basis.share
     device = this_device() if calibrated else basis.device  # a calibration holds for the device that it was made on
+    chunks = basis.row_chunks
     passes = {kind: _passes(basis, kind, device) for kind in set(kinds)}
     offloaded = kept_bytes(basis)[1] if config.offload_activations else [0] * len(kinds)
 
@@ -146,7 +153,7 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     for number, kind in enumerate(kinds):
         weights = basis.trained[number]
         forward, backward = passes[kind]
-        backward += Spent(sums=weights * _sum_bytes(basis, number, device) / device.bandwidth)
+        backward += Spent(sums=chunks * weights * _sum_bytes(basis, number, device) / device.bandwidth)
         if calibrated:
             factors = calibrated.layers[str(kind)]
             forward, backward = forward.times(factors[0]), backward.times(factors[1])
@@ -167,10 +174,12 @@ def layer_times(basis: Basis) -> list[LayerTime]:
         moved = offloaded[number] * work.length / work.longest / HOST_LINK
         crosses = SUM_CROSSES if config.offload_gradients and device.reserves else 0.0
         forward += Spent(offload=max(0.0, moved - forward.total))
-        backward += Spent(offload=max(0.0, moved + weights * StateBytes.of(config).sum * crosses - backward.total))
+        backward += Spent(
+            offload=max(0.0, moved + chunks * weights * StateBytes.of(config).sum * crosses - backward.total)
+        )
 
         gathered, reduced = zero.seconds(basis, number, sent_bytes(config))
-        forward, backward = forward + Spent(replicas=gathered), backward + Spent(replicas=reduced)
+        forward, backward = forward + Spent(replicas=gathered), backward + Spent(replicas=chunks * reduced)
         times.append(LayerTime(forward, backward, once))
     return times
 
@@ -211,6 +220,11 @@ def update_time(config: TrainConfig, device: Device) -> float:
 
 def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     """Estimate the forward and backward pass of a layer for one micro-batch, without adding up gradients."""
+    if (chunks := basis.row_chunks) > 1:
+        whole, chunk = basis.in_chunks_of(None), replace(basis.workload, length=basis.workload.length / chunks)
+        forward, backward = _passes(whole, layer, device)
+        alone = _passes(replace(whole, workload=chunk), layer, device)
+        return forward.at_least(alone[0].times(chunks)), backward.at_least(alone[1].times(chunks))
     spec, work, dtype = basis.spec, basis.share, training_dtype(basis.config)
     is_block = 0 < layer < spec.n_layers - 1
     slides = is_block and attention_kind(spec.config, layer - 1) == SLIDING

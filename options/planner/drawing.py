@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -12,8 +14,14 @@ from options.planner.plan import Plan
 from options.planner.tables import MEMORY, room, speed
 from training.config.keys import TrainConfig
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
+
 PICTURE = "plan.png"
 DPI = 120
+# Of one row and the next: forward, backward.
+ROWS = (("tab:blue", "lightsteelblue"), ("tab:orange", "navajowhite"))
 STEP = "the optimizer's step,\nwhere it needs more\nthan activations"
 DRAWN = {name: name for name in MEMORY[:4]} | {
     "step": STEP,
@@ -49,7 +57,13 @@ def draw_plan(plan: Plan, path: Path) -> Path:
     stages, bottom = numpy.arange(len(plan.stages)), numpy.zeros(len(plan.stages))
     figure = Figure(figsize=(max(9.0, 4.0 + 0.35 * len(stages)), 6), dpi=DPI, layout="constrained")
 
-    above, below = figure.subplots(2, 1, sharex=True)
+    whole: SubFigure | Figure = figure
+    if basis.row_chunks > 1:
+        figure.set_figheight(8)
+        panels: Any = figure.subfigures(2, 1, height_ratios=(3, 1))
+        whole = panels[0]
+        _draw_chunks(plan, panels[1].subplots())
+    above, below = whole.subplots(2, 1, sharex=True)
     for name, heights in memory.items():
         if heights.any():
             above.bar(stages, heights, bottom=bottom, label=DRAWN[name])
@@ -76,3 +90,20 @@ def draw_plan(plan: Plan, path: Path) -> Path:
     figure.suptitle("\n".join(lines), fontsize="medium", wrap=True)
     figure.savefig(path, format="png")
     return path
+
+
+def _draw_chunks(plan: Plan, panel: Axes) -> None:
+    """Draw when stages work on which chunk: of each row in colours of its own, lighter backward."""
+    simulated, bars = plan.simulated(plan.enough), defaultdict[tuple[int, str], list[tuple[float, float]]](list)
+    for span in simulated.spans:
+        assert span.micro_batch is not None
+        forward, backward = ROWS[span.micro_batch // plan.basis.row_chunks % 2]
+        colour = forward if span.kind == "forward" else backward
+        bars[span.stage, colour].append((span.begin / simulated.seconds, (span.end - span.begin) / simulated.seconds))
+    for (stage, colour), of_stage in bars.items():
+        panel.broken_barh(of_stage, (stage - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.2)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1)
+    panel.set_ylabel("stage")
+    rows = counted(plan.enough, "micro-batch")
+    panel.set_xlabel(f"time of {rows}, each in {counted(plan.basis.row_chunks, 'chunk')}: forward dark, backward light")

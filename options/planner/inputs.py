@@ -21,6 +21,8 @@ from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from options.planner.communication import Fabric
 from options.planner.measurements import ESTIMATES, MEASURED_FILE, Calibration, Measured, digest
+from options.planner.row_chunks import chunk_of, cut
+from options.row_chunks.keys import KEY
 from training.config.keys import TrainConfig
 from training.distributed.links import Links
 from training.metrics.devices import Device
@@ -32,7 +34,7 @@ SAMPLED_STEPS = 16  # of the first epoch, which stand for the others
 # Keys that the times and the memory of stages depend on, besides device, model, data and torch.
 DEPENDS = (
     "use_flash_attn use_grad_ckpt offload_activations offload_gradients schedule zero_optimization bf16 fp16 fp8 tf32 "
-    "data_types"
+    "data_types row_chunk"
 ).split()
 
 
@@ -211,6 +213,23 @@ class Basis:
         """One rank's share of the workload under sequence parallelism."""
         return self.workload.shared(self.config.model_topo.sequence)
 
+    @property
+    def row_chunks(self) -> int:
+        """Chunks that the rows of a micro-batch pass in, on average; 1 where they pass whole."""
+        return len(self._cuts(ceil(self.workload.length), self.workload.attended))
+
+    @property
+    def longest_chunks(self) -> tuple[int, ...]:
+        """Tokens of each chunk of the longest rows, one document each."""
+        return self._cuts(self.share.longest, self.share.longest)
+
+    def _cuts(self, length: int, document: float) -> tuple[int, ...]:
+        """Return the tokens of each chunk of rows that are filled with documents of this length."""
+        chunk = chunk_of(self.config)
+        if chunk is None:
+            return (length,)
+        return self.once(cut, chunk, self.config.max_seq_len, self.workload.rows, length, min(length, ceil(document)))
+
     def shapes(self, layer: int) -> dict[str, torch.Size]:
         """Return shapes of a layer's weights, or of one rank's shards of them."""
         return self.once(part_shapes, layer, self.config.model_topo.tensor)
@@ -253,6 +272,10 @@ class Basis:
         if links and links.sums:
             return min(link.bandwidth for link in links.sums)
         return self.fabric.group(self.config.model_topo.along("data")).bandwidth
+
+    def in_chunks_of(self, tokens: int | None) -> Basis:
+        """Let rows pass in chunks of so many tokens, or whole."""
+        return replace(self, config=self.config.model_copy(update={KEY: tokens}))
 
     def changed(self, **keys: Any) -> Basis:
         """Change keys of the config; a step keeps its tokens, and the number of micro-batches follows."""

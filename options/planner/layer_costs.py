@@ -34,6 +34,7 @@ from models.ahead.layers import LayerAhead
 from models.attention.positions import SLIDING
 from models.layers import Block, Embedding, Head
 from models.parallel.groups import RankGroup, RankGroups
+from models.parallel.sequence import PartOfRows
 from models.parallel.tensor import TensorShare
 from models.spec import ModelSpec
 from models.weight_gradients import trained_linear_layers
@@ -80,8 +81,12 @@ class FakeLayer:
 
 
 @contextmanager
-def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
-    """Make a layer that runs inside the `with` block."""
+def fake_layer(spec: ModelSpec, case: LayerCase, part: PartOfRows | None = None) -> Iterator[FakeLayer]:
+    """Make a layer that runs inside the `with` block.
+
+    Args:
+        part: through which attention reaches the tokens of other parts of rows, if any.
+    """
     layer, rows, length, dtype = case.layer, case.rows, case.length, case.dtype
     config = copy.deepcopy(spec.config)
     config._experts_implementation = EXPERTS
@@ -91,6 +96,7 @@ def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
     # Masks and angles are computed for a few real tokens, and resized.
     share = TensorShare(spec, RankGroup(case.tensor))
     positions = spec.positions(RankGroups(tensor=share.ranks))
+    positions.part = part
     spec.shapes(layer)  # while tensors are real ones
     short = torch.zeros(rows, SHORT, spec.config.hidden_size)
     kinds = positions.arguments(short, torch.arange(SHORT).repeat(rows, 1), None)
@@ -107,6 +113,8 @@ def fake_layer(spec: ModelSpec, case: LayerCase) -> Iterator[FakeLayer]:
         if case.flash and block and block.kind == SLIDING:
             short_arguments["document_window"] = spec.config.sliding_window
         arguments: dict[str, Any] = tree_map_only(Tensor, partial(_resized, length, dtype), short_arguments)
+        if part is not None:
+            arguments["part_of_rows"] = part
         yield FakeLayer(module, arguments, hidden, ids)
 
 

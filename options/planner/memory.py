@@ -5,7 +5,8 @@ micro-batches in flight, or the optimizer's step, before which activations are f
 micro-batches are in flight: with 1F1B, min(m, P - s) on stage s of P. For each a stage keeps its input and output, and
 what autograd saves of its layers (`options.planner.layer_costs`); with recomputation only the blocks' inputs, and the
 inside of one block during its backward pass. The last stage adds the loss (`models.loss.lean`): a chunk of logits, and
-the gradient of the head in fp32. Under sequence and tensor parallelism a rank's shards count.
+the gradient of the head in fp32. Under sequence and tensor parallelism a rank's shards count. Of rows in chunks a stage
+keeps that of the chunks in flight, and keys and values of whole rows with, on the way back, sums of their gradients.
 
 Bytes per parameter are those of DeepSpeed 0.19.8, more than the textbook's 16 (`runtime/bf16_optimizer.py` and
 `runtime/zero/stage_1_and_2.py` there). Master weights and states are sharded over the replicas, in bf16 at stage 0 too.
@@ -19,10 +20,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain
 from math import prod
+from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
+from models.attention.kernels import EAGER
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.loss.lean import CPU_CHUNK, GPU_CHUNK
 from models.quantized_base import BYTES
@@ -30,7 +34,8 @@ from options.planner import zero
 from options.planner.inputs import Basis, layer_kinds
 from options.planner.layer_costs import LayerCase, Saved, saved_by
 from options.planner.partition import LayerRange, layers_of
-from options.planner.simulation import moments_in_flight
+from options.planner.row_chunks import carried_by
+from options.planner.simulation import chunks_in_flight, moments_in_flight
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.engine import host_sums
@@ -43,6 +48,7 @@ BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
 # on a CPU for whose 16-bit numbers oneDNN has no kernels.
 CPU_KERNELS, CPU_WITHOUT_KERNELS = 25_000_000, 12_000_000
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
+SUMMED = 4  # bytes of the sum of a key's gradient, or a value's
 # Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
 # 8 bits alone, for both factors in both orders.
 FP8_EAGER, FP8_COMPILED = 9, 4
@@ -110,9 +116,37 @@ def sent_bytes(config: TrainConfig) -> int:
 
 def saved_tensors(basis: Basis) -> list[Saved]:
     """Return what autograd saves of each layer without recomputation."""
-    work, flash = basis.share, basis.config.has_flash(basis.device.ampere)
-    case = work.rows, work.longest, training_dtype(basis.config), flash, basis.config.model_topo.tensor
-    return [basis.once(saved_by, LayerCase(kind, *case)) for kind in layer_kinds(basis.spec)]
+    whole, cuts = _saved(basis, basis.share.longest), basis.longest_chunks
+    if len(cuts) == 1:
+        return whole
+    # What grows with keys, as scores do, lies between what a chunk has by itself and its share of a whole row's.
+    alone, share = _saved(basis, cuts[0]), cuts[0] / basis.share.longest
+    pairs = ((vars(own), vars(row)) for own, row in zip(alone, whole, strict=True))
+    found = [Saved(**{name: int((own[name] + share * row[name]) / 2) for name in own}) for own, row in pairs]
+    if basis.config.has_flash(basis.device.ampere) or basis.spec.attention[0] == EAGER:
+        return found
+    # Torch's kernel takes a mask for a chunk's queries, of all keys so far: half of a row's, on average.
+    mask = int(cuts[0] * (cuts[0] + basis.share.longest) / 2) * training_dtype(basis.config).itemsize
+    masked = zip(found, carried_numbers(basis), strict=True)
+    return [replace(saved, inside=saved.inside + (mask if numbers else 0)) for saved, numbers in masked]
+
+
+def _saved(basis: Basis, length: int) -> list[Saved]:
+    return [basis.once(saved_by, case) for case in _cases(basis, length)]
+
+
+def _cases(basis: Basis, length: int) -> list[LayerCase]:
+    config = basis.config
+    case = basis.share.rows, length, training_dtype(config), config.has_flash(basis.device.ampere)
+    return [LayerCase(kind, *case, config.model_topo.tensor) for kind in layer_kinds(basis.spec)]
+
+
+def carried_numbers(basis: Basis) -> list[int]:
+    """Return how many numbers the keys and values of the longest rows have in each layer, if chunks hand them on."""
+    length = basis.share.longest
+    if len(basis.longest_chunks) == 1:
+        return [0] * basis.spec.n_layers
+    return [length * basis.once(carried_by, case) for case in _cases(basis, 1)]
 
 
 def kept_bytes(basis: Basis) -> tuple[list[int], list[int]]:
@@ -121,7 +155,8 @@ def kept_bytes(basis: Basis) -> tuple[list[int], list[int]]:
     A layer that recomputes keeps its input.
     """
     work, last = basis.share, basis.spec.n_layers - 1
-    hidden = work.rows * work.longest * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
+    tokens = work.rows * basis.longest_chunks[0]
+    hidden = tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
     kept = [hidden if layer in basis.recomputed else each.inside for layer, each in enumerate(saved_tensors(basis))]
     if not (basis.config.offload_activations and basis.device.reserves):
         return kept, [0] * len(kept)
@@ -154,7 +189,7 @@ class MemoryModel:
         self._config, self._spec, self._device = basis.config, basis.spec, basis.device
         self._states, self._saved = StateBytes.of(basis.config), saved_tensors(basis)
         self._itemsize = training_dtype(basis.config).itemsize
-        self._tokens = basis.share.rows * basis.share.longest
+        self._tokens = basis.share.rows * basis.longest_chunks[0]
         self._hidden = self._tokens * basis.spec.config.hidden_size * self._itemsize  # bytes of hidden states
         self._head = basis.spec.n_layers - 1
         shapes = [basis.shapes(layer) for layer in range(basis.spec.n_layers)]
@@ -176,7 +211,14 @@ class MemoryModel:
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
         # For each rank and moment: per chunk the micro-batches kept whole, and those whose weights wait.
         found = moments_in_flight(basis.schedule, ranks, basis.micro_batches)
-        self._moments = [numpy.array(moments, dtype=numpy.int64).reshape(len(moments), -1) for moments in found]
+        moments = [numpy.array(each, dtype=numpy.int64).reshape(len(each), -1) for each in found]
+        self._moments: list[NDArray[Any]] = moments
+        self._numbers = carried_numbers(basis)
+        self._carried = [0, *accumulate(self._numbers)]
+        if len(cuts := basis.longest_chunks) > 1:
+            # Without stages a row goes back before the next one comes.
+            passing = chunks_in_flight(cuts, ranks, basis.micro_batches if basis.in_stages else 1)
+            self._moments = [numpy.array(each) / (cuts[0], 1, 1) for each in passing]
         self._of_chunk = cache(self._chunk)
 
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
@@ -194,6 +236,9 @@ class MemoryModel:
             trained -= twice if EMBEDDING_WEIGHT in self._basis.trained_names[0] else 0
         kept, waiting, temporary, offloaded = zip(*(self._of_chunk(*each) for each in ranges), strict=True)
         counted = list(chain(*zip(kept, waiting, strict=True)))
+        if len(self._basis.longest_chunks) > 1:
+            carried = between(self._carried)
+            counted = [*kept, carried * self._itemsize, carried * SUMMED]
         activations = int(self._moments[rank].dot(counted).max())
         activations += max(temporary) + sum(offloaded)  # on its way back, for the next block
         largest = max((self._largest[layer] for layer in layers_of(ranges)), default=0)
@@ -264,7 +309,8 @@ class MemoryModel:
             factor = max((max(self._saved[b].largest // self._itemsize, self._widest[b]) for b in blocks), default=0)
             backward += factor * (FP8_COMPILED if compiled else FP8_EAGER)
         widened = self._itemsize * max((sum(self._basis.packed[block]) for block in blocks), default=0)
-        return max(again + backward + arriving + widened, self._loss() if end > self._head else 0)
+        keys = self._itemsize * max((self._numbers[block] for block in blocks), default=0)  # gradients, of all so far
+        return max(again + backward + arriving + widened + keys, self._loss() if end > self._head else 0)
 
     def _loss(self) -> int:
         """Return temporary bytes of the loss, beside the normalised hidden states."""

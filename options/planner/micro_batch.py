@@ -16,7 +16,7 @@ from models.spec import ModelSpec
 from options.planner.inputs import Basis, layer_kinds
 from options.planner.measurements import Calibration
 from options.planner.own_plan import own_planner
-from options.planner.plan import Plan, fitting_parts
+from options.planner.plan import fitting_plan
 from options.planner.search import SIZES, Feed
 from options.planner.timing import calibrate
 from training.config.keys import TrainConfig
@@ -87,13 +87,11 @@ def _divides(config: TrainConfig) -> bool:
 
 def _seconds(basis: Basis) -> float | None:
     """Return the time of a step; None where it does not fit."""
-    config, layers = basis.config, basis.spec.n_layers
-    if own := own_planner(config):
-        fastest = own.fastest(basis, config.model_topo.stages)
+    if own := own_planner(basis.config):
+        fastest = own.fastest(basis, basis.config.model_topo.stages)
         return fastest.seconds if fastest and fastest.fits else None
-    parts = (config.parts_for(layers) or fitting_parts(basis)) if basis.in_stages else [layers]
-    plan = Plan(basis, parts) if parts else None
-    return plan.seconds if plan and plan.fits else None
+    plan = fitting_plan(basis)
+    return plan.seconds if plan else None
 
 
 def _timed(bases: list[Basis]) -> list[Basis]:

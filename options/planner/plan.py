@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 
 from models.flops import ModelFlops
 from options.planner.costs import LayerTime, Spent, layer_times
@@ -14,6 +14,7 @@ from options.planner.memory import MemoryModel, StageMemory
 from options.planner.partition import Fits, LayerRange, best_split, held_layers, layers_of
 from options.planner.simulation import simulate
 from training.config.deepspeed_config import training_dtype
+from training.schedule.walk import Simulation
 from training.topology import layer_ranges
 
 ERROR = 0.05  # of a plan's memory, as measured (docs/performance.md#the-planner)
@@ -82,21 +83,30 @@ class Plan:
         """By layer."""
         return layer_times(self.basis)
 
-    @cached_property
-    def seconds(self) -> float:
-        """Time of a step. Only as many micro-batches are simulated as fill the pipeline; more repeat its middle."""
-        basis = self.basis
+    def simulated(self, micro_batches: int) -> Simulation:
+        """Simulate the passes of so many micro-batches, each chunk of rows by itself."""
+        basis, chunks = self.basis, self.basis.row_chunks
         forward, backward = [], []
         for begin, end in layer_ranges(self.parts):
-            forward.append(sum(time.forward.total for time in self.times[begin:end]))
-            backward.append(sum(time.backward.total for time in self.times[begin:end]))
+            forward.append(sum(time.forward.total for time in self.times[begin:end]) / chunks)
+            backward.append(sum(time.backward.total for time in self.times[begin:end]) / chunks)
         hidden = basis.share.micro_tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
-        simulated = partial(simulate, basis.schedule, forward, backward, transfer=basis.transfers(hidden))
-        number = min(basis.micro_batches, 8 * basis.config.chunks)
-        seconds = simulated(number).seconds
+        transfers = basis.transfers(hidden / chunks)
+        return simulate(basis.schedule, forward, backward, micro_batches, transfers, chunks)
+
+    @property
+    def enough(self) -> int:
+        """Micro-batches that fill the pipeline; more repeat its middle."""
+        return min(self.basis.micro_batches, max(2, math.ceil(8 * self.basis.config.chunks / self.basis.row_chunks)))
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time of a step, of which only so much is simulated as fills the pipeline."""
+        basis, number = self.basis, self.enough
+        seconds = self.simulated(number).seconds
         if left := basis.micro_batches - number:
             before = number // 2
-            seconds += left * (seconds - simulated(before).seconds) / (number - before)
+            seconds += left * (seconds - self.simulated(before).seconds) / (number - before)
 
         updates = [time.update.total for time in self.times]
         return seconds + max(sum(map(updates.__getitem__, stage.layers)) for stage in self.stages)
@@ -156,6 +166,14 @@ def best_parts(basis: Basis) -> list[int]:
     least = within(0) or within(bisect_left(range(MOST_STEPS), True, key=lambda steps: within(steps) is not None))
     assert least is not None
     return least
+
+
+def fitting_plan(basis: Basis) -> Plan | None:
+    """Plan the config's stage split, or the best one that fits; None where none does."""
+    layers = basis.spec.n_layers
+    parts = (basis.config.parts_for(layers) or fitting_parts(basis)) if basis.in_stages else [layers]
+    plan = Plan(basis, parts) if parts else None
+    return plan if plan and plan.fits else None
 
 
 def fitting_parts(basis: Basis, within: float = math.inf) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Resolve `auto` (micro-batch, parts, recomputation) on rank 0 and broadcast it; the planner's callback of a run.
+"""Resolve `auto` (rows, chunks, parts, recomputation) on rank 0 and broadcast it; the planner's callback of a run.
 
 `options.planner.partition` splits the layers. Of each stage as few blocks recompute as make it fit into the memory of
 the smallest device. On a CPU none recomputes.
@@ -7,7 +7,7 @@ the smallest device. On a CPU none recomputes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ import torch
 
 from data.loader import Loader
 from models.spec import ModelSpec
+from options.planner.chunk_sizes import choose_chunk, in_words
 from options.planner.inputs import Basis, Workload
 from options.planner.kernels import choose_kernels
 from options.planner.keys import PlannerKeys
@@ -24,6 +25,7 @@ from options.planner.own_plan import own_planner
 from options.planner.plan import Plan
 from options.planner.resources import check_resources, explain_out_of_memory
 from options.planner.search import Feed, feed_of
+from options.row_chunks.keys import KEY, ChunkKeys
 from training.callbacks import Callback, Choice, JobView
 from training.checkpoint.folder import CheckpointRecord
 from training.config.keys import TrainConfig
@@ -48,6 +50,9 @@ class Planning(Callback):
             if line := advice(job.config, *inputs):
                 yield Choice(report=[line])
 
+        if isinstance(job.config, ChunkKeys) and job.config.row_chunk == "auto":
+            yield self._chunk(job.config, job.progress.known)
+
         # The rows have taken effect, so the loader has them too.
         if leaves_open(job.config, task.spec, task.in_stages):
             yield Choice(division=divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known))
@@ -57,17 +62,24 @@ class Planning(Callback):
         rows = known.settings.get(ROWS) if known else None
         if rows is not None and config.train_batch_size % (rows * config.model_topo.row_replicas) == 0:
             return Choice({ROWS: rows})
-        rows, line = self._fastest_rows(config)
-        return Choice({ROWS: rows}, report=[line])
+        return self._chosen(ROWS, choose_rows, config)
 
-    def _fastest_rows(self, config: TrainConfig) -> tuple[int, str]:
+    def _chunk(self, config: TrainConfig, known: CheckpointRecord | None) -> Choice:
+        """Choose the tokens of a row's chunks, likewise."""
+        if known is None:
+            return self._chosen(KEY, choose_chunk, config)
+        chunk = known.settings.get(KEY)  # whole rows leave no number
+        return Choice({KEY: chunk}, report=[f"row chunk: auto, {in_words(chunk)}, as at the checkpoint"])
+
+    def _chosen(self, key: str, choose: Callable[..., tuple[int | None, str]], config: TrainConfig) -> Choice:
         """Ask the planner on rank 0."""
         task, chosen = self._task, None
         device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
         with agreed():
             if torch.distributed.get_rank() == 0:
-                chosen = choose_rows(config, task.spec, device, self._feed(), task.in_stages)
-        return next(each for each in gather(chosen) if each)
+                chosen = choose(config, task.spec, device, self._feed(), task.in_stages)
+        value, line = next(each for each in gather(chosen) if each)
+        return Choice({key: value}, report=[line])
 
     def _feed(self) -> Feed:
         """Say what a config's rows are."""

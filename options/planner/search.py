@@ -26,7 +26,9 @@ from options.planner.memory import StateBytes
 from options.planner.own_plan import OwnPlan, own_planner, self_planned
 from options.planner.plan import Plan, fitting_parts
 from options.planner.progress import each_of
+from options.planner.row_chunks import advised, can_chunk, chunk_of, fits_chunks, sizes_of
 from options.planner.simulation import simulate
+from options.row_chunks.keys import KEY
 from training.config.contradictions import PARAMETERS, of_optimizer
 from training.config.deepspeed_config import check_sharing
 from training.config.keys import TrainConfig
@@ -100,6 +102,8 @@ def candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Ba
         "schedule": ("1f1b", "dualpipev"),
         "use_grad_ckpt": (False, True),
     }
+    if can_chunk(config, basis.spec):
+        tried[KEY] = (None, *sizes_of(basis.workload.longest, 2 * LONG)[::2])
     for values in product(*([getattr(config, key)] if key in fixed else tried[key] for key in tried)):
         candidate = basis.changed(**dict(zip(tried, values, strict=True)))
         changed, topo = candidate.config, candidate.config.model_topo
@@ -109,6 +113,8 @@ def candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Ba
             continue
         # Several rows had better be several replicas'.
         if topo.sequence > 1 and changed.micro_batch_size > 1 and "model_topo" not in fixed:
+            continue
+        if chunk_of(changed) and changed.micro_batch_size > 1 and "train_micro_batch_size_per_gpu" not in fixed:
             continue
         yield candidate
 
@@ -171,7 +177,7 @@ def _lower_bound(basis: Basis) -> float:
     backward = sum(layer.backward.total for layer in times) / topo.stages
     update = sum(layer.update.total for layer in times) / topo.stages
     if basis.schedule == "1f1b":
-        return (number + topo.stages - 1) * (forward + backward) + update
+        return (number + (topo.stages - 1) / basis.row_chunks) * (forward + backward) + update
     most = min(number, 4 * topo.stages)  # more only repeat the middle
     passes = _dualpipev_passes(topo.stages, most, floor(10 * backward / forward) / 10)
     return forward * passes + (number - most) * (forward + backward) + update
@@ -296,7 +302,11 @@ def cheaper(basis: Basis) -> dict[str, Basis]:
         if basis.device.reserves or change != OFFLOADS[1]
     )
     changed = {change: basis.changed(**keys) for change, keys in suited}
-    return {change: each for change, each in changed.items() if not any(of_optimizer(each.config))}
+    return {change: each for change, each in changed.items() if _is_allowed(each)}
+
+
+def _is_allowed(basis: Basis) -> bool:
+    return not any(of_optimizer(basis.config)) and fits_chunks(basis.config, basis.spec)
 
 
 def savings(config: TrainConfig, in_stages: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -317,6 +327,7 @@ def savings(config: TrainConfig, in_stages: bool = True) -> Iterator[tuple[str, 
         yield "zero_optimization.stage: 0", with_zero(stage=0)
     if config.micro_batch_size > 1:
         yield "train_micro_batch_size_per_gpu: 1", {"train_micro_batch_size_per_gpu": 1}
+    yield from ((f"{KEY}: {chunk}", {KEY: chunk}) for chunk in advised(config, 2 * LONG))
     if not config.use_grad_ckpt:
         yield "use_grad_ckpt: true", {"use_grad_ckpt": True}
     if not zero.offloads and zero.stage:

@@ -10,14 +10,18 @@ from rich.table import Column, Table
 from common.quantities import GIGA, counted, duration, gigabytes
 from options.planner import zero
 from options.planner.communication import stage_messages
+from options.planner.inputs import Basis
 from options.planner.measurements import MEASURED_FILE
 from options.planner.own_plan import OwnPlan
 from options.planner.plan import ERROR, Plan
+from options.planner.row_chunks import chunk_of
 from options.planner.search import Advice
 from training.distributed.links import FILE as LINKS_FILE
 from training.metrics.devices import TERA, Device
 
 MEMORY = "weights gradients optimizer activations step peak".split()  # columns of a plan, and of `StageMemory`
+
+WHOLE = "whole rows"
 
 
 def stages_table(plan: Plan) -> Table:
@@ -72,6 +76,7 @@ def plan_summary(plan: Plan) -> list[str]:
         f"data: {work.source}",
         f"step: {a_step} x {work.length:.0f} tokens a replica, {work.supervised:.0%} of them supervised; "
         f"{config.schedule if basis.in_stages else 'no pipeline'}",
+        *_chunks(basis),
         f"bubble: {plan.bubble:.1%} of the devices' time" if basis.in_stages else zero.describe_sharing(basis),
     ]
 
@@ -94,6 +99,14 @@ def plan_summary(plan: Plan) -> list[str]:
         if work.steps:
             lines.append(f"the whole run: {counted(work.steps, 'step')}, {duration(work.steps * plan.seconds)}")
     return [*lines, *config.objective.unplanned(), f"memory: {room(plan)}"]
+
+
+def _chunks(basis: Basis) -> list[str]:
+    """Say in what chunks the longest rows pass, if they do."""
+    cuts = basis.longest_chunks
+    if len(cuts) == 1:
+        return []
+    return [f"rows: at most {sum(cuts):,} tokens, in {len(cuts)} chunks of {min(cuts):,} to {max(cuts):,}"]
 
 
 def speed(plan: Plan) -> str:
@@ -170,6 +183,7 @@ def search_table(plans: Sequence[Plan]) -> Table:
                 "sequence": str(topo.sequence),
                 "parts": str(plan.parts),
                 "micro-batch": str(config.micro_batch_size),
+                "row_chunk": str(chunk_of(config) or WHOLE),
                 "schedule": config.schedule,
                 "use_grad_ckpt": str(config.use_grad_ckpt).lower(),
                 "bubble": f"{plan.bubble:.1%}",
@@ -179,7 +193,8 @@ def search_table(plans: Sequence[Plan]) -> Table:
             }
         )
 
-    usual = {"axes": "pipe, data", "sequence": "1"}  # columns that are left out where they say nothing
+    # Columns are left out where they say nothing.
+    usual = {"axes": "pipe, data", "sequence": "1", "row_chunk": WHOLE}
     headings = [heading for heading in rows[0] if {row[heading] for row in rows} != {usual.get(heading)}]
     tight = f"; *: less than {ERROR:.0%} of the memory is left, and a plan may err by as much"
     made = _table(f"fastest first{tight if any(plan.is_tight for plan in plans) else ''}", headings)

@@ -33,6 +33,8 @@ from options.planner.costs import layer_times, update_time
 from options.planner.inputs import Basis, Workload, layer_kinds
 from options.planner.measurements import Calibration
 from options.planner.memory import StateBytes
+from options.planner.row_chunks import chunk_of
+from options.row_chunks.keys import KEY
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
@@ -83,7 +85,7 @@ def _calibrate(
     kinds: Collection[int],
 ) -> Calibration:
     torch.manual_seed(config.seed)
-    as_timed = {"compile": False, "use_flash_attn": False, "fp8": FP8(), "schedule": "1f1b"}
+    as_timed = {"compile": False, "use_flash_attn": False, "fp8": FP8(), "schedule": "1f1b", KEY: None}
     # Whole layers, on the tokens of a rank: with fewer heads or columns estimates are as wrong as with all.
     plain, workload = config.model_copy(update=as_timed | {"model_topo": ModelTopo()}), rank_rows(config, workload)
     estimates = layer_times(Basis(plain, spec, workload, this_device(), recompute=frozenset()))
@@ -99,8 +101,9 @@ def _calibrate(
 
 
 def rank_rows(config: TrainConfig, workload: Workload) -> Workload:
-    """Return one rank's share of the rows, each a document of its own."""
+    """Return one rank's share of the rows, or as many tokens as a chunk has, each row a document of its own."""
     share = workload.shared(config.model_topo.sequence)
+    share = replace(share, length=min(share.length, chunk_of(config) or share.length))
     return replace(share, attended=min(share.attended, share.length))
 
 

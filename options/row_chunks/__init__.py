@@ -20,5 +20,5 @@ def _trainer(config: ChunkKeys, in_stages: bool) -> type[Trainer] | None:
     return trainer.ChunkPipelineTrainer if in_stages else trainer.ChunkZeroTrainer
 
 
-RULE = MayChange(True, f"{ROUNDING}, and dropout draws other numbers")
+RULE = MayChange(True, f"{ROUNDING}, and dropout draws other numbers", kept=True)
 OPTION = Option(ChunkKeys, before="packing", rules={KEY: RULE}, trainer=_trainer)

@@ -2,12 +2,15 @@
 
 A token costs its products with the weights, and attention to the tokens of its document that it sees. Of a long
 document later chunks are shorter, as their tokens see more; with chunks of equal lengths, all stages of a pipeline
-would wait for the last ones. Every process makes the same cuts, in whole numbers, of what all know: the lengths.
+would wait for the last ones. Where tokens see few others, no chunk has more than `MOST` times the tokens of an average
+one: of all, the longest one's activations must fit. Every process makes the same cuts, in whole numbers, of what all
+know: the lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from math import ceil, inf
 
 import numpy
@@ -21,6 +24,7 @@ from training.config.keys import TrainConfig
 from training.metrics.devices import Device
 
 TOKEN = 2**30  # what the products of a token count; all else in proportion
+MOST = 2
 
 
 class RowCuts:
@@ -37,6 +41,7 @@ class RowCuts:
         pair = flops.pair / Device.attention / sum(flops.blocks) * TOKEN
         self._pairs = {window: round(pair * flops.windows.count(window)) for window in set(flops.windows)}
         self._unit = ceil(int(self._work([longest]).sum()) / ceil(longest / chunk))
+        self._most = MOST * chunk
 
     def __call__(self, rows: Sequence[Sequence[int]], length: int) -> list[int]:
         """Return the tokens that each chunk has of every row of a micro-batch.
@@ -53,7 +58,9 @@ class RowCuts:
         numbers = numpy.arange(1, count)  # each chunk has a token at least
         bounds = numpy.maximum.accumulate(numpy.append(0, bounds - numbers))[1:] + numbers
         bounds = numpy.minimum(bounds, length - count + numbers)
-        return numpy.diff([0, *bounds, length]).tolist()
+        sizes = numpy.diff([0, *bounds, length]).tolist()
+        most = max(1, self._most // len(rows))
+        return list(chain.from_iterable(_shared(size, -(-size // most)) for size in sizes))
 
     def _work(self, lengths: Sequence[int]) -> NDArray[numpy.int64]:
         """Count the work of each token in a row of documents."""
@@ -62,6 +69,12 @@ class RowCuts:
         for window, pair in self._pairs.items():
             work += pair * (seen if window == inf else numpy.minimum(seen, int(window)))
         return work
+
+
+def _shared(size: int, count: int) -> list[int]:
+    """Cut a chunk into so many, of equal lengths but for one token."""
+    least, more = divmod(size, count)
+    return [least + 1] * more + [least] * (count - more)
 
 
 def cuts_of(config: TrainConfig, spec: ModelSpec) -> RowCuts | None:

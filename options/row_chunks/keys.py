@@ -31,8 +31,10 @@ class ChunkKeys(TrainConfig):
             return
         if self.row_chunk == "auto" and not self.is_planned:
             yield f"{KEY}: auto: options.planner, which chooses, is not among the options; expected a number of tokens"
+        if self.row_chunk == "auto" and self.weights_on_host:
+            yield f"{KEY}: auto: not with schedule: {self.schedule}; expected a number of tokens"
         for unlike, other in (
-            (self.schedule != "1f1b", f"schedule: {self.schedule}"),
+            (self.schedule == "dualpipev", f"schedule: {self.schedule}"),
             (self.model_topo.sequence > 1, "model_topo.sequence, which divides rows among processes"),
             (self.offload_activations, "offload_activations"),
         ):

@@ -7,8 +7,12 @@ on the number of GPUs, which so changes no bit. Every block recomputes: a forwar
 blocks in host memory, and a backward slot fetches it. Tried are one to `MOST_BLOCKS` blocks in a backward slot, forward
 slots about as long, and all sizes of a round.
 
-Not counted: loading data, other programs on the host, and what the updates and the transfers of
-the next step's first weights cost each other.
+With rows in chunks a turn's activations are those of the longest chunk; of whole rows it has hidden states and one
+layer's keys and values. A backward slot makes these first: the forward pass of one chunk more. Gradients of weights are
+added to their sums once a chunk.
+
+Not counted: loading data, other programs on the host, what the updates and the transfers of the next step's first
+weights cost each other, and what comes before attention in the other chunks, whose keys and values are made again.
 """
 
 from __future__ import annotations
@@ -17,15 +21,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import ceil
 from pathlib import Path
 
 from common.quantities import counted, duration, gigabytes
-from options.planner.costs import HOST, layer_times
-from options.planner.inputs import Basis
+from models.spec import ModelSpec
+from options.planner.costs import FP32_SUM, HOST, layer_times
+from options.planner.inputs import Basis, Workload
 from options.planner.memory import MemoryModel, StateBytes
 from options.planner.partition import best_split
 from options.planner.plan import RESOLUTION
 from options.planner.progress import each_of
+from options.row_chunks.cuts import RowCuts, cuts_of
+from options.row_chunks.keys import ChunkKeys
 from options.weight_streaming.schedule import Slot, Slots, Streamed, StreamedDivision, simulate_turns
 from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload
@@ -37,7 +45,8 @@ MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
 MASTERS = 28  # bytes of main memory that AdamW reads and writes for a parameter: gradient, master weight, two states
 ADDING = 3  # times that adding up the heads' sums moves them
-SUM = 4  # bytes of a gradient's sum in main memory
+SUM = 4  # bytes of a gradient's sum in main memory; of one of a key or a value on a device
+OF_ROWS = "hidden states of whole rows"
 TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
 
 
@@ -109,6 +118,11 @@ class Streaming:
             update={"stage": 1, "offload_optimizer": OptimizerOffload(device="cpu")}
         )
         keys = {"offload_activations": False, "offload_gradients": True, "schedule": "1f1b", "zero_optimization": zero}
+        cut = None
+        if isinstance(basis.config, ChunkKeys):
+            # What `auto` chooses for another schedule is no chunk of this one.
+            cut = None if basis.config.row_chunk == "auto" else cuts_of(basis.config, basis.spec)
+            keys["row_chunk"] = None  # costs and memory are those of whole rows, but for `_cut_rows`
         topo = basis.config.model_topo.spread(1, 1)
         self.basis = basis.changed(model_topo=topo, use_grad_ckpt=True, **keys)
         plain = self.basis.changed(offload_gradients=False)  # here sums cross in each round, not in each micro-batch
@@ -116,9 +130,11 @@ class Streaming:
         self.gpus, self.head = gpus, basis.spec.n_layers - 1
         self.forward = [time.forward.total for time in layer_times(plain)]
         self.backward = [time.backward.total for time in layer_times(plain)]
-        self._memory, states = MemoryModel(self.basis), StateBytes.of(plain.config)
+        states, itemsize = StateBytes.of(plain.config), training_dtype(plain.config).itemsize
+        self._memory, self._hidden_of_rows, self._keys_of_rows = MemoryModel(self.basis), 0, 0
+        if cut:
+            self._cut_rows(cut, itemsize)
 
-        itemsize = training_dtype(plain.config).itemsize
         self._weights = [numel * itemsize for numel in self.basis.parameters]
         self._sums = [numel * states.sum for numel in self.basis.trained]
         self.heads = self._head_slots()
@@ -134,6 +150,31 @@ class Streaming:
         }
         self._update[self.head] += ADDING * more / TOTAL_HOST
         self._hidden = self.basis.share.micro_tokens * basis.spec.config.hidden_size * itemsize
+
+    def _cut_rows(self, cut: RowCuts, itemsize: int) -> None:
+        """Count chunks in place of whole rows.
+
+        Most tokens has a chunk of a row of short documents, which have less work.
+        """
+        basis, work = self.basis, self.basis.workload
+        chunks = len(cut(_filled(work, ceil(work.length)), ceil(work.length)))
+        one_document = [[work.longest]] * work.rows
+        cuts = [cut(rows, work.longest) for rows in (one_document, _filled(work, work.longest))]
+        if chunks == 1 == min(map(len, cuts)):
+            return
+        self._memory = MemoryModel(replace(basis, workload=replace(work, longest=max(map(max, cuts)))))
+
+        # Of hidden states what is there, what comes, and what leaves. Keys and values with sums of their gradients, and
+        # twice what is added to these: a kernel's gradients are of a part of the row, and become the row's.
+        tokens = work.rows * work.longest
+        self._hidden_of_rows = 3 * tokens * basis.spec.config.hidden_size * itemsize
+        self._keys_of_rows = tokens * _carried(basis.spec) * (itemsize + SUM + 2 * itemsize)
+
+        added = (chunks - 1) * FP32_SUM / basis.device.bandwidth
+        for layer in range(1, basis.spec.n_layers):
+            self.backward[layer] += added * basis.trained[layer]
+            if layer < self.head:
+                self.backward[layer] += self.forward[layer] / chunks
 
     def best(self) -> StreamedPlan | None:
         """Return the fastest plan that fits."""
@@ -211,12 +252,31 @@ class Streaming:
         ranges = [*layer_ranges(forward), *layer_ranges(backward), (self.head, self.head + 1)]
         weights = max(sum(self._weights[begin:end]) for begin, end in ranges)
         sums = max(sum(self._sums[begin:end]) for begin, end in ranges[len(forward) :])
-        activations = max(self._memory.rank(0, (held,)).activations for held in ranges)
+        activations = []
+        for held in ranges:
+            kept = 0 if held[0] == self.head else self._keys_of_rows
+            activations.append(self._memory.rank(0, (held,)).activations + kept)
         return {
             "weights of two turns": int(2 * weights),
             "sums of gradients of two turns": int(2 * sums),
-            "activations of a turn": activations,
+            "activations of a turn": max(activations),
+            **({OF_ROWS: self._hidden_of_rows} if self._hidden_of_rows else {}),
         }
+
+
+def _filled(work: Workload, length: int) -> list[list[int]]:
+    """Fill the rows of a micro-batch with documents of the usual length."""
+    document = min(length, ceil(work.attended))
+    count, rest = divmod(length, document)
+    return [[document] * count + [rest] * (rest > 0)] * work.rows
+
+
+def _carried(spec: ModelSpec) -> int:
+    """Count the numbers of a token's key and value in a block, as attention gets them."""
+    config = spec.config
+    width = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
+    key, value = (int(getattr(config, name, None) or width) for name in ("qk_head_dim", "v_head_dim"))
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * (key + value)
 
 
 def divide(basis: Basis) -> StreamedDivision:

@@ -27,11 +27,13 @@ from models.attention.packed import Documents
 from models.checkpoint.layout import layer_file
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
+from options.row_chunks.cuts import cuts_of
 from options.weight_streaming.handover import bytes_of
+from options.weight_streaming.row_passes import Batch
 from options.weight_streaming.schedule import StreamedDivision
 from options.weight_streaming.shared_memory import share_tensors
 from options.weight_streaming.streamed_model import StreamedModel
-from options.weight_streaming.turns import Batch, Turns
+from options.weight_streaming.turns import Turns
 from training.config.deepspeed_config import loss_scaler
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
@@ -206,7 +208,7 @@ class WeightStreamingTrainer(Trainer):
 
     def __init__(self, engine: HostEngine, config: TrainConfig, peers: RankGroup, stage: int) -> None:
         super().__init__(engine, peers.rank, stage=stage)
-        self._seed, self._peers = config.seed, peers
+        self._seed, self._peers, self._cut = config.seed, peers, cuts_of(config, engine.module.spec)
 
     @classmethod
     def build(cls, config: TrainConfig, spec: ModelSpec, folder: Path, division: Division) -> WeightStreamingTrainer:
@@ -240,7 +242,9 @@ class WeightStreamingTrainer(Trainer):
 
     def _run(self, loader: Loader, batch: GlobalBatch, seed: tuple[int, ...] | None = None) -> float:
         """Compute a batch, and return the mean loss over all replicas."""
-        documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.replica)]
+        layouts = loader.layouts(batch, self.replica)
+        documents = [Documents.laid_out(*layout) for layout in layouts]
+        cuts = [self._cut(*layout) if self._cut else [layout[1]] for layout in layouts]
         shapes = loader.shapes(batch, self.replica)
         like = self.engine.module.activations_like
         of_replicas = (loader.shapes(batch, replica) for replica in range(loader.replicas))
@@ -249,7 +253,7 @@ class WeightStreamingTrainer(Trainer):
         if seed:
             sent = self.timings.each("data", sent)
         scale = self.engine.optimizer.loss_scaler.cur_scale
-        loss = self.engine.turns.run(Batch(sent, documents, shapes, max(sizes), seed, scale))
+        loss = self.engine.turns.run(Batch(sent, documents, shapes, cuts, max(sizes), seed, scale))
         if self._peers.size == 1:
             return loss
         mean = torch.tensor(loss, dtype=torch.float64)

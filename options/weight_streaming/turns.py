@@ -12,24 +12,22 @@ A forward slot stores the input of each of its layers. A backward slot takes its
 first: forward again from the stored input, then backward. So a process holds the activations of one layer, the weights
 of two slots, and nothing that grows with the number of layers.
 
-The random generator is seeded by (seed, step, micro-batch, layer). So recomputation draws the same numbers as the
-forward pass, and no number depends on which process computes what.
+The random generator is seeded by (seed, step, micro-batch, layer), and where in its rows a chunk begins. So
+recomputation draws the same numbers as the forward pass, and no number depends on which process computes what.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
-from models.attention.packed import Documents
 from options.weight_streaming.handover import Handover
+from options.weight_streaming.row_passes import Batch, RowPasses
 from options.weight_streaming.schedule import Slots, own_lanes
 from options.weight_streaming.shared_memory import share_tensors
 from options.weight_streaming.streamed_model import LoadedLayers, StreamedModel
@@ -56,25 +54,6 @@ def slots_of(slots: Slots) -> list[TurnSlot]:
         *(TurnSlot("head", range(head, head + 1), (part, slots.heads)) for part in range(slots.heads)),
         *(TurnSlot("backward", range(*bounds)) for bounds in reversed(backward)),
     ]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The micro-batches of one replica in a step or an evaluation.
-
-    Attributes:
-        shapes: rows and length of each.
-        place: bytes of the largest input of a layer, over all replicas.
-        seed: (seed, step, replica) of the random generator; None in an evaluation, which draws nothing.
-        scale: loss scale of the backward pass; the sums of gradients are divided by it.
-    """
-
-    micro_batches: Iterator[Sent]
-    documents: Sequence[Documents]
-    shapes: Sequence[tuple[int, int]]
-    place: int
-    seed: tuple[int, ...] | None = None
-    scale: float = 1.0
 
 
 class Turns:
@@ -162,7 +141,6 @@ class Turns:
         if not (lanes or begin):
             loaded.clear_sums()
 
-        self._model.positions[0].expect([turn.batch.documents[begin + lane] for lane in lanes])
         losses = []
         for done, lane in enumerate(lanes):
             micro_batch = sent[lane]
@@ -201,51 +179,34 @@ class Turns:
         return turn.number - 1
 
     def _forward(self, turn: StreamedTurn, lane: int, micro_batch: Sent, _: LoadedLayers) -> None:
-        layers, (ids, position_ids) = turn.slot.layers, micro_batch[0]
-        given = self._get(turn, lane, layers.start) if layers.start else [ids]
-        with torch.no_grad():
-            for layer in layers:
-                if layer > layers.start and turn.batch.seed is not None:
-                    self.handover.put(self._place(lane, layer), given)
-                given = self._compute(turn, lane, layer, given, position_ids)
+        layers, passes = turn.slot.layers, self._passes(turn, lane, micro_batch)
+        given = self._get(turn, lane, layers.start) if layers.start else [micro_batch[0][0]]
+        for layer in layers:
+            if layer > layers.start and turn.batch.seed is not None:
+                self.handover.put(self._place(lane, layer), given)
+            given = passes.forward(layer, given)
         self.handover.put(self._place(lane, layers.stop), given)
 
     def _backward(self, turn: StreamedTurn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> None:
-        layers, (ids, position_ids) = turn.slot.layers, micro_batch[0]
-        gradients = self._get(turn, lane, layers.stop)
+        layers, passes, first = turn.slot.layers, self._passes(turn, lane, micro_batch), turn.begin + lane == 0
+        gradients: Sequence[Tensor] = self._get(turn, lane, layers.stop)
         for layer in reversed(layers):
-            inputs = [_leaf(each) for each in self._get(turn, lane, layer)] if layer else [ids]
-            outputs = self._compute(turn, lane, layer, inputs, position_ids)
-            torch.autograd.backward(outputs, gradients)
-            loaded.take_gradients(layer, turn.begin + lane == 0, turn.batch.scale)
-            gradients = _gradients(inputs)
+            given = self._get(turn, lane, layer) if layer else [micro_batch[0][0]]
+            gradients = passes.backward(layer, given, gradients, loaded, first)
         if layers.start:
             self.handover.put(self._place(lane, layers.start), gradients)
 
     def _both(self, turn: StreamedTurn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> Tensor:
         """Compute the loss and the gradient of the head's input."""
-        (_, position_ids), labels = micro_batch
-        given = self._get(turn, lane, self._head)
-        if turn.batch.seed is None:
-            hidden, *sums = self._compute(turn, lane, self._head, given, position_ids)
-            return self._model.loss((hidden, position_ids, *sums), labels)
-        inputs = [_leaf(each) for each in given]
-        hidden, *sums = self._compute(turn, lane, self._head, inputs, position_ids)
-        loss = self._model.loss((hidden, position_ids, *sums), labels)
-        (loss * turn.batch.scale / len(turn.batch.shapes)).backward()
-        loaded.take_gradients(self._head, turn.begin + lane < self._heads, turn.batch.scale)
-        self.handover.put(self._place(lane, self._head), _gradients(inputs))
-        return loss.detach()
-
-    def _compute(
-        self, turn: StreamedTurn, lane: int, layer: int, given: Sequence[Tensor], position_ids: Tensor
-    ) -> list[Tensor]:
+        given, first = self._get(turn, lane, self._head), turn.begin + lane < self._heads
+        passes = self._passes(turn, lane, micro_batch)
+        loss, gradients = passes.loss(self._head, given, micro_batch[1], loaded, first)
         if turn.batch.seed is not None:
-            drawn = numpy.random.SeedSequence([*turn.batch.seed, turn.begin + lane, layer]).generate_state(1)
-            torch.manual_seed(int(drawn[0]))
-        first, *others = given
-        hidden, _, *sums = self._model.layer(layer)((first, position_ids, *others))
-        return [hidden, *sums]
+            self.handover.put(self._place(lane, self._head), gradients)
+        return loss
+
+    def _passes(self, turn: StreamedTurn, lane: int, micro_batch: Sent) -> RowPasses:
+        return RowPasses(self._model, turn.batch, turn.begin + lane, micro_batch[0][1])
 
     def _get(self, turn: StreamedTurn, lane: int, layer: int) -> list[Tensor]:
         like = self._model.activations_like(*turn.batch.shapes[turn.begin + lane])
@@ -264,12 +225,3 @@ class StreamedTurn(NamedTuple):
     number: int
     begin: int
     slots: int
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()
-
-
-def _gradients(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inputs' gradients; zeros where the loss does not depend on one (router sums without a router loss)."""
-    return [torch.zeros_like(each) if each.grad is None else each.grad for each in inputs if each.requires_grad]

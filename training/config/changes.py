@@ -26,11 +26,13 @@ class MayChange(NamedTuple):
         effect: of a free key what another value changes, for the log; empty if that is nothing of what is trained.
             Of one that must agree what is compared instead of the value, if anything.
         but: what has to agree all the same.
+        kept: whether `auto` keeps what the checkpoint has.
     """
 
     free: bool
     effect: str = ""
     but: str = ""
+    kept: bool = False
 
     @property
     def counts(self) -> bool:
@@ -43,7 +45,6 @@ NEXT = "counts from the next step on"
 NEW_SCHEDULE = "the learning rate is that of the new schedule from the next step on"
 ROUNDING = "sums are rounded in another order"
 PRODUCTS = "the products of the blocks are rounded to other numbers"
-AUTO_ROWS = "train_micro_batch_size_per_gpu", "auto"  # which keeps what the checkpoint has
 MICRO_BATCHES = f"{ROUNDING}; a router loss is that of other micro-batches"
 
 _RULES: list[tuple[MayChange, str]] = [
@@ -58,7 +59,7 @@ _RULES: list[tuple[MayChange, str]] = [
     (MayChange(True, NEXT), " ".join(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay"))),
     (MayChange(True, NEXT), "gradient_clipping aux_max_z_loss aux_router_loss"),
     (MayChange(True, NEW_SCHEDULE), "scheduler n_epoches max_steps"),
-    (MayChange(True, MICRO_BATCHES), "train_micro_batch_size_per_gpu"),
+    (MayChange(True, MICRO_BATCHES, kept=True), "train_micro_batch_size_per_gpu"),
     (MayChange(True, MICRO_BATCHES, but="`dataset` stays `dataset`, in rows of the same length"), "packing pack_len"),
     (MayChange(True, f"{ROUNDING}, and dropout draws other numbers"), "model_topo schedule"),
     (MayChange(True, ROUNDING), "zero_optimization zero_force_ds_cpu_optimizer use_flash_attn compile"),
@@ -112,7 +113,7 @@ def compare(
     by_effect: dict[str, list[str]] = defaultdict(list)
     of = {key: rule_of(key, rules) for key in {**now, **then}}
     keys = [key for key, rule in of.items() if rule.counts and then.get(key) != now.get(key)]
-    changed = [key for key in keys if (key, now.get(key)) != AUTO_ROWS]
+    changed = [key for key in keys if not (of[key].kept and now.get(key) == "auto")]
     fixed = [key for key in changed if not of[key].free]
 
     # In the config's order, which has the kind before its numbers; what an earlier version did not know is empty.

@@ -34,8 +34,10 @@ from options.planner.auto.search import Machine, Search
 from options.planner.command import WIDTH, show
 from options.planner.own_plan import own_planner
 from options.planner.plan import Plan
+from options.planner.row_chunks import chunk_of
 from options.planner.search import SIZES
 from options.planner.tables import plan_summary, search_table
+from options.row_chunks.keys import KEY
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.data_setup import RecordReader
@@ -46,8 +48,8 @@ FILE = "auto.yml"
 OF_A_RUN = ("config.yml", "latest")  # files of a run's folder
 ANY_BATCH = 720_720  # until one is chosen; a multiple of all numbers up to 16
 SEARCHED = (
-    "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations offload_gradients max_seq_len".split()
-)
+    "train_micro_batch_size_per_gpu schedule use_grad_ckpt offload_activations offload_gradients max_seq_len row_chunk"
+).split()
 OFFLOAD = "zero_optimization.offload_optimizer"
 DIMS = "model_topo.process_topology.dims"
 AXIS_NAMES = {"pipe": "stages", "data": "replicas", "model": "processes to a layer"}
@@ -225,6 +227,10 @@ def _choose_topology(choices: Choices, search: Search) -> Plan:
     saves = "what fits is faster with it" if config.use_grad_ckpt else "activations fit without"
     room = f"{gigabytes(plan.peak)} a process at most, of {gigabytes(basis.device.memory or 0)}"
     choices.add("use_grad_ckpt", config.use_grad_ckpt, f"{saves}: {room}")
+
+    if chunk := chunk_of(config):
+        chunks = f"{len(basis.longest_chunks)} chunks of the longest rows"
+        choices.add(KEY, chunk, f"tokens: {chunks} pass the stages one after the other, faster by plan than whole rows")
 
     # What the plan gave up for memory.
     if config.zero_optimization.offloads:

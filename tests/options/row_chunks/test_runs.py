@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.closeness import assert_near
 from tests.conftest import FAQ
 from tests.launching import topology
 from tests.ranks import Ranks, job
@@ -36,6 +35,20 @@ LATENT = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
     "tied": ("llama", {"tie_word_embeddings": True}),
@@ -46,6 +59,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", LATENT),
     "chatglm3": ("chatglm", {}),
     "starcoder2": ("starcoder2", {}),  # derived
+    "qwen3.5": ("qwen3_5_text", LINEAR),
+    "qwen3-next": ("qwen3_next", LINEAR | EXPERTS),
 }
 # Runs of whole rows beside those of each model: the model and keys.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,6 +68,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilled": ("llama", {"distillation": {"teacher": "tied"}}),
     "routed": ("mixtral", {"aux_router_loss": {"weight": 0.05}}),
 }
+RECURRENT = ("qwen3.5", "qwen3-next")  # whose states enlarge rounding
 IN_CHUNKS: dict[str, Any] = {"row_chunk": CHUNK}
 # Name: the run of whole rows that it is compared with, processes, kind and keys.
 CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
@@ -79,7 +95,7 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
         if name != "llama"
     },
 }
-RARE = "few tokens zero-0 grid four-stages chatglm3 starcoder2 bloom tied replicas".split()
+RARE = "few tokens zero-0 grid four-stages chatglm3 starcoder2 qwen3-next bloom tied replicas".split()
 LATER = dict.fromkeys(RARE, pytest.mark.longest)
 
 
@@ -162,7 +178,9 @@ def test_six_steps_are_those_of_whole_rows(name: str, runs: Path) -> None:
     for step, loss in evaluations(found).items():
         assert loss == pytest.approx(evaluations(whole)[step], rel=1e-5), step
     assert evaluations(found).keys() >= {STEPS}
-    assert_near(weights(found), weights(whole))
+    own, apart = weights(found), 1e-4 if name in RECURRENT else 1e-5
+    for each, weight in weights(whole).items():  # AdamW takes steps of one size, also where a gradient is rounding
+        assert (own[each] - weight).norm() <= apart * weight.norm(), each
 
 
 @pytest.mark.parametrize("name", ["resumed"])

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from options.row_chunks.cuts import RowCuts
 from options.weight_streaming.trainer import PAGE, piece_of
 from tests.closeness import assert_near
+from tests.models.helpers import spec_of
 from tests.models.test_adapters import DEEPSEEK
 from tests.ranks import Ranks, write_samples
 
@@ -33,6 +35,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dropout": ("llama", {"attention_dropout": 0.5}),
     "head": ("llama", {"tie_word_embeddings": False, "vocab_size": 2048}),  # the planner gives it several turns
 }
+PLAIN = "plain"
+PACKED: dict[str, Any] = {"packing": "batch", "pack_len": 64, "max_seq_len": 64}
+PACKED["optimizer"] = {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}}  # sums over chunks round otherwise
 EACH = ([1, 1, 1, 1], [1, 1, 1, 1], 1)  # a layer a slot, a micro-batch a round
 UNEVEN = ([3, 1], [1, 2, 1], 3)  # of 4 micro-batches, so the last round has one
 ONE = ([4], [4], 4)
@@ -44,12 +49,14 @@ class Case(NamedTuple):
     Attributes:
         runs: dims (stages, replicas) and slots, of runs with the same bits.
         compared: whether 1f1b gives the same numbers too; it draws other ones for dropout.
+        chunk: tokens of a row's chunk, in turns; 1f1b has whole rows, and so has a run PLAIN.
     """
 
     model: str
     keys: dict[str, Any]
     runs: dict[str, tuple[tuple[int, int], Any]]
     compared: bool = True
+    chunk: int | None = None
 
 
 CASES = {
@@ -70,9 +77,33 @@ CASES = {
     "fp16": Case("tied", FP16, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}),
     "two-kinds": Case("two-kinds", BF16, {"two": ((2, 1), UNEVEN)}),
     "latent": Case("latent", {}, {"two": ((2, 1), UNEVEN)}),
+    "chunks": Case("tied", PACKED, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}, chunk=16),
+    "chunks-of-experts": Case(
+        "mixtral",
+        {"aux_router_loss": {"weight": 0.5}, "max_seq_len": 64},
+        {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)},
+        chunk=16,
+    ),
+    "chunks-bf16": Case("tied", PACKED | BF16, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)}, chunk=16),
+    "chunks-fp16": Case("tied", PACKED | FP16, {"two": ((2, 1), UNEVEN_OF_3)}, chunk=16),
+    "chunks-two-kinds": Case("two-kinds", PACKED, {"two": ((2, 1), UNEVEN)}, chunk=16),
+    "chunks-latent": Case("latent", PACKED, {"two": ((2, 1), UNEVEN)}, chunk=16),
+    "chunks-lora": Case("tied", PACKED | {"lora": {"r": 2, "dropout": 0.0}}, {"two": ((2, 1), UNEVEN)}, chunk=16),
+    "chunks-frozen": Case(
+        "untied", PACKED | {"freeze": ["embed_tokens", "layers\\.[01]\\."]}, {"two": ((2, 1), UNEVEN)}, chunk=16
+    ),
+    "chunks-replicas": Case("tied", PACKED, {"two": ((1, 2), UNEVEN)}, chunk=16),
+    "chunks-dropout": Case("dropout", PACKED, {"one": ((1, 1), ONE), "two": ((2, 1), EACH)}, compared=False, chunk=16),
+    "chunks-of-tokens": Case("tied", PACKED, {"two": ((2, 1), UNEVEN)}, chunk=1),
+    "whole-rows": Case("tied", PACKED, {PLAIN: ((2, 1), UNEVEN), "two": ((2, 1), UNEVEN)}, compared=False, chunk=999),
 }
+LONGEST = {name for name in CASES if name.startswith("chunks-") and name != "chunks-of-experts"}
 COMPARED = [name for name, case in CASES.items() if case.compared]
 SEVERAL = [name for name, case in CASES.items() if len(case.runs) > 1]
+
+
+def by_tier(names: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.longest if name in LONGEST else ()) for name in names]
 
 
 def config(model: Path, samples: Path, dims: tuple[int, int], keys: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +134,10 @@ def outcomes(
     for name in asked & CASES.keys():
         case = CASES[name]
         model = make_checkpoint(MODELS[case.model][0], **MODELS[case.model][1])
-        runs = {run: (dims, slots, {"schedule": "weight_streaming"}) for run, (dims, slots) in case.runs.items()}
+        runs = {}
+        for run, (dims, slots) in case.runs.items():
+            chunk = None if run == PLAIN else case.chunk
+            runs[run] = dims, slots, {"schedule": "weight_streaming", "row_chunk": chunk}
         if case.compared:
             runs["1f1b"] = ((1, 1), None, {})
         for run, (dims, slots, keys) in runs.items():
@@ -125,7 +159,7 @@ def outcomes(
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", by_tier(COMPARED))
 def test_losses_norms_and_weights_are_those_of_a_pipeline(name: str, outcomes: Outcomes) -> None:
     expected = outcomes[f"{name}-1f1b"]
     dtype = torch.bfloat16 if {"bf16", "fp16"} & CASES[name].keys.keys() else torch.float32
@@ -146,13 +180,21 @@ def test_losses_norms_and_weights_are_those_of_a_pipeline(name: str, outcomes: O
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", by_tier(SEVERAL))
 def test_neither_processes_nor_slots_change_a_bit(name: str, outcomes: Outcomes) -> None:
     runs = {run: outcomes[f"{name}-{run}"] for run in CASES[name].runs if run != "replicas"}
     first, *others = runs.values()
     for other in others:
         for each in first:
             torch.testing.assert_close(other[each], first[each], atol=0, rtol=0, equal_nan=True, msg=each)
+
+
+def test_rows_of_these_cases_have_several_uneven_chunks() -> None:
+    for case in CASES.values():
+        if case.chunk and case.chunk < 64:
+            cut = RowCuts(spec_of(MODELS[case.model][0], **MODELS[case.model][1]), case.chunk, 64)
+            cuts = cut([[40, 24], [64]], 64)
+            assert len(cuts) > 4 and (case.chunk == 1 or len(set(cuts)) > 1)
 
 
 @pytest.mark.parametrize("numel", [1, PAGE - 1, PAGE, 5 * PAGE + 7, 8 * PAGE, 100_003])

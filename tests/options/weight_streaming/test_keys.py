@@ -31,6 +31,7 @@ MISTAKES = [
     ("offload_gradients: true", "offload_gradients: not with schedule: weight_streaming; expected false, as "),
     ("rebalance: true", "rebalance: not with schedule: weight_streaming; expected false, as GPUs take turns at all"),
     ("bf16: {bf16_optimizer_states: true}", "bf16.bf16_optimizer_states: not with schedule: weight_str"),
+    ("row_chunk: auto", "row_chunk: auto: not with schedule: weight_streaming; expected a number of tokens"),
     (
         "optimizer: {type: Adafactor}\nzero_optimization: {stage: 0}",
         "schedule: weight_streaming cuts the weights, which Adafactor needs whole; expected another schedule",
@@ -56,6 +57,11 @@ def test_it_needs_a_pipeline_but_no_zero(tmp_path: Path) -> None:
     config.check_entry_point(in_stages=True)
     with pytest.raises(ConfigError, match=r"^schedule: weight_streaming is a pipeline's; expected train_ds\.py, or no"):
         config.check_entry_point(in_stages=False)
+
+
+def test_rows_may_come_in_chunks(tmp_path: Path) -> None:
+    config = read(tmp_path, RunConfig, **STREAMED, row_chunk=4096)
+    assert isinstance(config, RunConfig) and config.row_chunk == 4096
 
 
 def test_without_the_option_its_schedule_is_unknown(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle, StepPatch
 
 from common.quantities import GIGA
+from models.api import read_spec
 from options.planner.command import plan_run
 from options.planner.measurements import Measured
 from options.planner.plan import Plan
+from options.planner.shapes import shape_of
+from options.row_chunks.cuts import RowCuts
 from options.weight_streaming.drawing import lanes
-from options.weight_streaming.plan import Streaming
+from options.weight_streaming.plan import OF_ROWS, StreamedPlan, Streaming
 from options.weight_streaming.schedule import Slot
 from tests.options.planner.helpers import basis_of, config_of, llama
 from tests.options.planner.test_command import arguments
@@ -72,6 +76,54 @@ def test_neither_gpus_nor_measurements_change_how_many_turns_share_the_head(tmp_
 def test_what_fits_no_gpu_in_turns_either_has_no_plan(tmp_path: Path) -> None:
     config = config_of(tmp_path, 8, train_micro_batch_size_per_gpu=32, **KEYS)
     assert Streaming(basis_of(llama(tmp_path, "llama-65b"), config, "T4"), 8).best() is None
+
+
+LONG = KEYS | {"train_batch_size": 8, "use_flash_attn": True}
+
+
+def plan_of(folder: Path, gpus: int, length: int, row_chunk: int | None) -> StreamedPlan | None:
+    """Plan Qwen3-8B, one row a micro-batch."""
+    found = shape_of("Qwen3-8B")
+    assert found
+    (folder / "config.json").write_text(json.dumps(found[1]))
+    config = config_of(folder, gpus, max_seq_len=length, row_chunk=row_chunk, **LONG)
+    return Streaming(basis_of(read_spec(folder), config, "RTX4090"), gpus).best()
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_chunks_let_rows_grow(gpus: int, tmp_path: Path) -> None:
+    """Whole rows of Qwen3-8B do not fit a GPU of 24 GB from 40,960 tokens on."""
+    assert plan_of(tmp_path, gpus, 40_960, row_chunk=None) is None
+    short, long = (plan_of(tmp_path, gpus, length, row_chunk=4096) for length in (40_960, 131_072))
+    assert short and long
+    assert short.of_device[OF_ROWS] == 40_960 * 3 * 4096 * 2, "what is there, comes and leaves, in bf16"
+    assert long.of_device[OF_ROWS] == 131_072 * 3 * 4096 * 2
+
+
+def test_turns_of_blocks_keep_keys_and_values_of_whole_rows(tmp_path: Path) -> None:
+    """Of a token 32 keys and values of 128 numbers: in bf16, fp32 sums of their gradients, twice what is added."""
+    spec = llama(tmp_path, num_hidden_layers=2, vocab_size=64)  # so the head takes less
+    config = config_of(tmp_path, 1, max_seq_len=65_536, row_chunk=1024, **KEYS)
+    streaming = Streaming(basis_of(spec, config, "RTX4090"), 1)
+    found = streaming.memory([2, 1], [2, 1])["activations of a turn"]
+    longest = max(RowCuts(spec, 1024, 65_536)([[65_536]], 65_536))
+    chunk = Streaming(basis_of(spec, config_of(tmp_path, 1, max_seq_len=longest, **KEYS), "RTX4090"), 1)
+    kept = 65_536 * 2 * 32 * 128 * (2 + 4 + 2 * 2)
+    assert found == chunk.memory([2, 1], [2, 1])["activations of a turn"] + kept
+
+
+def test_chunks_cost_a_forward_pass_of_one_and_the_sums(tmp_path: Path) -> None:
+    spec = llama(tmp_path, num_hidden_layers=8)
+    whole, chunks = (
+        Streaming(basis_of(spec, config_of(tmp_path, 1, max_seq_len=8192, row_chunk=size, **KEYS), "RTX4090"), 1)
+        for size in (None, 1024)
+    )
+    assert chunks.forward == whole.forward
+    sums = 7 * 10 / whole.basis.device.bandwidth
+    for layer in range(1, 9):
+        more = chunks.backward[layer] - whole.backward[layer]
+        assert more == pytest.approx(whole.forward[layer] / 8 + sums * whole.basis.trained[layer])
+    assert chunks.heads == whole.heads
 
 
 def test_memory_has_parts_of_which_the_sums_decide(tmp_path: Path) -> None:
