@@ -74,7 +74,7 @@ LORA_CASES: dict[str, dict[str, Any]] = {
     "bf16, QLoRA, recomputed": NF4 | BF16 | RECOMPUTED,
     "fp32, frozen blocks": FROZEN,
 }
-CHUNK, LENGTHS = 512, (1024, 2048, 4096, 8192)
+CHUNK, LENGTHS = 512, (2048, 4096, 8192)
 GROUPED: dict[str, Any] = MODEL | {
     "hidden_size": 256,
     "intermediate_size": 1024,
