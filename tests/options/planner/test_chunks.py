@@ -212,11 +212,12 @@ def test_auto_takes_chunks_for_long_rows_and_whole_ones_for_short(tmp_path: Path
 
 def test_auto_leaves_rows_whole_where_chunks_cannot_be(tmp_path: Path) -> None:
     asked = basis(tmp_path, LENGTH, ROWS, row_chunk="auto")
-    apart = replace(asked.spec, family=replace(asked.spec.family, shares_rows=False))
+    apart = replace(asked.spec, family=replace(asked.spec.family, chunks_rows=False))
     chunk, line = choose_chunk(asked.config, apart, asked.device, Workload.assumed, in_stages=True)
-    assert chunk is None and "meet elsewhere" in line
-    assert not any(key.startswith(KEY) for key in cheaper(replace(asked, spec=apart)))
-    assert {each.config.model_dump()[KEY] for each in candidates(replace(asked, spec=apart), 2, ())} == {"auto"}
+    assert chunk is None and "no chunk can hand on" in line
+    whole = replace(basis(tmp_path, LENGTH, ROWS), spec=apart)
+    assert not any(key.startswith(KEY) for key in cheaper(whole))
+    assert {each.config.model_dump()[KEY] for each in candidates(whole, 2, ())} == {None}
 
 
 def test_a_run_that_resumes_keeps_its_chunks(tmp_path: Path) -> None:
