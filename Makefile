@@ -34,6 +34,7 @@ pictures: $(VENV)/installed
 	$(BIN)/python train_ds.py --config configs/quickstart.yml save_path=runs/pictures train_batch_size=48 max_steps=4 'profile_steps=[3,4]'
 	$(BIN)/python train_ds.py --config configs/ds_config_pp.yml --plan --devices 8xA100-40G save_path=runs/pictures
 	cp runs/pictures/timeline.png runs/pictures/plan.png docs/pictures/
+	$(BIN)/python -m benchmarks.schedules docs/pictures/chunks.png
 
 test: lint
 	$(TESTS) -m "not slow and not longest"

@@ -147,11 +147,7 @@ class PipelineModel(SharedWeights):
         return self.micro_batch_loss(self._layer(self.spec.n_layers - 1), activations, labels)
 
     def activations_like(self, rows: int, length: int, own: int | None = None) -> Activations:
-        """Make what flows between stages for [rows, length], on the meta device.
-
-        Args:
-            own: tokens of a chunk of these rows.
-        """
+        """Make what flows between stages for [rows, length], or for `own` tokens of each row, on the meta device."""
         config = self.spec.config
         own = length // self._groups.sequence.size if own is None else own
         with torch.device("meta"):

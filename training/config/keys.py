@@ -260,11 +260,7 @@ class TrainConfig(RunKeys):
             )
 
     def check_model(self, spec: ModelSpec) -> None:
-        """Check that a model can be trained as an option's keys say.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Refuse, by a ConfigError, a model that cannot be trained as an option's keys say."""
 
     def check_packages(self) -> None:
         """Refuse a tracker whose package is not installed.
