@@ -1,7 +1,7 @@
 """Draw 1F1B over whole rows and over rows in chunks, side by side, as the planner simulates them.
 
-`python -m benchmarks.schedules docs/pictures/chunks.png`: 4 stages, 4 rows, 4 chunks a row; backward passes take twice as
-long as forward ones.
+`python -m benchmarks.schedules docs/pictures/chunks.png`: 4 stages, 4 rows, 4 chunks a row; backward passes take twice
+as long as forward ones.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from models.attention.cache import KeyValueCache
+from models.attention.chunks import HeadGradient, RowChunk
 from models.attention.packed import unmarked
 from models.attention.positions import Arguments, Positions, attention_kind
 from models.family import Family
@@ -159,6 +160,12 @@ class Head(nn.Module):
     def rows(self) -> RankGroup:
         """Who have the other tokens of the same rows."""
         return self.positions.groups.sequence if self.positions else ONE_RANK
+
+    @property
+    def gradient_sum(self) -> HeadGradient | None:
+        """What the weight's gradient is summed in with that of the row's other chunks, if it has some."""
+        part = self.positions.part if self.positions else None
+        return part.head_gradient if isinstance(part, RowChunk) else None
 
     def summed(self, own: Tensor) -> Tensor:
         """Sum over all tokens of the rows what is summed over those that are here."""

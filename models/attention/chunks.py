@@ -99,6 +99,12 @@ class _Summed(torch.autograd.Function):
         return sums.gradient, None, None
 
 
+class HeadGradient:
+    """The gradient of the head's weight, of all chunks (`models.loss.lean`)."""
+
+    total: Tensor | None = None
+
+
 class RowMemory:
     """What the layers of a stage keep of one micro-batch whose rows pass in chunks.
 
@@ -110,6 +116,7 @@ class RowMemory:
         self.length = length
         self._layers: dict[nn.Module, _Kept] = {}
         self.states: dict[tuple[nn.Module, int, int], Carried] = {}  # by mixer, row and the column behind them
+        self.head_gradient = HeadGradient()
         self.sums: defaultdict[int, _Sums] = defaultdict(_Sums)  # by their order in a chunk
 
     def extend(self, module: nn.Module, key: Tensor, value: Tensor, begin: int) -> tuple[Tensor, Tensor]:
@@ -137,6 +144,10 @@ class RowChunk(PartOfRows):
     def __init__(self, columns: slice, memory: RowMemory) -> None:
         self.columns, self._memory = columns, memory
         self._asked = 0  # sums that its loss has asked for
+
+    @property
+    def head_gradient(self) -> HeadGradient:
+        return self._memory.head_gradient
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         return whole.narrow(dim, self.columns.start, self.columns.stop - self.columns.start).contiguous()
@@ -197,9 +208,7 @@ class RowChunk(PartOfRows):
         begin, end = self.columns.start, self.columns.stop
         # By the mixer's own name for it, as the block hands on as a cache what `Positions` gave it: this chunk.
         names = [name for name, value in options.items() if value is self]
-        tensors = {
-            name for name, value in options.items() if any(isinstance(each, Tensor) for each in tree_leaves(value))
-        }
+        tensors = {name for name, value in options.items() if _has_tensors(value)}
         if not documents or len(names) != 1 or tensors & signature(together).parameters.keys():
             raise TypeError("a mixer that is given no cache, or more tensors than hidden states; expected no chunks")
         # Some blocks pass on whatever they are given: angles, which are for attention.
@@ -223,6 +232,10 @@ class RowChunk(PartOfRows):
         self._asked += 1
         total: Tensor = _Summed.apply(own, self._memory.sums[self._asked], self.columns.start)
         return total
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(each, Tensor) for each in tree_leaves(value))
 
 
 def _end_to_end(rows: Sequence[Tensor]) -> Tensor:

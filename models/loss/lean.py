@@ -68,6 +68,18 @@ class Mixed(Protocol):
         """
 
 
+class GradientSum(Protocol):
+    """The gradient of a weight, summed over several losses before the first one's backward pass.
+
+    Without it each loss would hold one, as they are there when forward passes end.
+
+    Attributes:
+        total: [V, H] fp32; None before the first loss, and again when a backward pass has taken it.
+    """
+
+    total: Tensor | None
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -78,6 +90,7 @@ def linear_cross_entropy(
     words: int = 0,
     weigh: Weigh | None = None,
     mixed: Mixed | None = None,
+    summed: GradientSum | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of the logits `hidden @ weight.T` over tokens, in fp32.
 
@@ -90,6 +103,7 @@ def linear_cross_entropy(
         ranks, words: the ranks that share the vocabulary, and V where there are several.
         weigh: gets the cross-entropy of each token and returns how often it counts; each once where absent.
         mixed: the loss of each token in place of the cross-entropy; not with `weigh`.
+        summed: the weight's gradient with that of other losses, whose backward passes get the same gradient.
 
     Returns:
         A scalar, the same for all ranks. Its backward pass can run once.
@@ -100,7 +114,7 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(kind, enabled=False):  # it would round the sums
         if torch.is_grad_enabled():
-            options = cap, z_loss_weight, ranks, words, weigh, mixed
+            options = cap, z_loss_weight, ranks, words, weigh, mixed, summed
             loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, *options)
             return loss
         return _Sums(hidden, weight, targets, cap, z_loss_weight, ranks, words, weigh, mixed).loss
@@ -114,7 +128,8 @@ def chunk_tokens(words: int, on_cpu: bool) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, hidden: Tensor, *others: Any) -> Tensor:
-        context.sums = _Sums(hidden, *others, *context.needs_input_grad[:2])
+        *others, context.summed = others
+        context.sums = _Sums(hidden, *others, *context.needs_input_grad[:2], context.summed)
         context.dtype = hidden.dtype
         return context.sums.loss
 
@@ -123,8 +138,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums, context.sums = context.sums, None
         assert sums is not None, "the gradients were scaled in place by an earlier backward pass"
         factor = gradients[0] / sums.scale
-        found = (sums.hidden_gradient, sums.weight_gradient)
-        return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), *(7 * [None])
+        weight_gradient = sums.weight_gradient
+        if context.summed is not None:  # of all losses, where this one goes back first; else of none
+            weight_gradient, context.summed.total = context.summed.total, None
+        found = (sums.hidden_gradient, weight_gradient)
+        return *(each if each is None else each.mul_(factor).to(context.dtype) for each in found), *(8 * [None])
 
 
 class _Softmax(NamedTuple):
@@ -169,6 +187,7 @@ class _Sums:
         mixed: Mixed | None = None,
         hidden_wanted: bool = False,
         weight_wanted: bool = False,
+        summed: GradientSum | None = None,
     ) -> None:
         self._hidden, self._weight, self._targets = hidden, weight, targets
         self._cap, self._z_loss_weight, self._ranks, self._mixed = cap, z_loss_weight, ranks, mixed
@@ -177,8 +196,12 @@ class _Sums:
         self.scale = HALF_SCALE if hidden.dtype == torch.float16 else 1.0
         self.loss = torch.zeros((), device=hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if hidden_wanted else None
-        self.weight_gradient = torch.empty_like(weight, dtype=torch.float32) if weight_wanted else None
-        self._empty = True  # both gradients
+        self.weight_gradient = summed.total if summed and weight_wanted else None
+        self._empty = self.weight_gradient is None
+        if weight_wanted and self.weight_gradient is None:
+            self.weight_gradient = torch.empty_like(weight, dtype=torch.float32)
+            if summed:
+                summed.total = self.weight_gradient
         tokens = max(len(hidden), 1)  # without any, one empty chunk makes gradients of 0
         widest = math.ceil((words or len(weight)) / ranks.size)  # so that all ranks have the same chunks
         chunks = _slices(tokens, math.ceil(tokens / math.ceil(tokens / chunk_tokens(widest, hidden.is_cpu))))

@@ -108,7 +108,8 @@ def token_loss(
     if own:
         return _own_loss(own, rows, targets, head)
     rows, projection = for_projection(rows, head)
-    return linear_cross_entropy(rows, projection, targets, head.cap, z_loss_weight, head.ranks, head.words)
+    options = head.cap, z_loss_weight, head.ranks, head.words
+    return linear_cross_entropy(rows, projection, targets, *options, summed=head.gradient_sum)
 
 
 def trained_rows(hidden: Tensor, labels: Tensor, supervised: Tensor | None) -> tuple[Tensor, Tensor]:

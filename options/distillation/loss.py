@@ -65,7 +65,7 @@ class DistillationLoss(MeasuredLoss):
         assert len(soft.words) == len(targets), "as many soft targets as trained tokens"
         hidden, projection = for_projection(hidden, head)
         options = head.cap, self._z_loss_weight, head.ranks, head.words
-        loss = linear_cross_entropy(hidden, projection, targets, *options, mixed=soft) * scale
+        loss = linear_cross_entropy(hidden, projection, targets, *options, mixed=soft, summed=head.gradient_sum) * scale
         self._found += soft.found
         self._tokens += len(targets)
         return loss + weighted_router_loss(head, activations, share, self._router_loss_weight)

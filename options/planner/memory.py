@@ -121,8 +121,9 @@ def saved_tensors(basis: Basis) -> list[Saved]:
         return whole
     # What grows with keys, as scores do, lies between what a chunk has by itself and its share of a whole row's.
     alone, share = _saved(basis, cuts[0]), cuts[0] / basis.share.longest
-    pairs = ((vars(own), vars(row)) for own, row in zip(alone, whole, strict=True))
-    found = [Saved(**{name: int((own[name] + share * row[name]) / 2) for name in own}) for own, row in pairs]
+    found = []
+    for own, row in zip(alone, whole, strict=True):
+        found.append(Saved(**{name: int((each + share * vars(row)[name]) / 2) for name, each in vars(own).items()}))
     if basis.config.has_flash(basis.device.ampere) or basis.spec.attention[0] == EAGER:
         return found
     # Torch's kernel takes a mask for a chunk's queries, of all keys so far: half of a row's, on average.

@@ -57,7 +57,7 @@ def cut(spec: ModelSpec, chunk: int, most: int, rows: int, length: int, document
         most: tokens that a document may have, as in `options.row_chunks.cuts.cuts_of`.
     """
     whole, rest = divmod(length, document)
-    lengths = [document] * whole + [rest] * (rest > 0)
+    lengths = [document] * whole + ([rest] if rest else [])
     return tuple(RowCuts(spec, chunk, max(chunk, most))([lengths] * rows, length))
 
 

@@ -103,6 +103,8 @@ class ChunkZeroTrainer(ChunkTrainer, ZeroTrainer):
     def eval_loss(self, loader: Loader, batch: GlobalBatch) -> float:
         self.engine.eval()
         units = self.micro_batches(loader, batch)
-        losses = [torch.stack([self.engine(*next(units)) for _ in cuts]).sum() for cuts in self._cuts]
+        losses = []
+        for cuts in self._cuts:
+            losses.append(torch.stack([self.engine(*next(units)) for _ in cuts]).sum())
         self.engine.train()
         return self._mean(losses)

@@ -146,6 +146,31 @@ def test_kernels_of_gpus_compute_the_same(
                 assert (gradient - wanted[name]).norm() <= 1e-5 * wanted[name].norm() + 1e-7, (name, cuts)
 
 
+def test_the_heads_gradient_is_held_once_for_all_chunks() -> None:
+    """The loss makes it in the forward pass; one for each chunk on its way would be the largest thing of all."""
+    spec = spec_of()
+    model, (ids, labels) = model_of(spec), tokens_of(spec)
+    loss_of(model, ids, PLAIN, labels).backward()
+    weight = model.head.lm_head.weight
+    assert weight.grad is not None
+    wanted = weight.grad.clone()
+    model.zero_grad()
+
+    documents, chunks = Documents.of(PLAIN), chunks_of([20, 20, 8])
+    model.positions.expect([documents] * 3, chunks)
+    losses, totals = [], []
+    for first, last in pairwise((0, 20, 40, LENGTH)):
+        losses.append(loss_of(model, ids[:, first:last], PLAIN.clone(), labels[:, first : last + 1]))
+        assert isinstance(chunks[0], RowChunk)
+        totals.append(chunks[0].head_gradient.total)
+    assert totals[0] is totals[1] is totals[2] is not None
+
+    losses.pop().backward()
+    assert chunks[0].head_gradient.total is None
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, wanted)
+
+
 def test_whole_rows_are_one_chunk() -> None:
     assert chunks_of([LENGTH]) == [None]
 
