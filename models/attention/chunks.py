@@ -195,10 +195,8 @@ class RowChunk(PartOfRows):
         """Lay rows end to end, of keys what is of documents that the chunk has tokens of."""
         begin, end = self.columns.start, self.columns.stop
         firsts = [next(documents.within(row, begin, end))[0] for row in range(len(query))]
-        keys, values = (
-            _end_to_end([tensor[row : row + 1, :, first:end] for row, first in enumerate(firsts)])
-            for tensor in (key, value)
-        )
+        keys = _end_to_end([key[row : row + 1, :, first:end] for row, first in enumerate(firsts)])
+        values = _end_to_end([value[row : row + 1, :, first:end] for row, first in enumerate(firsts)])
         output = kernel(module, _end_to_end(query.split(1)), keys, values, None, **options)[0]
         return output.view(len(query), -1, *output.shape[2:])
 

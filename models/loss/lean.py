@@ -128,8 +128,7 @@ def chunk_tokens(words: int, on_cpu: bool) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, hidden: Tensor, *others: Any) -> Tensor:
-        *others, context.summed = others
-        context.sums = _Sums(hidden, *others, *context.needs_input_grad[:2], context.summed)
+        context.sums, context.summed = _Sums(hidden, *others, *context.needs_input_grad[:2]), others[-1]
         context.dtype = hidden.dtype
         return context.sums.loss
 
@@ -185,9 +184,9 @@ class _Sums:
         words: int,
         weigh: Weigh | None = None,
         mixed: Mixed | None = None,
+        summed: GradientSum | None = None,
         hidden_wanted: bool = False,
         weight_wanted: bool = False,
-        summed: GradientSum | None = None,
     ) -> None:
         self._hidden, self._weight, self._targets = hidden, weight, targets
         self._cap, self._z_loss_weight, self._ranks, self._mixed = cap, z_loss_weight, ranks, mixed

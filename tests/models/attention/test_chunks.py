@@ -157,11 +157,11 @@ def test_the_heads_gradient_is_held_once_for_all_chunks() -> None:
     model.zero_grad()
 
     documents, chunks = Documents.of(PLAIN), chunks_of([20, 20, 8])
+    assert chunks[0] is not None
     model.positions.expect([documents] * 3, chunks)
     losses, totals = [], []
     for first, last in pairwise((0, 20, 40, LENGTH)):
         losses.append(loss_of(model, ids[:, first:last], PLAIN.clone(), labels[:, first : last + 1]))
-        assert isinstance(chunks[0], RowChunk)
         totals.append(chunks[0].head_gradient.total)
     assert totals[0] is totals[1] is totals[2] is not None
 
