@@ -48,8 +48,7 @@ class StageEngine(PipelineEngine):
         DeepSpeed would send them before each micro-batch, and wait for the device to read them.
 
         Args:
-            shapes: arguments of the module's `activations_like` for each micro-batch of this replica, in order; those
-                of a language model are rows and length.
+            shapes: arguments of the module's `activations_like` for each micro-batch of this replica, in order.
         """
         self._shapes = iter(list(shapes))
 
