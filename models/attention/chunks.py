@@ -271,10 +271,11 @@ class _Attended:
 
 def _seen(begin: int, end: int, least: int, window: int | None, like: Tensor) -> Tensor:
     """Make the mask of queries `begin` to `end` over keys `least` to `end`, which is added to scores."""
-    behind = torch.arange(begin, end, device=like.device)[:, None] - torch.arange(least, end, device=like.device)
-    unseen = behind < 0
+    # In truth values: distances are int64, twice the mask of fp32 numbers.
+    every = torch.ones(end - begin, end - least, dtype=torch.bool, device=like.device)
+    unseen = every.triu(begin - least + 1)
     if window is not None:
-        unseen = unseen | (behind >= window)
+        unseen |= every.tril(begin - least - window)
     return like.new_zeros(unseen.shape).masked_fill(unseen, float("-inf"))[None, None]
 
 
