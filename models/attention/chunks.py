@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from models.attention.packed import Documents
-from models.attention.states import Carried, Held, Mixer, mix
+from models.attention.states import HandedOn, Held, Mixer, mix
 from models.parallel.sequence import Kernel, PartOfRows
 
 BLOCK = 1024  # queries that one mask is made for: of more, masks would be the largest tensors
@@ -71,7 +71,7 @@ class _Extended(torch.autograd.Function):
         return *context.kept.collect(context.begin, gradients), None, None
 
 
-class _Sums:
+class _RowSums:
     """A sum over the tokens of each chunk, by where the chunk begins, and the gradient of the sum over all."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class _Summed(torch.autograd.Function):
     """Add the sums of the row's earlier chunks to a chunk's own."""
 
     @staticmethod
-    def forward(context: Any, own: Tensor, sums: _Sums, begin: int) -> Tensor:
+    def forward(context: Any, own: Tensor, sums: _RowSums, begin: int) -> Tensor:
         context.sums, context.begin = sums, begin
         sums.parts[begin] = own.detach()
         return torch.stack(list(sums.parts.values())).sum(dim=0)
@@ -115,9 +115,9 @@ class RowMemory:
     def __init__(self, length: int) -> None:
         self.length = length
         self._layers: dict[nn.Module, _Kept] = {}
-        self.states: dict[tuple[nn.Module, int, int], Carried] = {}  # by mixer, row and the column behind them
+        self.states: dict[tuple[nn.Module, int, int], HandedOn] = {}  # by mixer, row and the column behind them
         self.head_gradient = HeadGradient()
-        self.sums: defaultdict[int, _Sums] = defaultdict(_Sums)  # by their order in a chunk
+        self.sums: defaultdict[int, _RowSums] = defaultdict(_RowSums)  # by their order in a chunk
 
     def extend(self, module: nn.Module, key: Tensor, value: Tensor, begin: int) -> tuple[Tensor, Tensor]:
         """Add a chunk's keys and values of one attention module; return those of the row up to the chunk's end."""
@@ -126,9 +126,9 @@ class RowMemory:
         keys, values = _Extended.apply(key, value, self._layers[module], begin)
         return keys, values
 
-    def keep(self, place: tuple[nn.Module, int, int], held: Held) -> Carried:
+    def keep(self, place: tuple[nn.Module, int, int], held: Held) -> HandedOn:
         """Keep what a mixer leaves for the next chunk; a block that recomputes leaves the same again."""
-        return self.states.setdefault(place, Carried(held))
+        return self.states.setdefault(place, HandedOn(held))
 
 
 class RowChunk(PartOfRows):

@@ -2,7 +2,7 @@
 
 A mixer of such a block asks a cache of transformers' kind for the state behind the tokens before its own, and gives it
 the state behind them. Here the cache is that of one document's tokens in one chunk (`States`). What it is given at the
-chunk's end stays for the document's next chunk (`Carried`), whose backward pass, which comes first, leaves there the
+chunk's end stays for the document's next chunk (`HandedOn`), whose backward pass, which comes first, leaves there the
 gradient that the state has. The chunk that made the state takes it in its own backward pass. One chunk reads a state,
 so its gradient is no sum, and stays in the state's dtype: fp32 for recurrent ones, as kernels give them.
 
@@ -59,7 +59,7 @@ class States:
         return recurrent_states
 
 
-class Carried:
+class HandedOn:
     """States between two chunks of a row, and the gradients that the later chunk finds for them."""
 
     def __init__(self, held: Held) -> None:
@@ -72,7 +72,7 @@ class _Taken(torch.autograd.Function):
     """Give a chunk the states before it, tied to its hidden states, so that no backward pass misses them."""
 
     @staticmethod
-    def forward(context: Any, carried: Carried, hidden: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+    def forward(context: Any, carried: HandedOn, hidden: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
         context.carried = carried
         return tuple(each.view_as(each) for each in (hidden, *held))
 
@@ -86,7 +86,7 @@ class _Given(torch.autograd.Function):
     """Pass on a mixer's output; its backward pass takes the gradients of the states that were left beside it."""
 
     @staticmethod
-    def forward(context: Any, carried: Carried, output: Tensor, *held: Tensor) -> Tensor:
+    def forward(context: Any, carried: HandedOn, output: Tensor, *held: Tensor) -> Tensor:
         context.carried = carried
         return output.view_as(output)
 
@@ -99,7 +99,7 @@ class _Given(torch.autograd.Function):
 
 
 def mix(
-    together: Mixer, cache: str, hidden: Tensor, before: Carried | None, keep: Callable[[Held], Carried] | None
+    together: Mixer, cache: str, hidden: Tensor, before: HandedOn | None, keep: Callable[[Held], HandedOn] | None
 ) -> Tensor:
     """Mix the tokens of a document, [B, S, H], behind those of earlier chunks.
 

@@ -102,7 +102,7 @@ def linear() -> CausalLM:
     return rough(small("qwen3_5_text"))
 
 
-def another_rows(context: Any, carried: states.Carried, hidden: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+def another_rows(context: Any, carried: states.HandedOn, hidden: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
     context.carried = carried
     return hidden.view_as(hidden), *(each.flip(0) for each in held)
 

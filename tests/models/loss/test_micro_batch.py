@@ -53,9 +53,9 @@ def test_loss_and_gradients_equal_the_definition(
 ) -> None:
     projected: list[int] = []
 
-    def count(rows: Tensor, *others: Any) -> Tensor:
+    def count(rows: Tensor, *others: Any, **named: Any) -> Tensor:
         projected.append(len(rows))
-        return linear_cross_entropy(rows, *others)
+        return linear_cross_entropy(rows, *others, **named)
 
     monkeypatch.setattr(models.loss.micro_batch, "linear_cross_entropy", count)
     loss = token_loss(hidden, labels, Bare(head), weight)
