@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from options.row_chunks.keys import KEY, ChunkKeys
@@ -9,7 +10,9 @@ from training.config.changes import ROUNDING, MayChange
 from training.option import Option
 
 if TYPE_CHECKING:
+    from training.callbacks import Callback
     from training.engine.trainer import Trainer
+    from training.job import Task
 
 
 def _trainer(config: ChunkKeys, in_stages: bool) -> type[Trainer] | None:
@@ -20,5 +23,15 @@ def _trainer(config: ChunkKeys, in_stages: bool) -> type[Trainer] | None:
     return trainer.ChunkPipelineTrainer if in_stages else trainer.ChunkZeroTrainer
 
 
+def _callbacks(config: ChunkKeys, task: Task) -> Sequence[Callback]:
+    from training.language_model import LanguageModel
+
+    if not config.row_chunk or not isinstance(task, LanguageModel):
+        return []
+    from options.row_chunks.telling import TellChunks
+
+    return [TellChunks(task)]
+
+
 RULE = MayChange(True, f"{ROUNDING}, and dropout draws other numbers", kept=True)
-OPTION = Option(ChunkKeys, before="packing", rules={KEY: RULE}, trainer=_trainer)
+OPTION = Option(ChunkKeys, before="packing", rules={KEY: RULE}, callbacks=_callbacks, trainer=_trainer)

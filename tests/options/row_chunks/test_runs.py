@@ -6,6 +6,7 @@ The jobs run one after the other in the same processes (tests/workers/jobs.py).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
         if name != "llama"
     },
 }
-RARE = "few tokens zero-0 grid four-stages chatglm3 starcoder2 qwen3-next bloom tied replicas".split()
-LATER = dict.fromkeys(RARE, pytest.mark.longest)
+OFTEN = "stages recomputed zero with-lora with-router resumed qwen3.5".split()  # kinds of models: test_chunks.py
+LATER = {name: pytest.mark.longest for name in CASES if name not in OFTEN}
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,12 @@ def test_six_steps_are_those_of_whole_rows(name: str, runs: Path) -> None:
     own, apart = weights(found), 1e-4 if name in RECURRENT else 1e-5
     for each, weight in weights(whole).items():  # AdamW takes steps of one size, also where a gradient is rounding
         assert (own[each] - weight).norm() <= apart * weight.norm(), each
+
+
+@pytest.mark.parametrize("name", ["stages"])
+def test_the_log_says_into_how_many_chunks_rows_are_cut(name: str, runs: Path) -> None:
+    printed = json.loads((runs / f"{name}.json").read_text())["printed"]
+    assert re.search(r"rows: \d+ micro-batches of step 1 pass in \d", printed), printed
 
 
 @pytest.mark.parametrize("name", ["resumed"])
