@@ -276,7 +276,7 @@ def _seen(begin: int, end: int, least: int, window: int | None, like: Tensor) ->
     unseen = every.triu(begin - least + 1)
     if window is not None:
         unseen |= every.tril(begin - least - window)
-    return like.new_zeros(unseen.shape).masked_fill(unseen, float("-inf"))[None, None]
+    return like.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))[None, None]
 
 
 def chunks_of(cuts: Sequence[int]) -> list[RowChunk | None]:

@@ -30,6 +30,7 @@ from models.attention.kernels import EAGER
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.loss.lean import CPU_CHUNK, GPU_CHUNK
 from models.quantized_base import BYTES
+from models.spec import key_heads
 from options.planner import zero
 from options.planner.inputs import Basis, layer_kinds
 from options.planner.layer_costs import LayerCase, Saved, saved_by
@@ -126,10 +127,17 @@ def saved_tensors(basis: Basis) -> list[Saved]:
         found.append(Saved(**{name: int((each + share * vars(row)[name]) / 2) for name, each in vars(own).items()}))
     if basis.config.has_flash(basis.device.ampere) or basis.spec.attention[0] == EAGER:
         return found
-    # Torch's kernel takes a mask for a chunk's queries, of all keys so far: half of a row's, on average.
-    mask = int(cuts[0] * (cuts[0] + basis.share.longest) / 2) * training_dtype(basis.config).itemsize
-    masked = zip(found, carried_numbers(basis), strict=True)
-    return [replace(saved, inside=saved.inside + (mask if numbers else 0)) for saved, numbers in masked]
+    # Torch's kernel takes a mask for a chunk's queries, of all keys so far: half of a row's, on average. With a mask,
+    # transformers 5.23 repeats keys and values for the queries that share them.
+    itemsize, heads = training_dtype(basis.config).itemsize, int(basis.spec.config.num_attention_heads)
+    mask = int(cuts[0] * (cuts[0] + basis.share.longest) / 2) * itemsize
+    sharing = heads // key_heads(basis.spec.config)
+    masked = []
+    for saved, numbers in zip(found, carried_numbers(basis), strict=True):
+        repeated = numbers * sharing * itemsize if sharing > 1 else 0
+        inside = saved.inside + repeated + (mask if numbers else 0)
+        masked.append(replace(saved, inside=inside, largest=max(saved.largest, repeated // 2)))
+    return masked
 
 
 def _saved(basis: Basis, length: int) -> list[Saved]:
