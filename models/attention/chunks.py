@@ -169,8 +169,9 @@ class RowChunk(PartOfRows):
         if documents is None:  # a mask for the chunk's queries
             return kernel(module, query, key, value, mask, **options)[0]
         if "cu_seq_lens_q" in options:
-            told = options if document_window is None else options | {"document_window": document_window}
-            return self._in_one_launch(kernel, module, query, key, value, documents, told)
+            windowed = {} if document_window is None else {"document_window": document_window}
+            launch = partial(kernel, module, attention_mask=None, **windowed, **options)
+            return self._in_one_launch(launch, query, key, value, documents)
         attended = _Attended(kernel, module, begin, document_window, options)
         if not documents.packed:  # all rows are one document each
             return attended(query, key, value, 0, end)
@@ -182,22 +183,13 @@ class RowChunk(PartOfRows):
             rows.append(torch.cat([attended(*here, first, min(last, end)) for first, last in pieces], dim=1))
         return torch.cat(rows)
 
-    def _in_one_launch(
-        self,
-        kernel: Kernel,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Documents,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def _in_one_launch(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
         """Lay rows end to end, of keys what is of documents that the chunk has tokens of."""
         begin, end = self.columns.start, self.columns.stop
         firsts = [next(documents.within(row, begin, end))[0] for row in range(len(query))]
         keys = _end_to_end([key[row : row + 1, :, first:end] for row, first in enumerate(firsts)])
         values = _end_to_end([value[row : row + 1, :, first:end] for row, first in enumerate(firsts)])
-        output = kernel(module, _end_to_end(query.split(1)), keys, values, None, **options)[0]
+        output = kernel(query=_end_to_end(query.split(1)), key=keys, value=values)[0]
         return output.view(len(query), -1, *output.shape[2:])
 
     def mix(

@@ -16,6 +16,7 @@ import torch
 
 from tests.conftest import FAQ
 from tests.launching import topology
+from tests.models.attention.test_chunks import LATENT
 from tests.ranks import Ranks, job
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, steps, weights
 from training.checkpoint.folder import step_folder
@@ -23,19 +24,6 @@ from training.checkpoint.folder import step_folder
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 CHUNK = 40  # of rows of 200 tokens
-LATENT = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
