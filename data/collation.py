@@ -28,6 +28,13 @@ class Carried(NamedTuple):
     last: tuple[Tensor, ...] = ()  # behind the labels and their scales, for the loss
 
 
+class Marks(NamedTuple):
+    """Hold what every stage has to know of a micro-batch's tokens beside their positions, as models of images need."""
+
+    axes: Tensor | None = None  # [axes, B, S], positions along several axes; None where all are the plain ones
+    together: Tensor | None = None  # [B, S], the number of a group whose tokens see each other both ways, else -1
+
+
 class Collation:
     """What fine-tuning needs: samples of one document, a mean over trained tokens, and no further tensor.
 
@@ -54,6 +61,11 @@ class Collation:
         """Yield what each micro-batch of a replica carries besides, in their order."""
         for _ in batch.micro_batches[replica]:
             yield Carried()
+
+    def marks(self, loader: Loader, batch: GlobalBatch, replica: int) -> Iterator[Marks]:
+        """Yield what each micro-batch of a replica has besides on all stages, in their order."""
+        for _ in batch.micro_batches[replica]:
+            yield Marks()
 
     def part(self, carried: Carried, labels: Tensor, columns: slice, ranks: int) -> Carried:
         """Take what belongs to some columns of a micro-batch's rows, as one of the ranks that share them has these.

@@ -79,6 +79,7 @@ class Loader:
 
     Attributes:
         evaluates: batches are parts of an evaluation: what is a mean over tokens is one over those of all of `data`.
+        feeds_embedding: this process has the first layer; others need nothing of what is sent to that beside tokens.
     """
 
     knows_lengths: ClassVar[bool] = True  # of all samples, before the first step
@@ -102,6 +103,7 @@ class Loader:
         self.data = data
         self.collation = collation or Collation(data)
         self.evaluates = False
+        self.feeds_embedding = True
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.replicas = replicas

@@ -55,6 +55,13 @@ GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # to a chat
 PAIRED = ("pairs", "rewards")  # the kinds whose samples are two documents; rewards are scores of both
 
 
+class Pixels(NamedTuple):
+    """Hold between how many pixels images are resized to; None where the model's own processor decides."""
+
+    least: int | None = None
+    most: int | None = None
+
+
 class Wanted(NamedTuple):
     """Hold which kind of preference records are expected to have."""
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from data.chat.native.kinds import end_tokens
 from data.chat.prompts import Prompts, format_of
+from data.collation import Collation
 from data.errors import DataError
 from data.loader import PAD_MULTIPLE, Loader
 from data.packing import choose_row_length
@@ -108,14 +109,25 @@ def hold_out(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
     return data.select(trained), data.select(numpy.sort(first[drawn]))
 
 
-def training_loader(data: SampleSet, config: TrainConfig, spec: ModelSpec, kind: type[Loader] = Loader) -> Loader:
+def training_loader(
+    data: SampleSet,
+    config: TrainConfig,
+    spec: ModelSpec,
+    kind: type[Loader] = Loader,
+    collation: Collation | None = None,
+) -> Loader:
     """Make the global batches that a run of this model trains on.
+
+    Args:
+        collation: the objective's own where absent.
 
     Raises:
         ConfigError: as `build_loader`, or a weight for a router loss that the model does not have.
     """
     router_loss = router_loss_weight(config, spec) > 0
-    return build_loader(data, config, config.dataloader_drop_last, router_loss=router_loss, kind=kind)
+    return build_loader(
+        data, config, config.dataloader_drop_last, router_loss=router_loss, kind=kind, collation=collation
+    )
 
 
 def build_loader(
@@ -125,11 +137,13 @@ def build_loader(
     numbers: Sequence[int] | NDArray[Any] | None = None,
     router_loss: bool = False,
     kind: type[Loader] = Loader,
+    collation: Collation | None = None,
 ) -> Loader:
     """Build the loader of global batches, with the config's sizes and seed.
 
     Args:
         numbers: indices of the samples to use; all by default.
+        collation: the objective's own where absent.
         router_loss: whether there is one. It is computed per micro-batch, so these must not depend on the topology.
 
     Raises:
@@ -148,7 +162,7 @@ def build_loader(
         config.least_micro_batches,
         router_loss,
         (FP8_MULTIPLE if config.fp8.enabled else PAD_MULTIPLE) * config.model_topo.sequence,
-        config.objective.collation(data),
+        collation or config.objective.collation(data),
     )
 
 

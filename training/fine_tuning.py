@@ -17,6 +17,7 @@ class FineTuning(Objective):
     """Learn to say what the records say: the mean cross-entropy of all trained tokens."""
 
     has_perplexity = True
+    sees = True
     by_token = True
 
     def loss(self, router_loss_weight: float) -> MicroBatchLoss:

@@ -11,7 +11,9 @@ import numpy
 import torch
 from rich.console import Console
 
+from data.collation import Collation
 from data.loader import Loader
+from data.sample_set import SampleSet
 from data.tokenized.dataset import Dataset, check_vocabulary
 from data.tokenized.store import digests_folder
 from models.attention.kernels import choose_attention
@@ -89,9 +91,11 @@ class LanguageModel(Task):
         reader = RecordReader(config, folder, log)
         self.other_models = config.objective.other_models(spec, folder, self._read_spec)
         self.dataset, self.held_out = self._sets(config, reader)
-        self.spec, self._shows = spec, not log.quiet
-        self.make_batches(config)
         sets = [self.dataset] if self.held_out is None else [self.dataset, self.held_out]
+        for option in options_of(config):
+            spec = option.model(config, spec, sets)
+        self.spec, self.model_folder, self._shows = spec, folder, not log.quiet
+        self.make_batches(config)
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         self.side_files = {}
         if disk.owns_folder:
@@ -102,7 +106,7 @@ class LanguageModel(Task):
                 self.side_files["config.json"] = (json.dumps(spec.raw, indent=2) + "\n").encode()
             if spec.language:
                 self.side_files.pop(MANIFEST, None)  # it lists the weights of the language model
-        self.model_folder, self.n_layers = folder, spec.n_layers
+        self.n_layers = spec.n_layers
         self._notes = digests_folder(config.cache_dir)
         self.order = DataOrder(
             samples=len(self.dataset),
@@ -115,15 +119,26 @@ class LanguageModel(Task):
 
     def make_batches(self, config: TrainConfig) -> None:
         """Divide the records into batches and micro-batches, those to evaluate on too."""
-        self.loader = training_loader(self.dataset, config, self.spec, self.loader_kind)
+        own = self.collation(config, self.dataset)
+        self.loader = training_loader(self.dataset, config, self.spec, self.loader_kind, own)
         self.evaluation = None
         if self.held_out is not None:
             held_out = self.held_out
             numbers = {kind: numpy.flatnonzero(held_out.of_type(kind)) for kind in held_out.types}
-            loaders = {kind: build_loader(held_out, config, numbers=its) for kind, its in numbers.items()}
+            loaders = {
+                kind: build_loader(held_out, config, numbers=its, collation=self.collation(config, held_out))
+                for kind, its in numbers.items()
+            }
             self.evaluation = Evaluation(
                 loaders, config, self.loader.steps_per_epoch, self._shows, held_out.fingerprint()
             )
+
+    def collation(self, config: TrainConfig, data: SampleSet) -> Collation:
+        """Return what a loader of these samples has to know for the objective and for options."""
+        made = config.objective.collation(data)
+        for option in options_of(config):
+            made = option.collation(config, self, made)
+        return made
 
     def check_checkpoint(self, folder: Path) -> None:
         check_same_model(self.spec, folder)

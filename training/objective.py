@@ -86,6 +86,7 @@ class Objective(ABC):
         unprinted: how measures begin that the line of an evaluation leaves out; metrics.jsonl has them.
         says_words: whether it trains a language model, and no model that gives a text numbers instead.
         looks_ahead: whether it trains layers that predict further ahead, where the model has them.
+        sees: whether its samples may have images.
         by_token: whether its loss is a sum over tokens, each by what is before it, so that a row may come in chunks.
     """
 
@@ -98,6 +99,7 @@ class Objective(ABC):
     unprinted: ClassVar[tuple[str, ...]] = ()
     says_words: ClassVar[bool] = True
     looks_ahead: ClassVar[bool] = False
+    sees: ClassVar[bool] = False
     by_token: ClassVar[bool] = False
 
     def __init__(self, config: TrainConfig) -> None:

@@ -16,6 +16,9 @@ from training.config.keys import TrainConfig
 from training.config.option_keys import Keys, OptionKeys
 
 if TYPE_CHECKING:
+    from data.collation import Collation
+    from data.tokenized.dataset import Dataset
+    from models.spec import ModelSpec
     from training.callbacks import Callback
     from training.distributed.processes import ProcessInfo
     from training.distributed.rank_monitor import RankMonitor
@@ -150,6 +153,9 @@ class Option(OptionKeys[Keys]):
         first_callbacks: makes those that are called before all others, the objective's too: the planner's, which
             settle what others build on, and complete a step's numbers before they are reported.
         language_model: the task of a language model in place of `LanguageModel`, where the config asks for it.
+        model: the model that is trained on these sets of records in place of the given one, which has no more than
+            their text needs.
+        collation: what a loader of that model's records has to know, made of what the objective says of it.
         trainer: what trains in place of `PipelineTrainer`, or without stages of `ZeroTrainer`, where the config asks
             for it; given also whether there are stages.
         open_trackers: opens what receives the numbers of each step, given the run's folder and first step.
@@ -161,6 +167,8 @@ class Option(OptionKeys[Keys]):
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     first_callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
+    model: Callable[[Keys, ModelSpec, Sequence[Dataset]], ModelSpec] = lambda config, spec, sets: spec
+    collation: Callable[[Keys, LanguageModel, Collation], Collation] = lambda config, task, collation: collation
     trainer: Callable[[Keys, bool], type[Trainer] | None] = lambda config, in_stages: None
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
     add_to_export: Callable[[Path, Path], None] = lambda checkpoint, folder: None

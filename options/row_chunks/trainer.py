@@ -12,7 +12,6 @@ from typing_extensions import Self
 from data.collation import Carried, Collation
 from data.loader import GlobalBatch, Loader, MicroBatch
 from models.attention.chunks import chunks_of
-from models.attention.packed import Documents
 from models.spec import ModelSpec
 from options.row_chunks.cuts import RowCuts, cuts_of
 from options.row_chunks.engine import ChunkEngine
@@ -42,7 +41,7 @@ class ChunkTrainer(Trainer):
         self._cuts = [self._cut(*layout) if self._cut else [layout[1]] for layout in layouts]
         units = super().micro_batches(loader, batch)
 
-        documents = [Documents.laid_out(*layout) for layout in layouts]
+        documents = self.documents(loader, batch)
         for positions in self.engine.module.positions:
             of_units = ([each] * len(cuts) for each, cuts in zip(documents, self._cuts, strict=True))
             # Each stage has a memory of its own of the rows on their way.

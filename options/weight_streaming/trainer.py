@@ -23,7 +23,6 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from torch import Tensor, nn
 
 from data.loader import GlobalBatch, Loader, MicroBatch
-from models.attention.packed import Documents
 from models.checkpoint.layout import layer_file
 from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
@@ -248,7 +247,7 @@ class WeightStreamingTrainer(Trainer):
     def _run(self, loader: Loader, batch: GlobalBatch, seed: tuple[int, ...] | None = None) -> float:
         """Compute a batch, and return the mean loss over all replicas."""
         layouts = loader.layouts(batch, self.replica)
-        documents = [Documents.laid_out(*layout) for layout in layouts]
+        documents = self.documents(loader, batch)
         self._cuts = [self._cut(*layout) if self._cut else [layout[1]] for layout in layouts]
         shapes = loader.shapes(batch, self.replica)
         like = self.engine.module.activations_like

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self
 
+from data.settings import Pixels
 from training.config.changes import CHANGES, MayChange
 from training.config.contradictions import contradictions
 from training.config.deepspeed_keys import OVERRIDES, take_up
@@ -209,6 +210,11 @@ class TrainConfig(RunKeys):
         from training.fine_tuning import FineTuning  # which needs torch
 
         return FineTuning(self)
+
+    @property
+    def pixels(self) -> Pixels:
+        """Between how many pixels images are resized to."""
+        return Pixels()
 
     @property
     def objective_keys(self) -> list[str]:

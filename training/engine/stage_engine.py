@@ -89,7 +89,8 @@ class StageEngine(PipelineEngine):
             self.pipe_buffers["outputs"][buffer_id] = joined
             self.grad_layer = torch.ones_like(joined)
         super()._exec_backward_pass(buffer_id)
-        for tensor in self.pipe_buffers["inputs"][buffer_id]:
+        received = () if self.is_first_stage() else self.pipe_buffers["inputs"][buffer_id]
+        for tensor in received:
             if tensor.requires_grad and tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
         if self.is_last_stage():

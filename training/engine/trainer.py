@@ -142,10 +142,16 @@ class Trainer(ABC):
         # The number of micro-batches may change with each batch, and DeepSpeed averages over the number set here.
         samples = batch.n_micro_batches * loader.micro_batch_size * loader.replicas
         self.engine.set_train_batch_size(samples * self.groups.sequence.size)
-        documents = [Documents.laid_out(*layout) for layout in loader.layouts(batch, self.row_replica)]
+        documents = self.documents(loader, batch)
         for positions in self.engine.module.positions:
             positions.expect(documents)
         return self.send(loader, batch)
+
+    def documents(self, loader: Loader, batch: GlobalBatch) -> list[Documents]:
+        """List the documents of this rank's micro-batches, with what all stages know of their tokens."""
+        layouts = loader.layouts(batch, self.row_replica)
+        marks = loader.collation.marks(loader, batch, self.row_replica)
+        return [Documents.laid_out(*layout).marked(*each) for layout, each in zip(layouts, marks, strict=True)]
 
     def send(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         """Yield this rank's micro-batches on the device."""
@@ -153,6 +159,7 @@ class Trainer(ABC):
 
     def on_host(self, loader: Loader, batch: GlobalBatch) -> Iterator[MicroBatch]:
         """Yield what this rank has of its replica's micro-batches."""
+        loader.feeds_embedding = self.stage == 0
         micro_batches = loader.tensors(batch, self.row_replica)
         if self.groups.sequence.size == 1:
             return micro_batches

@@ -1,0 +1,34 @@
+"""Say in the log how many images a run sees, and what of the part that sees them is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.quantities import counted
+from options.images.keys import KEY, VisionKeys
+from training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from training.language_model import LanguageModel
+    from training.loop import Run
+
+TRAINED = {"nothing": "which stays as it is", "projector": "whose projector is trained", "all": "which is trained"}
+
+
+class TellImages(Callback):
+    """Count the samples with images; settings for them that have no effect would be ignored without a word."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def on_start(self, run: Run) -> None:
+        config, log = run.config, run.progress.log
+        assert isinstance(config, VisionKeys)
+        if self._model.spec.family.sees is None:
+            if KEY in config.model_fields_set:
+                log.print(f"images: none in the records; {KEY} has no effect")
+            return
+        tokens = self._model.dataset.image_tokens
+        seeing = int((tokens > 0).sum())
+        share = f"in {counted(seeing, 'sample')} of {len(tokens):,}"
+        log.print(f"images: {share}, {int(tokens.sum()):,} tokens, seen by the model's own tower, {TRAINED[config.vision.train]}")
