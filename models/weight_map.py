@@ -238,12 +238,11 @@ def pattern(template: str) -> re.Pattern[str]:
 
 
 def embedding_rules(family: Family, names: Collection[str]) -> tuple[Rule, ...]:
-    """Choose a family's rules for its first layer; of several for parts beside the decoder those that fit."""
+    """Choose a family's rules for its first layer; of several for parts beside the decoder the first that fits."""
+    fitting = [rule for rule in family.embedding if any(map(pattern(rule.disk_names[0]).fullmatch, names))]
     chosen: dict[str | tuple[str, ...], Rule] = {}
-    for rule in family.embedding:
-        fits = rule.beside and any(map(pattern(rule.disk_names[0]).fullmatch, names))
-        if fits or rule.module not in chosen:
-            chosen[rule.module] = rule
+    for rule in (*(each for each in fitting if each.beside), *family.embedding):
+        chosen.setdefault(rule.module, rule)
     return tuple(chosen.values())
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.attention.packed import Documents
@@ -29,14 +30,16 @@ def test_logits_are_those_of_transformers(golden: Golden) -> None:
 
 def test_loss_and_gradients_are_those_of_transformers(golden: Golden) -> None:
     found = golden.gradients()
-    assert float(golden.loss()) == pytest.approx(golden.expected["loss"], abs=golden.bound("loss"))
+    assert float(golden.loss().detach()) == pytest.approx(golden.expected["loss"], abs=golden.bound("loss"))
     norms = golden.expected["grad_norms"]
     assert found.keys() == {name for name, norm in norms.items() if norm}
+    rounding = torch.finfo(torch.float32).eps * golden.expected["global_grad_norm"]  # all there is to biases of keys
     for name, gradient in found.items():
-        assert float(gradient.norm()) == pytest.approx(norms[name], rel=golden.bound("gradients")), name
+        wanted = pytest.approx(norms[name], rel=golden.bound("gradients"), abs=rounding)
+        assert float(gradient.norm()) == wanted, name
     stored = {name.removeprefix("grad."): each for name, each in golden.tensors.items() if name.startswith("grad.")}
-    for name, wanted in stored.items():
-        assert float((found[name] - wanted).norm()) <= golden.bound("gradients") * float(wanted.norm()), name
+    for name, each in stored.items():
+        assert float((found[name] - each).norm()) <= golden.bound("gradients") * float(each.norm()), name
 
 
 @torch.no_grad()
@@ -50,19 +53,21 @@ def test_a_packed_row_is_its_documents_alone(golden: Golden) -> None:
 
 @torch.no_grad()
 def test_rows_of_a_micro_batch_have_unequal_numbers_of_images(golden: Golden) -> None:
-    """Three images, one and none, in rows with padding behind."""
-    ids, positions = golden.packed(0, 3)
-    shorter, its = golden.packed(1, 2)
-    length = its.shape[1]
-    spare = ids.shape[1] - length
-    padding = -1 - torch.arange(spare)[None]
-    ids = torch.cat([ids, torch.cat([shorter, torch.zeros_like(padding)], dim=1)])
-    positions = torch.cat([positions, torch.cat([its, padding], dim=1)])
-    found = golden.model(ids, positions, images=golden.images(0, 3, 1, 2))
-    assert_logits(golden, found[0, : len(golden.ids(0))], 0)
-    assert_logits(golden, found[0], 3)
-    assert_logits(golden, found[1, : len(golden.ids(1))], 1)
-    assert_logits(golden, found[1, :length], 2)
+    """Two, none and two, in rows of which the shorter ones have padding behind."""
+    rows = [golden.packed(0, 1), golden.packed(2), golden.packed(3)]
+    length = rows[0][0].shape[1]
+    ids = torch.cat([F.pad(each, (0, length - each.shape[1])) for each, _ in rows])
+    positions = torch.cat([padded(each, length) for _, each in rows])
+    found = golden.model(ids, positions, images=golden.images(0, 1, 3))
+    assert_logits(golden, found[0], 1)
+    assert_logits(golden, found[1, : len(golden.ids(2))], 2)
+    assert_logits(golden, found[2, : len(golden.ids(3))], 3)
+
+
+def padded(positions: Tensor, length: int) -> Tensor:
+    """Position ids with padding that goes on counting, marked."""
+    begin = positions.shape[1]
+    return torch.cat([positions, -1 - torch.arange(begin, length)[None]], dim=1)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl-tiny", "qwen3_vl-tiny", "qwen3_5-tiny"])
