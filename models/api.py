@@ -32,6 +32,7 @@ from models.config_json import count_ahead, model_fields, read_json, reason_of
 from models.derived import proven
 from models.derived.outline import Underivable
 from models.errors import CheckpointError
+from models.images.seeing import eyes_in_layers, seeing
 from models.parallel.groups import RankGroup
 from models.parallel.tensor import TensorShare, obstacle
 from models.router import experts_implementation
@@ -77,6 +78,8 @@ def read_spec(folder: Path, content: dict[str, Any] | None = None) -> ModelSpec:
 
     if ahead := ahead_in_layers(folder, spec):
         spec = looking_ahead(spec, ahead)
+    if eyes_in_layers(folder):
+        spec = seeing(spec)
 
     # A config of which no layer can be built ends here, before weights are read.
     try:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention.cache import KeyValueCache
+from models.attention.packed import Documents, unmarked
 from models.layers import Activations, Block, Embedding, Head
 from models.loading import LayerStates, build_layer, tie_weights
 from models.parallel.groups import ONE_RANK, RankGroups
@@ -57,19 +58,28 @@ class CausalLM(nn.Module):
         return layer
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        images: Sequence[Tensor] = (),
     ) -> Tensor:
         """Compute logits [B, S, V] for `input_ids` [B, S].
 
         Args:
             position_ids: [B, S], restarting at 0 with each document; 0 .. S-1 behind what the cache holds if absent.
             cache: keys and values of the tokens before, extended in place; for generation.
+            images: the tensors of `Sees.inputs` of all images, in the order of rows and places.
         """
-        logits: Tensor = self.head(self.activations(input_ids, position_ids, cache))
+        logits: Tensor = self.head(self.activations(input_ids, position_ids, cache, images))
         return logits
 
     def activations(
-        self, inputs: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        inputs: Tensor,
+        position_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        images: Sequence[Tensor] = (),
     ) -> Activations:
         """Run the layers up to the last block: hidden states, position ids, router sums.
 
@@ -80,7 +90,9 @@ class CausalLM(nn.Module):
             length, device = inputs.shape[1], inputs.device
             first = torch.arange(length, device=device).expand(inputs.shape[:2])
             position_ids = first if cache is None else cache.positions(length, device)
-        activations: Activations = (inputs, position_ids)
+        if images:
+            self._expect(inputs, position_ids, cache, images)
+        activations: Activations = (inputs, position_ids, *images)
         for layer in self.layers:
             if isinstance(layer, Embedding):
                 activations = layer(activations)
@@ -89,3 +101,18 @@ class CausalLM(nn.Module):
         if cache is not None:
             cache.advance(inputs.shape[1])
         return activations
+
+    def _expect(
+        self, input_ids: Tensor, position_ids: Tensor, cache: KeyValueCache | None, images: Sequence[Tensor]
+    ) -> None:
+        """Set what images change of the documents, where the caller has not done so.
+
+        Raises:
+            ValueError: the model has no eyes, or there is a cache, whose keys know nothing of images.
+        """
+        sees = self.spec.family.sees
+        if sees is None or cache is not None:
+            what = "a model opened without eyes" if sees is None else "a cache of keys"
+            raise ValueError(f"images with {what}; expected models.images.seeing and whole rows")
+        if not self.positions.awaits:
+            self.positions.expect([sees.documents(input_ids, Documents.of(unmarked(position_ids)), images)])

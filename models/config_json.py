@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from common.whole_files import read_regular
 from models.architectures import FAMILIES
@@ -58,7 +61,8 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
     for fields in (raw, part):
         _normalise_dtype(fields)
     model_type = part["model_type"]
-    if model_type not in FAMILIES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    inside = part is not raw and whole_of(model_type) == raw["model_type"]
+    if not inside and model_type not in FAMILIES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if part is not raw:
             raise CheckpointError(
                 f"{path}: model_type {raw['model_type']!r} is not supported: transformers has its part for text "
@@ -70,6 +74,14 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
             f"Pipetune declares {known}"
         )
     return raw, {name: value for name, value in part.items() if name != QUANTIZATION}
+
+
+def whole_of(model_type: str) -> str | None:
+    """Name the model of images and text that a decoder lies in, where transformers has it nowhere else."""
+    whole = model_type.removesuffix("_text")
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or whole == model_type:
+        return None
+    return whole if whole in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
 
 
 def _normalise_dtype(fields: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from models.errors import CheckpointError
 
 if TYPE_CHECKING:
     from models.ahead.layers import Ahead
+    from models.images.eyes import Sees
 
 # Names inside of the first and the last layer; one weight where config.json says `tie_word_embeddings`.
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embed_tokens.weight", "lm_head.weight"
@@ -39,11 +40,13 @@ class Rule:
 
     Attributes:
         by_key_head: a fused projection has, for each key head in turn, its share of the rows of each module.
+        beside: the names are those of parts beside the decoder, which keep theirs however those of the decoder begin.
     """
 
     disk: str | tuple[str, ...]
     module: str | tuple[str, ...]
     by_key_head: bool = False
+    beside: bool = False
 
     @property
     def disk_names(self) -> tuple[str, ...]:
@@ -107,6 +110,7 @@ class Family:
             architectures.
         native: the layout without remote code, for families that transformers loads only under another name.
         ahead: layers behind the norm that predict further ahead, where they are a part of the model (`models.ahead`).
+        sees: the tower of images in the first layer, where it is a part of the model (`models.images`).
     """
 
     name: str
@@ -143,6 +147,7 @@ class Family:
     variant: Callable[[dict[str, Any]], Family] | None = None
     native: Native | None = None
     ahead: Ahead | None = None
+    sees: Sees | None = None
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Embedding, block and head: wrappers of transformers' modules, with what passes from stage to stage.
 
 A micro-batch is the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding takes
-`(input_ids [B, S], position_ids)`. Where n processes share rows, hidden states and input ids are those of S / n tokens.
+`(input_ids [B, S], position_ids)` and, where it sees them, the tensors of images (`models.images`). Where n processes
+share rows, hidden states and input ids are those of S / n tokens.
 Mixture-of-experts models add a third tensor, their router's running sums (`models/router.py`). Position ids restart at
 0 with each document of a packed row, and a padding token at position p has -1 - p. Each stage makes masks and rotary
 angles of them, so that no S x S mask is sent from stage to stage.
@@ -48,15 +49,20 @@ class Embedding(nn.Module):
             self.context = config.max_position_embeddings
             self.embed_positions = nn.Embedding(self.context + family.first_row, config.hidden_size)
 
-    def forward(self, inputs: Activations) -> Activations:
-        input_ids, position_ids = inputs
-        if self._positions:
-            self._positions.enter(position_ids)
-        hidden = self.embed_tokens(input_ids)
+    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Embed words as blocks take them, but for learned positions."""
+        hidden: Tensor = self.embed_tokens(input_ids)
         if self.scale is not None:
             rounded = torch.tensor(self.scale, dtype=hidden.dtype).item() if self.rounds_scale else self.scale
             hidden = hidden * rounded
-        hidden = self.norm(hidden)
+        normalised: Tensor = self.norm(hidden)
+        return normalised
+
+    def forward(self, inputs: Activations) -> Activations:
+        input_ids, position_ids, *images = inputs
+        if self._positions:
+            self._positions.enter(position_ids)
+        hidden = self.embedded(input_ids, position_ids, *images)
         if self.first_row is not None:
             own = self._positions.own(position_ids, -1) if self._positions else position_ids
             own = unmarked(own.clamp(min=-self.context))  # padding may lie behind the last row, and takes that
@@ -93,6 +99,7 @@ class Block(nn.Module):
         assert self._positions is not None, "a block built for its shapes cannot run"
         arguments = self._positions(self.kind, hidden, position_ids, cache)
         hidden, added = self._forward(hidden, position_ids, arguments)
+        hidden = self._positions.deepened(self.index, hidden)
         return hidden, position_ids, *(total if added is None else total + added for total in sums)
 
     def _forward(self, hidden: Tensor, position_ids: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor | None]:

@@ -71,7 +71,8 @@ class WeightMap:
         prefix = None if embedding in found or not found else found[0].removesuffix(rest)
         spelled = replace(self, prefix=prefix)
         full = set(chain.from_iterable(map(spelled._full_names, disk_names)))
-        return replace(spelled, family=replace(self.family, block=block_rules(self.family, full)))
+        rules = {"block": block_rules(self.family, full), "embedding": embedding_rules(self.family, disk_names)}
+        return replace(spelled, family=replace(self.family, **rules))
 
     def binding(self, disk_name: str) -> Binding | None:
         """Get the binding of a tensor on disk; None if the family has none."""
@@ -191,7 +192,7 @@ class WeightMap:
             of_each = product(range(self.n_experts), disk)
             disk = [template.replace("{e}", str(expert)) for expert, template in of_each]
         disk = [name.replace("*", rest) for name in disk]
-        if self.prefix is not None:
+        if self.prefix is not None and not rule.beside:
             disk = [self._name_on_disk(name) for name in disk]
         groups = self.n_key_heads if rule.by_key_head else 1
         return Binding(
@@ -234,6 +235,15 @@ def pattern(template: str) -> re.Pattern[str]:
     for mark, group in ((r"\{i\}", r"(?P<i>\d+)"), (r"\{e\}", r"(?P<e>\d+)"), (r"\*", r"(?P<rest>.+)")):
         escaped = escaped.replace(mark, group)
     return re.compile(escaped)
+
+
+def embedding_rules(family: Family, names: Collection[str]) -> tuple[Rule, ...]:
+    """Choose a family's rules for its first layer; of several for parts beside the decoder the first that fits."""
+    fitting = [rule for rule in family.embedding if any(map(pattern(rule.disk_names[0]).fullmatch, names))]
+    chosen: dict[str | tuple[str, ...], Rule] = {}
+    for rule in (*(each for each in fitting if each.beside), *family.embedding):
+        chosen.setdefault(rule.module, rule)
+    return tuple(chosen.values())
 
 
 def block_rules(family: Family, names: Collection[str]) -> tuple[Rule, ...]:

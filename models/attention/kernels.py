@@ -23,6 +23,7 @@ from models.attention.packed import BY_CUDNN, BY_DOCUMENT, VARLEN
 AMPERE = (8, 0)  # the first GPUs that compute in bf16, and give 16-bit products fp32 results
 TORCH, CUDNN, FLASH, FLASH_3, EAGER = BY_DOCUMENT, BY_CUDNN, "flash_attention_2", "flash_attention_3", "eager"
 ALL = (TORCH, CUDNN, FLASH, FLASH_3, VARLEN, FLEX)  # what computes plain attention and sliding windows
+BOTH_WAYS = (TORCH, EAGER)  # what takes the masks of images whose tokens see each other both ways
 WITHOUT_DROPOUT = (FLASH_3, VARLEN, FLEX)  # kernels that cannot drop attention weights
 DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # the families' names of its rate
 NAMES = {

@@ -154,10 +154,23 @@ for name, function in ((BY_DOCUMENT, by_document), (BY_CUDNN, by_cudnn), (VARLEN
 
 
 class Documents:
-    """Lengths of the documents in each row of a micro-batch; rows have equal sums."""
+    """Lengths of the documents in each row of a micro-batch; rows have equal sums.
 
-    def __init__(self, rows: Iterable[Iterable[int]]) -> None:
+    Attributes:
+        axes: positions along three axes, [3, B, S] int64, where images have others than text; None for all alike.
+        together: [B, S] int64, of each token the number of the image, from 0 in the micro-batch, whose tokens see each
+            other both ways; -1 elsewhere. None where all see backwards alone.
+    """
+
+    def __init__(
+        self, rows: Iterable[Iterable[int]], axes: Tensor | None = None, together: Tensor | None = None
+    ) -> None:
         self.rows = tuple(tuple(row) for row in rows)
+        self.axes, self.together = axes, together
+
+    def seeing(self, axes: Tensor | None, together: Tensor | None) -> Documents:
+        """Get the same documents with what their images change."""
+        return Documents(self.rows, axes, together)
 
     @classmethod
     def of(cls, position_ids: Tensor) -> Documents:

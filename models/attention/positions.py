@@ -15,9 +15,9 @@ are made for whole rows, and of what belongs to a token each process takes its o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from models.attention import flex
 from models.attention.cache import KeyValueCache
 from models.attention.chunks import RowChunk
 from models.attention.flex import FLEX
-from models.attention.kernels import CUDNN, EAGER, FLASH, FLASH_3, TORCH
+from models.attention.kernels import BOTH_WAYS, CUDNN, EAGER, FLASH, FLASH_3, TORCH
 from models.attention.packed import VARLEN, Documents, unmarked
 from models.attention.rope import DocumentRotary, depends_on_length
 from models.parallel.groups import NO_GROUPS, RankGroups
@@ -59,6 +59,18 @@ def _is_known(known: Seen | None, other: Tensor) -> bool:
     return known is not None and _same_memory(known[0], other) and known[1] == _version(other)
 
 
+class Deep(NamedTuple):
+    """What is added to hidden states behind the first blocks.
+
+    Attributes:
+        places: of the tokens, [T] int64, in rows laid end to end.
+        features: for each of these blocks, [T, H].
+    """
+
+    places: Tensor
+    features: Sequence[Tensor]
+
+
 class Positions:
     """Makes causal masks and rotary angles, as llama and most families take them.
 
@@ -83,6 +95,7 @@ class Positions:
         self._chunks: deque[RowChunk | None] = deque()
         self._entered: Seen | None = None
         self._documents: tuple[Seen, Documents] | None = None
+        self._deep: Deep | None = None
 
     def set_groups(self, groups: RankGroups) -> None:
         """Set the groups that share sequences and layers."""
@@ -102,6 +115,7 @@ class Positions:
             chunks: which tokens of its rows each of them has, where not all: None for all.
         """
         self._expected, self._chunks = deque(documents), deque(chunks)
+        self._last = self._documents = None  # other images may come with the same position ids
         if self.groups.sequence.size == 1:
             self.part = None
         if self._chunks:
@@ -164,6 +178,12 @@ class Positions:
             found = self._expected.popleft() if self._expected else Documents.of(unmarked(position_ids))
             if found.shape != tuple(position_ids.shape):
                 raise ValueError(f"expected documents of {found.shape}, found position ids {tuple(position_ids.shape)}")
+            for name, each, wanted in (
+                ("axes", found.axes, (3, *found.shape)),
+                ("together", found.together, found.shape),
+            ):
+                if each is not None and each.shape != wanted:
+                    raise ValueError(f"{name} of images: expected {wanted}, found {tuple(each.shape)}")
             self._documents = known = ((position_ids, _version(position_ids)), found)
         return known[1]
 
@@ -180,6 +200,8 @@ class Positions:
             plain = kernel in (TORCH, CUDNN) and _is_causal(positions, cache, window)
             return {"attention_mask": None if plain else cached_mask(positions, cache, window, hidden.dtype)}
         assert documents is not None
+        if documents.together is not None and kernel not in BOTH_WAYS:
+            raise ValueError(f"images whose tokens see each other both ways: {kernel} takes no masks of them")
         if kernel == FLEX:
             slopes = None if self.slopes is None else self.slopes_on(hidden.device)
             return {"attention_mask": flex.scope(positions, window, slopes, columns)}
@@ -189,9 +211,45 @@ class Positions:
                 extra["documents"] = documents
             told = documents.flash_arguments(hidden.device, *((columns.start, columns.stop) if columns else ()))
             return {"attention_mask": None, **extra, **told}
-        if kernel in (TORCH, CUDNN):
+        together = self._together(documents, hidden.device)
+        if kernel in (TORCH, CUDNN) and together is None:
             return {"attention_mask": None, "documents": documents, "document_window": window}
-        return {"attention_mask": causal_mask(positions, window, hidden.dtype, columns) if kernel == EAGER else None}
+        masked = kernel == EAGER or together is not None
+        return {"attention_mask": causal_mask(positions, window, hidden.dtype, columns, together) if masked else None}
+
+    def _together(self, documents: Documents, device: torch.device) -> Tensor | None:
+        """Get the images whose tokens see each other both ways; refuse what has no mask for them."""
+        if documents.together is None:
+            return None
+        if self.part is not None:
+            raise ValueError("images whose tokens see each other both ways: expected whole rows in one process")
+        return documents.together.to(device)
+
+    @property
+    def awaits(self) -> bool:
+        """Return whether documents of micro-batches are expected."""
+        return bool(self._expected)
+
+    def set_deep(self, deep: Deep) -> None:
+        """Set what the first blocks add to the micro-batch that is embedded.
+
+        Raises:
+            ValueError: what was set for the micro-batch before was not added, as these blocks are elsewhere.
+        """
+        if self._deep is not None:
+            first = len(self._deep.features)
+            raise ValueError(f"features of images for the first {first} blocks: expected these beside the embedding")
+        self._deep = deep
+
+    def deepened(self, block: int, hidden: Tensor) -> Tensor:
+        """Add to hidden states behind `block` (from 0) what is set for it."""
+        deep = self._deep
+        if deep is None or block >= len(deep.features):
+            return hidden
+        if block + 1 == len(deep.features):
+            self._deep = None
+        added = hidden.flatten(0, 1).index_add(0, deep.places, deep.features[block].to(hidden.dtype))
+        return added.view_as(hidden)
 
     @property
     def columns(self) -> slice | None:
@@ -217,7 +275,13 @@ class Positions:
         return dict.fromkeys(self.kinds, self.rotary.to(hidden.device)(hidden, unmarked(position_ids)))
 
 
-def causal_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype, columns: slice | None = None) -> Tensor:
+def causal_mask(
+    position_ids: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+    columns: slice | None = None,
+    together: Tensor | None = None,
+) -> Tensor:
     """Make the additive mask [B, 1, queries, keys] of causal attention within documents.
 
     It is transformers', which waits for the device to see whether rows are packed.
@@ -225,11 +289,16 @@ def causal_mask(position_ids: Tensor, window: int | None, dtype: torch.dtype, co
     Args:
         position_ids: [B, S].
         columns: of the queries, where not all; keys are those up to there.
+        together: as in `Documents`, where all columns are asked for. transformers, too, lets these tokens see each
+            other ahead in a window as well, and keeps the window behind (`create_masks_for_vision_model`).
     """
     own = columns or slice(0, position_ids.shape[1])
     number = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(dim=1)[:, : own.stop]
     order = torch.arange(own.stop, device=position_ids.device)
-    seen = (number[:, own, None] == number[:, None, :]) & (order[own, None] >= order)
+    seen: Tensor = order[own, None] >= order
+    if together is not None:
+        seen = seen | ((together[:, :, None] == together[:, None, :]) & (together[:, None, :] >= 0))
+    seen = seen & (number[:, own, None] == number[:, None, :])
     return _numbers(seen if window is None else seen & (order > order[own, None] - window), dtype)
 
 

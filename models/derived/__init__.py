@@ -85,7 +85,7 @@ def proof_of(config: PreTrainedConfig, fields: dict[str, Any], declared: Family 
     """Get the kept proof of a config's family, or prove it now."""
     small = shrunk_fields(config, fields, BLOCKS)
     traits = {name: value for name, value in small.items() if name not in ABOUT_FILES}
-    known = json.dumps([traits, transformers.__version__, torch.__version__, _code()], sort_keys=True)
+    known = json.dumps([traits, transformers.__version__, torch.__version__, code()], sort_keys=True)
     path = folder() / f"{config.model_type}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
     if before := kept(path, Proof.model_validate_json):
         return before
@@ -112,7 +112,7 @@ def folder() -> Path:
 
 
 @cache
-def _code() -> str:
+def code() -> str:
     """Digest the code of models/, which changes with what is proven."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):

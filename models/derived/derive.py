@@ -23,17 +23,19 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from models.attention.kernels import ALL, EAGER
 from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import several_depend_on_length
+from models.config_json import whole_of
+from models.derived.inside import decoder_of
 from models.derived.names import tables_of
 from models.derived.outline import FIRST, LENGTH, ArgumentSource, Outline, Underivable, outline_of
 from models.derived.positions import DerivedPositions, by_document
 from models.derived.shrink import WORD_WIDTH, is_dropout, shrunk_fields
-from models.family import Family, Rule
+from models.family import EMBEDDING_WEIGHT, Family, Rule
 from models.layers import Head, make_buffer
 
 BLOCKS = 4  # of a small model: one of every kind, most often
@@ -48,7 +50,7 @@ def small_model(config: PreTrainedConfig, fields: dict[str, Any]) -> Any:
     """Build transformers' model of a config, small, in fp32, with eager attention."""
     small = type(config).from_dict(shrunk_fields(config, fields, BLOCKS))
     small._experts_implementation = "eager"
-    return AutoModelForCausalLM.from_config(small, attn_implementation="eager", dtype=torch.float32).eval()
+    return decoder_of(small).eval()
 
 
 def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
@@ -56,7 +58,7 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     bare = copy.deepcopy(config)
     bare.num_hidden_layers, bare.vocab_size, bare.pad_token_id = 0, FEW_WORDS, None
     bare._experts_implementation = "eager"  # what a run takes may be refused where there are no experts
-    return AutoModelForCausalLM.from_config(bare, attn_implementation="eager", dtype=dtype)
+    return decoder_of(bare, dtype)
 
 
 def check_rotation(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
@@ -84,13 +86,13 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
     model = small_model(config, fields)
     outline = outline_of(model)
     embedding, block, head = tables_of(model, outline)
-    in_whole: tuple[Rule, ...] = ()
+    inside, in_whole = whole_of(config.model_type), tuple[Rule, ...]()
     with suppress(Exception):  # whatever a mapping for other modules beside these makes of them
-        in_whole = tables_of(model, outline, whole)[1] if whole else ()
+        in_whole = tables_of(model, outline, whole)[1] if whole and not inside else ()
 
     made: dict[str, Made] = {}
     for number, block_made in enumerate(map(Made, outline.classes, outline.mixers, outline.arguments)):
-        kind = attention_kind(model.config, number)
+        kind = attention_kind(model.config.get_text_config(), number)
         if made.setdefault(kind, block_made) != block_made:
             raise Underivable(f"blocks of {kind} are made or called in several ways")
     given = {kind: of_kind.arguments for kind, of_kind in made.items()}
@@ -114,7 +116,7 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         block=block,
         block_in_whole=tuple(rule for rule in in_whole if rule not in block),
         head=head,
-        prefix=f"{outline.base}.",
+        prefix=_beginning(embedding) if inside else f"{outline.base}.",
         carried=(*ignored, NEVER_LEARNED),
         positions=lambda config, rotary: DerivedPositions(config, rotary, outline.calls, given, modules),
         embedding_norm=partial(part, outline.projection) if outline.projection else None,
@@ -131,6 +133,12 @@ def derive(config: PreTrainedConfig, fields: dict[str, Any], whole: str | None =
         frozen=_unreached(model, outline),
         router=_router(model, outline),
     )
+
+
+def _beginning(embedding: tuple[Rule, ...]) -> str:
+    """Find how all names on disk begin, by that of the embedding."""
+    disk = next(rule.disk_names[0] for rule in embedding if rule.module == EMBEDDING_WEIGHT)
+    return disk.removesuffix(EMBEDDING_WEIGHT)
 
 
 @torch.no_grad()
@@ -227,7 +235,7 @@ def _block(made: dict[str, Made], config: PreTrainedConfig, index: int) -> nn.Mo
     for name, parameter in list(block.named_parameters()):
         if not parameter.requires_grad:  # not for the optimizer, and not rounded to the dtype to train in
             make_buffer(block, name)
-    _compute_buffers(block, partial(made[kind].block, config, index))
+    compute_buffers(block, partial(made[kind].block, config, index))
     if kind == LINEAR:
         by_document(block.get_submodule(made[kind].mixer))
     return block
@@ -240,8 +248,8 @@ def _initialise(config: PreTrainedConfig) -> Callable[[nn.Module], None]:
     return initialise
 
 
-def _compute_buffers(block: nn.Module, make: Callable[[], nn.Module]) -> None:
-    """Compute what a block on the meta device has no numbers of and no checkpoint has, as masks and angles are."""
+def compute_buffers(block: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """Compute what a module on the meta device has no numbers of and no checkpoint has, as masks and angles are."""
     names = [name for name, buffer in block.named_buffers() if buffer.is_meta and name not in block.state_dict()]
     if not names:
         return
@@ -279,7 +287,7 @@ def _head(ends: Ends, family: Family, config: PreTrainedConfig) -> Head:
 def _router(model: Any, outline: Outline) -> str | None:
     """Find the submodule that transformers takes router losses from; None if none."""
     recorded = (getattr(outline.model, "_can_record_outputs", None) or {}).get("router_logits")
-    if recorded is None or not hasattr(model.config, AUXILIARY):
+    if recorded is None or not hasattr(model.config.get_text_config(), AUXILIARY):
         return None
     kind, index = getattr(recorded, "target_class", recorded), getattr(recorded, "index", 0)
     blocks = getattr(model, outline.base).get_submodule(outline.blocks)

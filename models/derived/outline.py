@@ -241,7 +241,7 @@ def outline_of(model: Any) -> Outline:
         raise Underivable(f"{type(model).__name__} has no base model")
     embedding = model.get_input_embeddings()
 
-    depth = model.config.num_hidden_layers
+    depth = model.config.get_text_config().num_hidden_layers
     lists = {name: each for name, each in base.named_modules() if isinstance(each, nn.ModuleList)}
     lists = {name: each for name, each in lists.items() if len(each) == depth}
     # Not those inside of blocks; the blocks of some lie one level deeper, as OPT's.

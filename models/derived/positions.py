@@ -50,9 +50,10 @@ class DerivedPositions(Positions):
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:
         seen = cache.longest if cache is not None else 0
         positions = unmarked(position_ids)
-        with fp32_products():
-            angles = [self._made_by(call, hidden, position_ids, seen + position_ids.shape[1]) for call in self._calls]
         documents = self.documents(position_ids) if cache is None else None
+        axes, longest = documents.axes if documents else None, seen + position_ids.shape[1]
+        with fp32_products():
+            angles = [self._made_by(call, hidden, position_ids, longest, axes) for call in self._calls]
 
         made: dict[str, Arguments] = {}
         for kind, sources in self._sources.items():
@@ -70,12 +71,17 @@ class DerivedPositions(Positions):
                     made[kind][name] = source.value()
         return made
 
-    def _made_by(self, call: RotaryCall, hidden: Tensor, position_ids: Tensor, longest: int) -> Any:
+    def _made_by(
+        self, call: RotaryCall, hidden: Tensor, position_ids: Tensor, longest: int, axes: Tensor | None
+    ) -> Any:
         module = self._modules[call.module]
         if isinstance(module, DocumentRotary):
             return module(hidden, position_ids, longest)
         positions = unmarked(position_ids)
-        given = {HIDDEN: hidden, POSITIONS: positions.expand(*call.expanded, *positions.shape)}
+        expanded = positions.expand(*call.expanded, *positions.shape)
+        if axes is not None and call.expanded == axes.shape[:1]:
+            expanded = axes.to(hidden.device)
+        given = {HIDDEN: hidden, POSITIONS: expanded}
 
         def filled(value: Any) -> Any:
             return given.get(value, value) if isinstance(value, str) else value

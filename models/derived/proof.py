@@ -10,7 +10,6 @@ Cost: some seconds on a CPU, in fp32.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -28,7 +27,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from models.attention.cache import KeyValueCache
 from models.attention.chunks import chunks_of
@@ -38,12 +36,15 @@ from models.attention.positions import LINEAR, attention_kind
 from models.attention.rope import depends_on_length
 from models.causal_lm import CausalLM
 from models.checkpoint.source import HuggingFaceSource, same_bytes
+from models.config_json import model_fields
 from models.derived.derive import check_rotation, derive, small_model
+from models.derived.inside import decoder_class
 from models.derived.outline import Underivable
 from models.family import Family
 from models.parallel.sequence import Folded, share_attention
 from models.router import router_loss, top_k
 from models.spec import ModelSpec
+from models.weight_map import WeightMap
 
 LENGTH = 40  # longer than the windows of a small model
 CUTS = (17, 25)  # where the second document of each packed row begins
@@ -118,7 +119,8 @@ def prove(config: PreTrainedConfig, fields: dict[str, Any], family: Family | Non
         torch.manual_seed(0)
         model, folder = small_model(config, fields), Path(name)
         roughen(model)
-        raw = write_checkpoint(model, folder)
+        write_checkpoint(model, folder)
+        _, raw = model_fields(folder / "config.json")
         small = type(config).from_dict(raw)
 
         kernels = family.attention[:1] if family else (TORCH, EAGER)
@@ -169,7 +171,7 @@ def apart_from_callers(config: PreTrainedConfig) -> Iterator[None]:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
+    module = sys.modules[decoder_class(config).__module__]
     kernels = {name: each for name, each in vars(module).items() if _is_kernel(each)}
     vars(module).update({name: kernel.__wrapped__ for name, kernel in kernels.items()})
     try:
@@ -186,12 +188,11 @@ def _is_kernel(value: Any) -> bool:
     return made_by.startswith(f"{use_kernel_func_from_hub_with_fallback.__name__}.<locals>")
 
 
-def write_checkpoint(model: Any, folder: Path) -> dict[str, Any]:
-    """Save config and weights as transformers does; return the config.json."""
+def write_checkpoint(model: Any, folder: Path) -> None:
+    """Save config and weights as transformers does."""
     model.config.save_pretrained(folder)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
     save_file(revert_weight_conversion(model, state), folder / "model.safetensors")
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 def small_spec(family: Family, config: PreTrainedConfig, raw: dict[str, Any], kernel: str) -> ModelSpec:
@@ -263,9 +264,13 @@ def check_names(source: HuggingFaceSource) -> None:
                 raise Underivable(f"{name} does not come back as it was read")
 
 
-def gradients_of(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Yield every gradient under its name on disk; a tied weight's once."""
-    names, tied = model.spec.weight_map, model.spec.tied
+def gradients_of(model: CausalLM, names: WeightMap | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield every gradient under its name on disk; a tied weight's once.
+
+    Args:
+        names: in the spelling of a checkpoint; the family's own where absent.
+    """
+    names, tied = names or model.spec.weight_map, model.spec.tied
     for number, layer in enumerate(model.layers):
         found = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
         for name, gradient in names.on_disk(number, found).items():
@@ -288,7 +293,7 @@ def two_documents() -> Tensor:
 
 def alone(model: Any, ids: Tensor) -> Tensor:
     """Compute transformers' logits of a text alone."""
-    if depends_on_length(model.config):
+    if depends_on_length(model.config.get_text_config()):
         model(input_ids=ids[:, :1], use_cache=False)  # dynamic scaling remembers the length before, but for short texts
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits

@@ -52,6 +52,10 @@ MOST = {
     "hidden_size_per_layer_input": HEAD,
     "vocab_size_per_layer_input": VOCABULARY,
 }
+VISION_DEPTH = ("num_hidden_layers", "depth")
+VISION_HEADS = ("num_attention_heads", "num_heads")
+VISION_WIDTH = ("embed_dim", "hidden_size")
+VISION_BLOCKS, VISION_PATCHES = 3, 8  # of a small tower; patches along a side of an image
 PER_BLOCK = "per_layer_config"  # what some blocks have otherwise than the others
 WITH_DROPOUT = ("dropout", "pdrop", "jitter")  # in the names of what draws random numbers
 
@@ -122,6 +126,43 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
         }
         raw[PER_BLOCK] = _overrides(known[PER_BLOCK], kept, shares)
     return {name: _small_value(name, value, sizes[WORDS], few_head / head) for name, value in raw.items()}
+
+
+def shrunk_vision(vision: dict[str, Any], text_width: int) -> dict[str, Any]:
+    """Shrink the fields of a tower: fewer blocks and heads, no wider, images of few patches.
+
+    Blocks that are named by number, as those whose features are used, stay as many as they were.
+    """
+    depth_name, heads_name, width_name = (
+        next(filter(vision.__contains__, names), "") for names in (VISION_DEPTH, VISION_HEADS, VISION_WIDTH)
+    )
+    if not (depth_name and heads_name and width_name):
+        raise CheckpointError("vision_config: no number of blocks, of heads or no width; expected a tower of blocks")
+
+    depth, heads, width = vision[depth_name], vision[heads_name], vision[width_name]
+    listed = {name: value for name, value in vision.items() if name.endswith("_indexes") and value}
+    few = min(depth, max([VISION_BLOCKS, *(len(value) + 1 for value in listed.values())]))
+    few_heads = min(heads, 2)
+    narrow = width // heads * few_heads
+    if narrow == text_width:  # what makes one width of the other could not be seen
+        few_heads += 1
+        narrow += width // heads
+    small = {depth_name: few, heads_name: few_heads, width_name: narrow}
+    small |= {name: [block * few // depth for block in value] for name, value in listed.items()}
+    inner = narrow * (2 + (2 * narrow == text_width))
+    small |= {name: inner for name in ("intermediate_size",) if name in vision}
+    small |= {name: text_width for name in ("out_hidden_size",) if name in vision}
+    if width_name == "embed_dim":  # Qwen2-VL's, whose hidden_size is the width of the text
+        small["hidden_size"] = text_width
+    small |= {name: 0.0 for name, value in vision.items() if is_dropout(name) and value}
+
+    patch = vision.get("patch_size")
+    for name in ("image_size",) if patch else ():
+        if isinstance(size := vision.get(name), list):
+            small[name] = [VISION_PATCHES * each for each in patch]
+        elif size is not None:
+            small[name] = VISION_PATCHES * patch
+    return vision | small
 
 
 def _stated(names: tuple[str, ...], config: PreTrainedConfig, raw: dict[str, Any]) -> list[str]:

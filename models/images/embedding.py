@@ -1,0 +1,98 @@
+"""The first layer of a model that sees: words, and in the place of image tokens the features of images.
+
+It takes `(input_ids [B, S], position_ids [B, S], *images)`, the tensors of `Sees.inputs` of all images of the
+micro-batch, in the order of rows and places; none where there are no images. A tower that is not trained runs in
+evaluation mode, and autograd keeps nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedConfig
+
+from models.attention.positions import Deep, Positions
+from models.family import Family
+from models.images.eyes import flat_features, rest
+from models.layers import Embedding
+
+
+class SeeingEmbedding(Embedding):
+    """Layer 0 with transformers' tower and projector."""
+
+    def __init__(self, family: Family, config: PreTrainedConfig, positions: Positions | None = None) -> None:
+        super().__init__(family, config, positions)
+        assert family.sees is not None
+        self.sees = family.sees
+        self.words = config.vocab_size
+        self.eyes: Any = family.sees.build()
+
+    def embedded(self, input_ids: Tensor, position_ids: Tensor, *images: Tensor) -> Tensor:
+        if isinstance(input_ids, FakeTensor):  # a plan's, which has no numbers to look for
+            return super().embedded(input_ids, position_ids)
+        at_image = input_ids == self.sees.image_token
+        count = int(at_image.sum())
+        if not images:
+            if count:
+                raise ValueError(
+                    f"{count} image tokens ({self.sees.image_token}) and no images; expected as many features"
+                )
+            return super().embedded(input_ids, position_ids)
+
+        self._check(position_ids, images)
+        dtype = next(self.eyes.parameters()).dtype
+        # A pipeline asks for gradients of all inputs that are not integers.
+        given = [each.detach().to(dtype) if each.is_floating_point() else each for each in images]
+        found = self.eyes.get_image_features(**dict(zip(self.sees.inputs, given, strict=True)), return_dict=True)
+        features = flat_features(found.pooler_output)
+        if len(features) != count:
+            raise ValueError(f"{count} image tokens ({self.sees.image_token}) and {len(features)} features of images")
+
+        # The id of an image may lie outside of the vocabulary.
+        hidden = super().embedded(input_ids.masked_fill(at_image, 0), position_ids)
+        if self.sees.deep and self._positions:
+            places = at_image.flatten().nonzero().squeeze(-1)
+            self._positions.set_deep(Deep(places, [flat_features(each) for each in found.deepstack_features]))
+        return hidden.masked_scatter(at_image[..., None], features.to(hidden.dtype))
+
+    def _check(self, position_ids: Tensor, images: tuple[Tensor, ...]) -> None:
+        """Refuse images without what the blocks have to know of them."""
+        if len(images) != len(self.sees.inputs):
+            raise ValueError(f"images: {len(images)} tensors; expected {', '.join(self.sees.inputs)}")
+        if self._positions is None:
+            return
+        if self._positions.part is not None:
+            raise ValueError("images: expected whole rows, not parts of them in chunks or on several processes")
+        documents = self._positions.documents(position_ids)
+        if self.sees.axes and documents.axes is None:
+            raise ValueError("images without their positions along three axes; expected Documents.axes")
+        if self.sees.both_ways and documents.together is None:
+            raise ValueError(
+                "images of unknown places, whose tokens see each other both ways; expected Documents.together"
+            )
+
+    def train(self, mode: bool = True) -> SeeingEmbedding:
+        super().train(mode)
+        rest(self.eyes)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> SeeingEmbedding:
+        """Apply a function to all but the eyes, which transformers initialises as it builds them."""
+        for child in self.children():
+            if child is not self.eyes:
+                child.apply(fn)
+        fn(self)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SeeingEmbedding:
+        """Move or cast, but for numbers that are computed and not loaded: rounded angles would be wrong ones."""
+        computed = {name: each for name, each in self.eyes.named_buffers() if each.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, each in computed.items():
+            owner, _, leaf = name.rpartition(".")
+            module = self.eyes.get_submodule(owner)
+            setattr(module, leaf, each.to(getattr(module, leaf).device))
+        return self

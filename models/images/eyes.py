@@ -1,0 +1,149 @@
+"""What a model of images and text has besides its decoder, by transformers' own classes: its eyes.
+
+The base model of transformers is built without its language model, with one block less than any, and its own
+`get_image_features` and `get_rope_index` are called. Nothing of a tower is written here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
+
+from models.attention.packed import Documents
+from models.derived.derive import FEW_WORDS, compute_buffers
+from models.family import Rule
+
+GRIDS = "image_grid_thw"  # how many patches images have along time, height and width, by transformers' name
+TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
+EYES = "eyes"  # their place in the first layer
+
+
+def whole_class(config: PreTrainedConfig) -> Any:
+    """Get transformers' class of a model of images and text."""
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+
+
+def without_blocks(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Get the config of the same model without blocks of text, with few words, in torch's default dtype."""
+    bare = copy.deepcopy(config)
+    text = bare.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, FEW_WORDS, None
+    for part in (bare, text, bare.vision_config):
+        part.dtype = None
+    return bare
+
+
+@dataclass(frozen=True)
+class Sees:
+    """The eyes of a model.
+
+    Attributes:
+        inputs: the tensors of the model's image processor that `get_image_features` takes, in order.
+        image_token: the id whose places the features take.
+        axes: 3 for models with positions along three axes, else 0.
+        both_ways: whether the tokens of an image see each other both ways.
+        deep: of how many blocks the features of images are added behind, too.
+        parts: children of transformers' base model that make features.
+        projector: the modules of these that give them the text's width.
+        rules: how checkpoints name their weights: as transformers writes them, then as it has them in memory.
+        config: of the whole model.
+    """
+
+    inputs: tuple[str, ...]
+    image_token: int
+    axes: int
+    both_ways: bool
+    deep: int
+    parts: tuple[str, ...]
+    projector: tuple[str, ...]
+    rules: tuple[Rule, ...] = field(repr=False)
+    config: PreTrainedConfig = field(repr=False, compare=False)
+    _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def build(self) -> Any:
+        """Build transformers' base model without its language model, on torch's default device."""
+        eyes = self._whole()
+        for name, _ in list(eyes.named_children()):
+            if name not in self.parts:
+                delattr(eyes, name)
+        compute_buffers(eyes, self._whole)
+        return eyes
+
+    def _whole(self) -> Any:
+        return MODEL_MAPPING[type(self.config)](without_blocks(self.config))
+
+    def axes_of(self, input_ids: Tensor, images: Mapping[str, Tensor]) -> Tensor:
+        """Compute the positions of one document along three axes, [3, L], by transformers' `get_rope_index`.
+
+        Args:
+            input_ids: [L].
+            images: the tensors of its images, of which the grids alone are read.
+        """
+        if "eyes" not in self._kept:
+            with torch.device("meta"):
+                self._kept["eyes"] = self._whole()
+        rope_index = self._kept["eyes"].get_rope_index
+        types = (input_ids == self.image_token)[None].int()
+        options = {TYPES: types} if TYPES in inspect.signature(rope_index).parameters else {}
+        grids = {GRIDS: images[GRIDS]} if images.get(GRIDS) is not None else {}
+        positions: Tensor = rope_index(input_ids=input_ids[None], **grids, **options)[0]
+        return positions[:, 0]
+
+    def documents(self, input_ids: Tensor, documents: Documents, images: Sequence[Tensor]) -> Documents:
+        """Complete the documents of a micro-batch by what its images change.
+
+        Args:
+            input_ids: [B, S].
+            images: as the first layer takes them.
+        """
+        begins = self.begins(input_ids, documents)
+        together = None
+        if self.both_ways:
+            number = begins.flatten().cumsum(0).view_as(begins) - 1
+            together = torch.where(input_ids == self.image_token, number, -1)
+        if not self.axes:
+            return documents.seeing(None, together)
+
+        grids = dict(zip(self.inputs, images, strict=True))[GRIDS].cpu()
+        axes, seen = [], 0
+        for row, ids in enumerate(input_ids.cpu()):
+            pieces = []
+            for first, last in documents.within(row, 0, len(ids)):
+                count = int(begins[row, first:last].sum())
+                pieces.append(self.axes_of(ids[first:last], {GRIDS: grids[seen : seen + count]}))
+                seen += count
+            axes.append(torch.cat(pieces, dim=1))
+        return documents.seeing(torch.stack(axes, dim=1), together)
+
+    def begins(self, input_ids: Tensor, documents: Documents) -> Tensor:
+        """Find where images begin: [B, S], true at the first of the image tokens that stand side by side."""
+        at_image = input_ids == self.image_token
+        begins = at_image.clone()
+        begins[:, 1:] &= ~at_image[:, :-1]
+        for row in range(len(input_ids)):
+            for first, _ in documents.within(row, 0, input_ids.shape[1]):
+                begins[row, first] = at_image[row, first]
+        return begins
+
+
+def flat_features(found: Any) -> Any:
+    """Lay the features of images end to end, [T, H], as `get_image_features` gives them in one tensor or several."""
+    return found.flatten(0, -2) if isinstance(found, Tensor) else torch.cat([each.flatten(0, -2) for each in found])
+
+
+def rest(module: nn.Module) -> None:
+    """Put what has no trained weight into evaluation mode."""
+    if not any(weight.requires_grad for weight in module.parameters()):
+        module.eval()
+        return
+    for child in module.children():
+        if next(child.parameters(), None) is not None:
+            rest(child)

@@ -1,0 +1,93 @@
+"""Give a model of images and text its eyes, proven against transformers now or before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import transformers
+
+from common.whole_files import kept, replace_checked
+from models.checkpoint.layout import layer_file
+from models.checkpoint.tensor_files import MappedFile
+from models.config_json import TEXT
+from models.derived import ABOUT_FILES, code, folder
+from models.errors import CheckpointError
+from models.images.eyes import EYES
+from models.images.model import with_eyes
+from models.images.names import frozen_names
+from models.images.proof import ImageProof, prove
+from models.images.small import VISION, type_of
+from models.spec import ModelSpec
+
+logger = logging.getLogger("pipetune")
+
+Train = Literal["nothing", "projector", "all"]
+
+
+def seeing(spec: ModelSpec) -> ModelSpec:
+    """Get the same model with its tower of images in the first layer.
+
+    Raises:
+        CheckpointError: it has none, or it does not hold against transformers'; the text says what is missing.
+    """
+    if spec.family.sees:
+        return spec
+    name = spec.raw.get("model_type")
+    if not (spec.is_part and isinstance(spec.raw.get(VISION), dict)):
+        raise CheckpointError(f"{name}: no {TEXT} and {VISION} in config.json; expected a model of images and text")
+    if spec.labels:
+        raise CheckpointError(f"{name}: scores texts; expected a language model, as images are not scored")
+    try:
+        config = type_of(spec.raw).from_dict(dict(spec.raw))
+        proof = _proof_of(spec)
+        found = with_eyes(spec, config, proof.traits)
+        found.shapes(0)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name} with images: {error}") from None
+    except Exception as error:  # whatever transformers makes of a small whole model
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{name} with images: its seams do not hold: {reason}") from None
+    return replace(found, family=replace(found.family, proof=f"{spec.family.proof}; {proof}"))
+
+
+def _proof_of(spec: ModelSpec) -> ImageProof:
+    """Get the kept proof of a model, or prove it now."""
+    traits = {name: value for name, value in spec.raw.items() if name not in ABOUT_FILES}
+    known = json.dumps([traits, transformers.__version__, torch.__version__, code()], sort_keys=True)
+    path = folder() / f"{spec.raw['model_type']}-images-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    if before := kept(path, ImageProof.model_validate_json):
+        return before
+    found = prove(spec)
+    logger.info("%s: %s (%.1f s)", spec.raw["model_type"], found, found.seconds)
+    with suppress(OSError):  # without a place to keep it, it is proven again the next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_checked(path, found.model_dump_json(indent=1))
+    return found
+
+
+def eyes_in_layers(folder: Path) -> bool:
+    """Return whether a pipeline folder's first layer has a tower, as a run with images wrote it."""
+    path = folder / layer_file(0)
+    return path.is_file() and any(name.startswith(f"{EYES}.") for name in MappedFile(path))
+
+
+def frozen(spec: ModelSpec, train: Train) -> tuple[str, ...]:
+    """Make the patterns of `Trained.freeze` for a model's eyes.
+
+    Args:
+        train: what of the eyes is trained. `projector`: the modules that give features the width of text, found by
+            watching transformers' small model; deep features have theirs.
+    """
+    sees = spec.family.sees
+    assert sees is not None, "a model without eyes has nothing to freeze"
+    if train == "all":
+        return ()
+    spared = sees.projector if train == "projector" else ()
+    return frozen_names(sees.rules, [f"{EYES}.{name}." for name in spared])

@@ -1,0 +1,116 @@
+"""What a model does with images, found by watching transformers' small one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+from models.derived.outline import Underivable
+from models.images.small import inputs_of, pictures, token_types
+
+BEFORE, BEHIND = [3, 4, 5], [6, 7]  # words around an image
+SEAMS = ("get_image_features", "get_placeholder_mask")  # transformers' own, which everything here goes by
+
+
+class Traits(BaseModel):
+    """What is found out; names and meanings are those of `Sees`."""
+
+    inputs: tuple[str, ...]
+    both_ways: bool
+    deep: int
+    parts: tuple[str, ...]
+    projector: tuple[str, ...]
+
+
+@torch.no_grad()
+def traits_of(whole: Any) -> Traits:
+    """Find the traits of a small whole model.
+
+    Raises:
+        Underivable: it has not the seams that images go by.
+    """
+    base = getattr(whole, whole.base_model_prefix)
+    if missing := [name for name in SEAMS if not hasattr(base, name)]:
+        raise Underivable(f"transformers' {type(base).__name__} has no {missing[0]}")
+    inputs = inputs_of(base)
+    images = dict(zip(inputs, pictures(whole.config, inputs), strict=True))
+
+    watched = Watched(base, int(whole.config.get_text_config().hidden_size))
+    found = watched.run(images)
+    features = getattr(found, "pooler_output", None)
+    if features is None:
+        raise Underivable(f"{type(base).__name__}.get_image_features gives no pooler_output")
+    if not watched.projector:
+        raise Underivable(f"no part of {type(base).__name__} gives images the width of text")
+    deep = len(getattr(found, "deepstack_features", None) or ())
+    parts = tuple(dict.fromkeys(name.partition(".")[0] for name in watched.called))
+    return Traits(
+        inputs=inputs, both_ways=sees_ahead(whole, found, images), deep=deep, parts=parts, projector=watched.projector
+    )
+
+
+class Watched:
+    """The modules that one call of `get_image_features` goes through.
+
+    Attributes:
+        called: their names.
+        projector: of those that give a tensor the text's width, the outermost.
+    """
+
+    def __init__(self, base: Any, width: int) -> None:
+        self._base, self._width = base, width
+        self.called: list[str] = []
+        self._widening: list[str] = []
+
+    def run(self, images: dict[str, Tensor]) -> Any:
+        names = {module: name for name, module in self._base.named_modules() if name}
+
+        def note(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            self.called.append(names[module])
+            tensors = [each for each in (*given[:1], output) if isinstance(each, Tensor)]
+            if len(tensors) == 2 and tensors[0].shape[-1] != self._width == tensors[1].shape[-1]:
+                self._widening.append(names[module])
+
+        hooks = [module.register_forward_hook(note) for module in names]
+        try:
+            return self._base.get_image_features(**images, return_dict=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def projector(self) -> tuple[str, ...]:
+        widening = dict.fromkeys(self._widening)
+        return tuple(name for name in widening if not any(name.startswith(f"{other}.") for other in widening))
+
+
+def sees_ahead(whole: Any, found: Any, images: dict[str, Tensor]) -> bool:
+    """Return whether an image's first token sees its last: another last feature then changes what the first gives."""
+    base = getattr(whole, whole.base_model_prefix)
+    token = int(whole.config.image_token_id)
+    features: Any = found.pooler_output
+    if isinstance(features, Tensor) and features.dim() != 3:
+        raise Underivable(f"{type(base).__name__}.get_image_features gives {features.dim()} dimensions; expected 3")
+    counts = [len(each) for each in features]
+    ids = [*BEFORE, *[token] * counts[0], *BEHIND]
+    for count in counts[1:]:
+        ids += [*[token] * count, *BEHIND]
+    row = torch.tensor([ids])
+
+    logits = []
+    try:
+        for change in (0.0, 1.0):
+            changed = [each.clone() for each in features]
+            changed[0][-1] += change
+            found.pooler_output = torch.stack(changed) if isinstance(features, Tensor) else tuple(changed)
+            base.get_image_features = lambda *_, **__: found
+            logits.append(whole(input_ids=row, **images, **token_types(whole, row), use_cache=False).logits[0])
+    finally:
+        del base.get_image_features
+    first, last = len(BEFORE), len(BEFORE) + counts[0] - 1
+    if torch.equal(logits[0][last], logits[1][last]):
+        raise Underivable("features of images do not come to the places of image tokens")
+    return not torch.equal(logits[0][first], logits[1][first])
