@@ -133,7 +133,7 @@ class _Taking:
         """Return a part of the record with marks."""
         if isinstance(value, str):
             if IMAGE in value:
-                raise ValueError(f"a text has the character {IMAGE!a}, which no text may hold; expected none")
+                raise DataError(f"a text has the character {IMAGE!a}, which no text may hold; expected none")
             pieces = value.split(PLACEHOLDER) if self._in_texts else [value]
             return pieces[0] + "".join([self._next() + piece for piece in pieces[1:]])
         if isinstance(value, list):

@@ -39,7 +39,7 @@ class Mismatched(Sequence[Sample]):
         self._data, self._limit = data, limit
         if data.image_tokens.any():
             raise DataError(
-                f"{what}: kto asks each answer to another prompt, and has no place for images in that; expected none, or "
+                f"{what}: kto puts each answer behind another prompt, which it cannot with images; expected none, or "
                 "preference.loss: apo_zero_unpaired"
             )
         digests = numpy.empty(len(data.lengths), numpy.uint64)
