@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from data import prompt_texts as texts
 from data.chat.rendered import Span
-from data.images.marks import IMAGE, parts_of
+from data.images.marks import numbers_in, parts_of
 from data.records.chat import Chat
 from data.records.record import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
 from data.settings import Mask
@@ -146,7 +146,7 @@ def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
     messages = []
     for each in said:
         content: Any = [{"type": "text", "text": each.text}] if form.parts else each.text
-        if IMAGE in each.text:
+        if numbers_in(each.text):
             content = parts_of(each.text)
         if form.none and each.calls and not each.text:
             content = None

@@ -33,7 +33,7 @@ from data.chat.rendered import RenderedText, Span, join
 from data.chat.sandbox import SlowTemplate
 from data.errors import DataError
 from data.images.expansion import put_out
-from data.images.marks import IMAGE, Placed
+from data.images.marks import Placed, mark_of, numbers_in
 from data.images.pictures import Pictures
 from data.prompt_texts import PLAIN_ANSWER
 from data.records.chat import Chat, Unanswered
@@ -167,8 +167,8 @@ class Writer:
         """
         written, prefix = self._write(record)
         if not record.images:
-            if IMAGE in written.text:
-                raise DataError(f"a text has the character {IMAGE!a}, which no text may hold; expected none")
+            if numbers_in(written.text):
+                raise DataError(f"a text has a mark for images, {mark_of(0)!a}; expected none of these characters")
             return written, prefix
 
         assert self._pictures is not None  # they were opened by it
