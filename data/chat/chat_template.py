@@ -34,9 +34,10 @@ from data.chat.messages import JSON, Call, Said, in_questions
 from data.chat.prompts import Prompts, end_of_sequence, template_in_file
 from data.chat.rendered import RenderedText, joined
 from data.chat.rendering import Rendering
-from data.chat.template_check import agreement, check_order, check_survival
+from data.chat.template_check import EXAMPLE, agreement, check_order, check_survival
 from data.chat.word_marks import Frame, Marked, Markers, Turn, frame_key, frame_of, turns_in
 from data.errors import DataError
+from data.images.marks import words_in
 from data.settings import CHAT_TEMPLATE
 
 IN_PIECES = (
@@ -53,6 +54,7 @@ DATED = (
     "the chat template writes the date of the day on which they are tokenized: once the cache is gone they become "
     "other samples, and no stopped run goes on; expected a fixed date (by template_args, mostly date_string)"
 )
+IMAGES_FIRST = "the chat template writes the images of a message before its words, wherever they stand in it"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 CONTROL = re.compile(r"\s*(<[|｜][^<>|｜]{1,40}[|｜]>|<\w*(?:end|eot|eos|eom|turn)\w*>|</s>)")
 MARK = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]?>|<[^<>|｜\s/]{1,40}[|｜]>")  # such as <|call>, <call|> and <|call|>
@@ -129,11 +131,16 @@ class ChatTemplate:
             DataError: the template refuses the dialogue, leaves out some of it, or cannot be masked exactly.
         """
         notes: dict[str, str] = {}
-        said, tools = in_questions(said), tools or []
+        asked, tools = in_questions(said), tools or []
+        said = self._rendering.in_place(asked)
+        moved = next((each.text for each, before in zip(said, asked, strict=True) if each is not before), "")
         key = None if tools else frame_key(said)
         if key not in self._frames:  # else the template takes such dialogues as they are
             said, tools, notes = self._fitting.fit(said, tools)
             key = None if tools else frame_key(said)
+
+        if moved:
+            notes = notes | {IMAGES_FIRST: repr(" ".join(words_in(moved))[:EXAMPLE])}
 
         self._rendering.date = ""
         text = self._rendering.text(said, tools)
@@ -162,8 +169,14 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the dialogue.
         """
-        fitted, tools, _ = self._fitting.fit([*in_questions(said), ANSWER], tools or [])
+        asked = self._rendering.in_place(in_questions(said))
+        fitted, tools, _ = self._fitting.fit([*asked, ANSWER], tools or [])
         return self._rendering.text(fitted[:-1], tools, asking=opened)
+
+    @property
+    def picture(self) -> str:
+        """Return what the template writes for an image; raise a DataError where it takes none."""
+        return self._rendering.picture
 
     @property
     def end(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from data import prompt_texts as texts
 from data.chat.rendered import Span
+from data.images.marks import numbers_in, parts_of
 from data.records.chat import Chat
 from data.records.record import ApiAnswer, ConverHasApi, Conversation, Instruct, RefQA
 from data.settings import Mask
@@ -145,6 +146,8 @@ def as_dicts(said: Sequence[Said], form: Form) -> list[JSON]:
     messages = []
     for each in said:
         content: Any = [{"type": "text", "text": each.text}] if form.parts else each.text
+        if numbers_in(each.text):
+            content = parts_of(each.text)
         if form.none and each.calls and not each.text:
             content = None
         message: JSON = {"role": each.role, "content": content}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-Range = tuple[int, int]  # of characters, [begin, end)
+from data.images.marks import Placed, Range
 
 
 class Span(NamedTuple):
@@ -23,6 +23,7 @@ class RenderedText(NamedTuple):
     # What a person has to know of how it was written, each with an example of it.
     notes: dict[str, str] = {}  # nobody changes it
     pieces: tuple[str, ...] = ()  # of a text that is not tokenized at once, but piece by piece
+    images: tuple[Placed, ...] = ()  # in order, each with the characters that stand for it
 
 
 def join(spans: Iterable[Span]) -> RenderedText:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from data.chat.messages import JSON, Call, Said, last_question
 from data.chat.word_marks import ARGUMENTS, CONTENT, NAME, REASONING, Leaf, Mark, Marked, Turn, own_marks
 from data.errors import DataError
+from data.images.marks import words_in
 
 CHANGED = "the chat template changes the words of an answer; use prompt_format: plain"
 RESULTS_WITHIN = (
@@ -125,7 +126,8 @@ def _check_unmarked(
 
     place = 0
     for number, message in enumerate(said):
-        if number not in marked and (core := message.text.strip()):
+        unmarked = words_in(message.text) if number not in marked else []
+        for core in filter(None, map(str.strip, unmarked)):
             # Most stand in their order; one that does not is looked for everywhere.
             found = max(text.find(core, place), text.find(_escaped(core), place))
             if found < 0 and not _is_in(core, text):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import from_json
 
+from data.images.in_records import Illustrated
 from data.records.fields import SWITCHES, check_grades, from_text, unused_fields
 from data.settings import TemplateArguments
 
@@ -127,7 +128,7 @@ def _text_of(part: Any, info: ValidationInfo) -> str:
     return str(part[named])
 
 
-class Chat(BaseModel):
+class Chat(Illustrated):
     """Hold a dialogue whose assistant messages are trained."""
 
     type: Literal["chat"] = "chat"

@@ -14,6 +14,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from data.images.in_records import NAMES
+
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 ALONE = "expected the key preference, or good answers alone, as prompt and completion"
 MARKED = f"{ALONE}; preference: kto learns from marked answers"
@@ -33,7 +35,7 @@ SECOND_TEXT = re.compile(  # beside the one that a class is learnt of
     r"(?:text|sentence|premise|hypothesis|question|query|answer|passage|paragraph|document|context|content|claim|"
     r"evidence|instruction|input)s?_?(?:pair|[ab0-9])?"
 )
-MEDIA = frozenset("image images audio audios video videos objects bbox bboxes image_path image_paths".split())
+MEDIA = frozenset("audio audios video videos objects bbox bboxes".split())
 # 1 and true say what is done anyway.
 SWITCHES = frozenset("weight train training trainable loss loss_weight loss_scale".split())
 MATTERS = SWITCHES | frozenset(
@@ -130,7 +132,9 @@ def unused_fields(extra: Mapping[str, Any], texts: Callable[[], str]) -> list[st
         if value in EMPTY or name in QUIET:
             continue
         if name in MEDIA:
-            raise ValueError(f"{name}: expected records without it, as Pipetune trains on text alone")
+            raise ValueError(f"{name}: expected records without it, as Pipetune trains on text and images alone")
+        if name in NAMES:
+            raise ValueError(f"{name}: expected images beside the messages, or as parts of what they say")
 
         idle = name in SWITCHES and value in (1, True)
         if name in MATTERS and not idle and not (isinstance(value, str) and value.strip() in texts()):

@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ValidationError
 
+from common.quantities import counted
 from data.errors import DataError
+from data.images.image import Image
+from data.images.in_records import Look, take_images
+from data.images.marks import numbers_in
 from data.records import layouts
 from data.records.chat import SPELLINGS, Chat
 from data.records.fields import EMPTY, SECOND_TEXT, check_columns, check_grades, unused_fields
@@ -85,7 +89,11 @@ FORMATS: dict[FormatName, Format] = {
 
 
 def convert(
-    raw: Any, format_name: str | None = None, columns: Names | None = None, preference: Wanted | None = None
+    raw: Any,
+    format_name: str | None = None,
+    columns: Names | None = None,
+    preference: Wanted | None = None,
+    look: Look | None = None,
 ) -> Converted:
     """Convert one object of any known layout into records.
 
@@ -93,6 +101,7 @@ def convert(
         format_name: of `data.settings.FORMAT_NAMES`; recognised by the fields where absent.
         columns: what the object calls the fields; then it is up to the user which of the others are not used.
         preference: which kind is expected; none where absent.
+        look: opens an image of the object; none may be there where absent.
 
     Raises:
         DataError: no layout fits, a field is missing or has the wrong type, or one that matters, or that columns names,
@@ -104,7 +113,9 @@ def convert(
     named, mapped, parts = _renamed(raw, columns or {})
     there = {name: value for name, value in named.items() if value is not None}
     classes = preference is not None and preference.kind == "classes"
-    read = partial(_read, raw=raw, format_name=format_name, columns=columns or {}, mapped=mapped, answered=not classes)
+    read = partial(
+        _read, raw=raw, format_name=format_name, columns=columns or {}, mapped=mapped, answered=not classes, look=look
+    )
     with_columns = [*mapped.values(), *parts.values()]
     try:
         if preference is not None:
@@ -157,8 +168,10 @@ def _read(
     columns: Names,
     mapped: Names,
     answered: bool,  # whether something of a dialogue has to be trained
+    look: Look | None,
 ) -> tuple[list[Record], list[str]]:
     """Convert an object without preferences, whose fields have our names; also return its unused fields."""
+    there, images = take_images(there, look)
     try:
         found = _find(there, named, format_name)
         extra = found.unknown(there)
@@ -175,6 +188,8 @@ def _read(
         theirs["instruct"] = [columns.get(name, name) for name in ASKED]
         raise DataError(explain(error, raw, SPELLINGS | theirs)) from None
 
+    if images:
+        records = [_illustrated(records, images)]
     if answered and any(isinstance(record, Chat) and not record.answered for record in records):
         raise DataError("field messages: expected at least one of the assistant, found none that is trained")
     if columns:
@@ -183,6 +198,17 @@ def _read(
     else:
         unused = _unused(there, extra, records)
     return records, unused + sorted(inside)
+
+
+def _illustrated(records: list[Record], images: tuple[Image, ...]) -> Record:
+    """Give a record its images, each of which a mark in its texts has to stand for."""
+    if len(records) > 1:
+        raise DataError(f"images: expected an object that makes one record, found one that makes {len(records)}")
+    placed = sorted(numbers_in("".join(_texts(records))))
+    if placed != list(range(len(images))):
+        expected = f"expected a place in what is said for {counted(len(images), 'image')}"
+        raise DataError(f"images: {expected}, found {len(placed)}")
+    return records[0].model_copy(update={"images": images})
 
 
 def _unused(there: Mapping[str, Any], extra: Mapping[str, Any], records: list[Record]) -> list[str]:

@@ -328,7 +328,7 @@ def _untrained(chat: Chat, count: int) -> Chat:
 def _passage(record: Record) -> Record:
     """Return a record as it is written where a class is asked for."""
     if isinstance(record, Pretrain):
-        return Passage(type="pretrain", text=record.text)
+        return Passage(type="pretrain", text=record.text, images=record.images)
     if isinstance(record, Chat) and record.messages[-1].role != "assistant":
         return Unanswered(**dict(record))
     if isinstance(record, (Conversation, ConverHasApi, RefQA)) and record.rounds[-1][0] == "ask":

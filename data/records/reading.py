@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from common.terminal import safe_line
 from data.errors import DataError
+from data.images.in_records import Look
 from data.records.formats import Converted, convert
 from data.records.json_values import split_records
 from data.records.raw_records import RawRecord
@@ -39,12 +40,14 @@ def parse(
     format_name: str | None = None,
     columns: Mapping[str, str] | None = None,
     preference: Wanted | None = None,
+    look: Look | None = None,
 ) -> Converted:
     """Parse one raw record: mostly one record, several if its layout holds several samples.
 
     Args:
         format_name, columns: as in `Source`.
         preference: which kind is expected; none where absent.
+        look: opens an image of the record; none may be there where absent.
 
     Raises:
         DataError: it is broken or no known record; the text says what was expected, without file and number.
@@ -54,7 +57,7 @@ def parse(
     if raw.kind == "text":
         return convert({"text": _text(raw.value)}, "text", preference=preference)
     value = raw.value if raw.kind == "row" else _json(raw.value)
-    return convert(value, None if format_name == TEXT_FILE else format_name, columns, preference)
+    return convert(value, None if format_name == TEXT_FILE else format_name, columns, preference, look)
 
 
 def _text(line: bytes) -> str:

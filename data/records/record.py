@@ -23,12 +23,13 @@ from pydantic import (
     model_validator,
 )
 
+from data.images.in_records import Illustrated
 from data.records.chat import Chat
 from data.records.fields import finite, from_text
 from data.sample_set import IGNORED
 
 
-class Pretrain(BaseModel):
+class Pretrain(Illustrated):
     """Hold plain text; every token is trained."""
 
     type: Literal["pretrain"]
@@ -39,7 +40,7 @@ class Passage(Pretrain):
     """Hold a text whose class is learnt: it is tokenized as it will be when it is asked for, without an end."""
 
 
-class Instruct(BaseModel):
+class Instruct(Illustrated):
     """Hold one instruction and its answer; the answer is trained."""
 
     type: Literal["instruct"]
@@ -86,7 +87,7 @@ def _kind_of_round(entry: Any) -> str:
     return "ans-api" if isinstance(entry, (list, tuple)) and "ans-api" in entry[:1] else "said"
 
 
-class _Dialogue(BaseModel):
+class _Dialogue(Illustrated):
     rounds: Sequence[tuple[str, str | ApiAnswer]]  # at least one of them an answer
 
     @model_validator(mode="after")
@@ -129,7 +130,7 @@ class Segment(BaseModel):
     label: bool
 
 
-class Segments(BaseModel):
+class Segments(Illustrated):
     """Hold a ready-made text in segments: nothing is added, and those with a `label` are trained."""
 
     type: Literal["segments"] = "segments"
@@ -142,7 +143,7 @@ class Segments(BaseModel):
         return self
 
 
-class Tokenized(BaseModel):
+class Tokenized(Illustrated):
     """Hold ready-made token ids; all are trained, or those that `labels` repeats (the others are IGNORED)."""
 
     type: Literal["tokenized"] = "tokenized"

@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 
 from data.chat.rendered import joined
 from data.errors import DataError
+from data.images.image import Image
+from data.images.marks import Placed
 from data.records.chat import Chat
 from data.records.record import (
     TYPES,
@@ -43,6 +45,7 @@ from data.tokenized.sample_file import INDEX, sample_digest
 from data.tokenized.tokenize import Tokens
 
 OLDEST = "the oldest turns were left out, so that the last one lies within max_seq_len (truncate: oldest)"
+WITHIN = "expected it within max_seq_len, {limit}, by a larger limit or by fewer pixels (max_pixels)"
 SPLIT_KIND = "pretrain"  # texts without turns: a piece of one is as good as the whole
 
 
@@ -83,6 +86,8 @@ class Encoded(NamedTuple):
 
 
 Tallies = dict[tuple[int, str], Tally]  # what became of the records, by file and type
+# A sample: its ids, its runs, the tokens of the first of two documents or 0, and its images.
+Cut = tuple[list[int], list[tuple[int, int]], int, list[Image]]
 
 
 def has_empty_answer(record: Record) -> bool:
@@ -157,9 +162,35 @@ def _from(record: Record, begins: list[int], turn: int) -> Record:
     return record.model_copy(update={"rounds": record.rounds[begins[turn] :]})
 
 
-def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray[Any], Tallies]:
-    """Cut whole samples to `limit` tokens; return their numbers, the rows of their index, and what became of them."""
+def check_images(sample: Encoded, limit: int) -> None:
+    """Refuse a sample whose images do not lie within the limit, where it cannot be cut before them.
+
+    Raises:
+        DataError: an image alone is too long, or belongs to a pair, to what is scored, or to the first answer.
+    """
+    images = list(chain.from_iterable(tokens.images for tokens in sample.documents))
+    if longest := next((end - begin for _, begin, end in images if end - begin > limit), 0):
+        raise DataError(f"an image of {longest:,} tokens; {WITHIN.format(limit=limit)}")
+    if sample.kind == SPLIT_KIND or not (beyond := [end for *_, end in images if end > limit]):
+        return
+    (tokens, *others) = sample.documents
+    last = _end(joined(tokens.loss), tokens.images, limit)
+    if others or sample.scored or not _trained(tokens.loss, 0, last):
+        where = f"an image before the end of the first answer ends at token {beyond[0]:,}"
+        raise DataError(f"{where}; {WITHIN.format(limit=limit)}")
+
+
+def pack_samples(
+    encoded: Sequence[Encoded], limit: int
+) -> tuple[bytes, NDArray[Any], Tallies, list[tuple[int, list[Image]]]]:
+    """Cut whole samples to `limit` tokens.
+
+    Returns:
+        Their numbers, the rows of their index, what became of them, and the images of those that have some, with
+        the numbers of their rows.
+    """
     tallies: Tallies = {}
+    pictured: list[tuple[int, list[Image]]] = []
     contents: list[bytes] = []
     rows: list[tuple[float, ...]] = []
     place = 0
@@ -174,7 +205,7 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
         tally.longest = max(tally.longest, *(len(tokens.ids) for tokens in record.documents))
 
         samples_before, equal_before = tally.samples, tally.equal
-        for ids, runs, first in _cut(record, limit, tally):
+        for ids, runs, first, images in _cut(record, limit, tally):
             # How many tokens count in the first of two documents, and in the other; of one document in the latter.
             counts = [_trained(runs, 0, first), _trained(runs, first, len(ids))]
             if record.scored:
@@ -189,7 +220,10 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
             borders = list(chain.from_iterable(runs))
             content = pack(f"<{len(ids) + len(borders)}i", *ids, *borders)  # in half the time of an array
             origin = TYPES.index(record.kind), record.file, record.number
-            about = first, counts[0], record.value, sample_digest(content, first, record.value)
+            digest = sample_digest(content, first, record.value, images)
+            about = first, counts[0], record.value, digest
+            if images:
+                pictured.append((len(rows), images))
             rows.append((place, len(ids), len(borders), sum(counts), *origin, *about))
             contents.append(content)
             place += len(ids) + len(borders)
@@ -197,7 +231,7 @@ def pack_samples(encoded: Sequence[Encoded], limit: int) -> tuple[bytes, NDArray
         made = tally.samples - samples_before
         tally.split += made > 1
         tally.silent += not made and equal_before == tally.equal
-    return b"".join(contents), numpy.array(rows, dtype=INDEX), tallies
+    return b"".join(contents), numpy.array(rows, dtype=INDEX), tallies, pictured
 
 
 def _trained(runs: Sequence[tuple[int, int]], start: int, stop: int) -> int:
@@ -205,29 +239,42 @@ def _trained(runs: Sequence[tuple[int, int]], start: int, stop: int) -> int:
     return sum(max(min(end, stop) - max(begin, start + 1), 0) for begin, end in runs)
 
 
-def _cut(record: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
-    """Return the ids and the runs of a record's samples, and the tokens of the first of two documents, or 0."""
+def _cut(record: Encoded, limit: int, tally: Tally) -> Iterator[Cut]:
+    """Return the samples of a record."""
     if len(record.documents) > 1:
         yield from _cut_alike(record, limit, tally)
         return
     (tokens,) = record.documents
     ids, loss = tokens.ids, joined(tokens.loss)
     if len(ids) <= limit:
-        yield ids, loss, 0
+        yield ids, loss, 0, [placed.image for placed in tokens.images]
         return
 
     if record.kind == SPLIT_KIND:
-        borders = [*range(0, len(ids), limit), len(ids)]
+        borders = [0]
+        while (border := borders[-1] + limit) < len(ids):
+            borders.append(_before_image(border, tokens.images))
+        borders.append(len(ids))
     else:
-        turns = [end for _, end in loss if 1 < end <= limit]
+        borders = [0, _end(loss, tokens.images, limit)]
         tally.cut += 1
-        tally.cut_at_turn += bool(turns)
-        borders = [0, turns[-1] if turns else limit]
+        tally.cut_at_turn += any(1 < end <= limit for _, end in loss)
     for start, stop in pairwise(borders):
-        yield ids[start:stop], _inside(loss, start, stop), 0
+        yield ids[start:stop], _inside(loss, start, stop), 0, _images_inside(tokens.images, start, stop)
 
 
-def _cut_alike(record: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list[int], list[tuple[int, int]], int]]:
+def _end(loss: Sequence[tuple[int, int]], images: Sequence[Placed], limit: int) -> int:
+    """Find where a dialogue is cut: after the last trained run that fits, which is the end of a turn."""
+    turns = [end for _, end in loss if 1 < end <= limit]
+    return turns[-1] if turns else _before_image(limit, images)
+
+
+def _before_image(border: int, images: Sequence[Placed]) -> int:
+    """Return a border, or where the image begins that it would split."""
+    return next((begin for _, begin, end in images if begin < border < end), border)
+
+
+def _cut_alike(record: Encoded, limit: int, tally: Tally) -> Iterator[Cut]:
     """Return a pair's sample, unless its documents are equal."""
     ids = [tokens.ids[:limit] for tokens in record.documents]
     chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in record.documents)
@@ -236,10 +283,18 @@ def _cut_alike(record: Encoded, limit: int, tally: Tally) -> Iterator[tuple[list
         tally.equal += 1
         return
     first = len(ids[0])
-    yield ids[0] + ids[1], chosen + [(begin + first, end + first) for begin, end in rejected], first
+    images = [_images_inside(tokens.images, 0, limit) for tokens in record.documents]
+    second = [image._replace(begin=image.begin + first) for image in images[1]]
+    yield ids[0] + ids[1], chosen + [(begin + first, end + first) for begin, end in rejected], first, images[0] + second
 
 
 def _inside(loss: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """Return the parts of runs within a stretch, counted from its beginning."""
     inside = ((max(begin, start), min(end, stop)) for begin, end in loss)
     return [(begin - start, end - start) for begin, end in inside if begin < end]
+
+
+def _images_inside(images: Sequence[Placed], start: int, stop: int) -> list[Image]:
+    """Return the images within a stretch, counted from its beginning; no border splits one."""
+    inside = (image for image, begin, end in images if start <= begin and end <= stop)
+    return [image._replace(begin=image.begin - start) for image in inside]

@@ -41,7 +41,7 @@ class Dataset:
 
     def __init__(self, folder: Path, files: Sequence[str], numbers: NDArray[numpy.int64] | None = None) -> None:
         meta = read_meta(folder)
-        self.samples = SampleFile(folder, numbers)  # `input_ids` and `labels` of each, as int32 arrays
+        self.samples = SampleFile(folder, numbers, files)  # `input_ids` and `labels` of each, as int32 arrays
         self.files = list(files)
         self.folder = folder
         self.tallies: dict[tuple[str, str], Tally] = {}  # what became of the records, by file and type of record
@@ -84,6 +84,16 @@ class Dataset:
     def values(self) -> NDArray[numpy.float32]:
         """Return [n], the number that belongs to each sample: a pair's margin, a mark, a class or a score."""
         return self.samples.column("value")
+
+    @cached_property
+    def image_tokens(self) -> NDArray[numpy.int32]:
+        """Return [n], the tokens of each sample that features of images take."""
+        return self.samples.image_tokens()
+
+    @property
+    def has_images(self) -> bool:
+        """Say whether any sample has an image."""
+        return bool(self.image_tokens.any())
 
     @cached_property
     def types(self) -> list[str]:
@@ -158,6 +168,8 @@ def load_dataset(
     on_bad_record: OnBadRecord = "stop",
     truncate: Truncate = "turns",
     preference: Wanted | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
     seed: int = 0,
     cache_dir: str | Path | None = None,
     log: Console | None = None,
@@ -168,6 +180,7 @@ def load_dataset(
         data_path: files, globs and folders, or a mixture of sources.
         tokenizer: folder of the tokenizer.
         preference: which kind of preference records they are; none where absent.
+        min_pixels, max_pixels: of an image as the model gets it; as the model's own processor says where absent.
         seed: by which a mixture draws.
         cache_dir: where tokenized data lie; see `data.tokenized.store.default_folder`.
         log: gets a line that says whom this process waits for.
@@ -181,7 +194,17 @@ def load_dataset(
         paths = files_of(source, log.print)
         files.append([DataFile(str(path), source.format, source.columns) for path in paths])
     every = tuple(chain.from_iterable(files))
-    recipe = Recipe(every, str(tokenizer), as_prompts(prompt_format), max_seq_len, on_bad_record, truncate, preference)
+    recipe = Recipe(
+        every,
+        str(tokenizer),
+        as_prompts(prompt_format),
+        max_seq_len,
+        on_bad_record,
+        truncate,
+        preference,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+    )
     folder = cache_folder(cache_dir)
     found = open_cache(recipe, folder, log)
     dataset = Dataset(found, [file.path for file in recipe.files])

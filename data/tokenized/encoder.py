@@ -10,18 +10,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 from data.chat.control_tokens import ControlWords, words_of
 from data.errors import DataError
+from data.images.image import Image
 from data.records.chat import Chat
 from data.records.pairs import WRONG_WAY, Judged
 from data.records.raw_records import RawRecord
 from data.records.reading import origin, parse
 from data.records.record import Record, type_of
-from data.tokenized.columns import Encoded, Tallies, Tally, fit, has_empty_answer, pack_samples
+from data.tokenized.columns import Encoded, Tallies, Tally, check_images, fit, has_empty_answer, pack_samples
+from data.tokenized.eyes import Eyes
 from data.tokenized.recipe import Recipe
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
 from data.tokenized.tokenizer import load_tokenizer
@@ -29,7 +32,7 @@ from data.tokenized.tokenizer import load_tokenizer
 # Where datasets with pictures or sound put them; said, not refused, as a text about HTML may hold the same words.
 PLACEHOLDER = re.compile("<(?:image|video|audio|bbox|ref-object)>")
 PLACEHOLDER_HINT = re.compile(rb"<(?:image|video|audio|bbox|ref-object)>|\\u003c", re.IGNORECASE)
-IN_WORDS = "hold a placeholder such as <image>, which is trained as text, as Pipetune trains on text alone"
+IN_WORDS = "hold a placeholder such as <image>, which is trained as text, as nothing beside it has its place"
 ANSWER_FIRST = "begin with an answer, which is trained without a question"
 QUESTION_LAST = "end with a question that nobody answers, which is not trained"
 MENDED = "have comments, or commas before a closing bracket, which are no JSON and were passed over"
@@ -54,7 +57,8 @@ class EncodedChunk:
     # Notes to report on how records were written, and of how many.
     notes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)  # of each of these, the first
-    samples: tuple[bytes, NDArray[Any]] | None = None  # of the records, unless these were only checked
+    # Of the records, unless these were only checked; see `data.tokenized.sample_file.SampleWriter.write`.
+    samples: tuple[bytes, NDArray[Any], list[tuple[int, list[Image]]]] | None = None
     tallies: Tallies = field(default_factory=dict)  # what became of the records
 
     def add(self, later: EncodedChunk) -> None:
@@ -69,12 +73,16 @@ class EncodedChunk:
 class Encoder:
     """Turn chunks of raw records into samples.
 
+    Args:
+        keep: folder for images that lie in records.
+
     Raises:
         DataError: the tokenizer cannot be used.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, keep: Path) -> None:
         self._recipe, self._prompts = recipe, recipe.prompts
+        self._eyes = Eyes(Path(recipe.tokenizer), recipe.min_pixels, recipe.max_pixels, keep)
         self._scored = recipe.preference is not None and recipe.preference.scored
         if recipe.preference is not None:
             if recipe.preference.kind == "classes":
@@ -94,7 +102,7 @@ class Encoder:
         # All documents of the chunk at once, as the tokenizer is fastest so.
         encoded = []
         documents = chain.from_iterable(judged.documents for *_, judged in parsed)
-        tokenized = iter(encode_many(list(documents), self._tokenizer, self._prompts))
+        tokenized = iter(encode_many(list(documents), self._tokenizer, self._prompts, self._eyes.pictures))
         for file, raw, judged in parsed:
             whole = [next(tokenized) for _ in judged.documents]
             try:
@@ -103,8 +111,8 @@ class Encoder:
                 answer.bad.append(self._complaint(file, raw, error))
 
         _add_notes(answer, encoded)
-        numbers, index, answer.tallies = pack_samples(encoded, self._recipe.max_seq_len)
-        answer.samples = numbers, index
+        numbers, index, answer.tallies, pictured = pack_samples(encoded, self._recipe.max_seq_len)
+        answer.samples = numbers, index, pictured
         return answer
 
     def _parse(self, chunk: Chunk, answer: EncodedChunk) -> list[tuple[int, RawRecord, Judged]]:
@@ -114,9 +122,11 @@ class Encoder:
         for file, *fields in chunk.records:
             raw = RawRecord(*fields)
             try:
-                _, format_name, columns = recipe.files[file]
-                converted = parse(raw, format_name, columns, recipe.preference)
+                path, format_name, columns = recipe.files[file]
+                converted = parse(raw, format_name, columns, recipe.preference, self._eyes.looking_from(path))
             except DataError as error:
+                if self._eyes.blind is not None:
+                    raise DataError(self._complaint(file, raw, self._eyes.blind)) from None
                 answer.bad.append(self._complaint(file, raw, error))
             else:
                 alone = (Judged(type_of(record), (record,)) for record in converted.records)
@@ -134,6 +144,8 @@ class Encoder:
         recipe = self._recipe
         kind, records, value = judged
         tokens = fit(records, list(map(_good, whole)), recipe.max_seq_len, recipe.truncate, self._tokens)
+        for document in tokens:
+            self._eyes.check(document)
 
         # The raw bytes are searched first, in a fraction of the time; a row of a table has none.
         control = self._control_words.possible(raw.value) and any(map(self._control_words.found, records))
@@ -155,13 +167,15 @@ class Encoder:
         tokens[0] = tokens[0]._replace(notes=tokens[0].notes | notes)
 
         empty = any(map(has_empty_answer, records))
-        return Encoded(file, raw.number, kind, empty, control, tokens, value, self._scored)
+        encoded = Encoded(file, raw.number, kind, empty, control, tokens, value, self._scored)
+        check_images(encoded, recipe.max_seq_len)
+        return encoded
 
     def _complaint(self, file: int, raw: RawRecord, error: DataError) -> str:
         return f"{origin(self._recipe.files[file].path, raw.number)}: {error}"
 
     def _tokens(self, record: Record) -> Tokens:
-        return encode_tokens(record, self._tokenizer, self._prompts)
+        return encode_tokens(record, self._tokenizer, self._prompts, self._eyes.pictures)
 
 
 def _add_notes(answer: EncodedChunk, encoded: Sequence[Encoded]) -> None:

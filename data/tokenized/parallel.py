@@ -44,10 +44,11 @@ AHEAD = 4  # chunks under way for each worker
 Tell = Callable[[str, int, int, int], None]
 
 
-def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
+def build(recipe: Recipe, folder: Path, keep: Path, tell: Tell, workers: int) -> None:
     """Write the samples of a recipe, and what there is to say about them, into an empty folder.
 
     Args:
+        keep: folder for images that lie in records.
         workers: processes to fork; 0 does everything here.
 
     Raises:
@@ -61,7 +62,7 @@ def build(recipe: Recipe, folder: Path, tell: Tell, workers: int) -> None:
         return bool(bad.count) and recipe.on_bad_record == "stop"
 
     with SampleWriter(folder) as writer:
-        answers = _in_order(Encoder(recipe), _chunks(recipe, tell), workers, stopped)
+        answers = _in_order(Encoder(recipe, keep), _chunks(recipe, tell), workers, stopped)
         for answer in answers:
             for line in answer.bad:
                 bad.add(line)

@@ -32,7 +32,7 @@ from data.settings import NAMED, OnBadRecord, Truncate, Wanted
 LAYOUT = 4  # of the cache's files
 TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken tekken.json *.jinja config.json".split()
 TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json"]
-TOKENIZER_FILES += ["chat_template.json"]
+TOKENIZER_FILES += ["chat_template.json", "preprocessor_config.json", "processor_config.json"]
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/store tokenized/recipe"
 LATER = "tokenized/dataset inspection/ loader packing"
@@ -69,6 +69,9 @@ class Recipe:
     truncate: Truncate = "turns"  # what becomes of a dialogue of more tokens
     preference: Wanted | None = None  # which kind of preference records they are; none where absent
     window: Window | None = None  # which of the records; all where absent
+    # Of an image as the model gets it; as the model's own processor says where absent.
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
     @property
     def names(self) -> str:
@@ -132,6 +135,8 @@ class Recipe:
             prompts["prompt_format"] = ["template", template_in_file(named)]
         limits: list[Any] = [self.max_seq_len, self.truncate, self.on_bad_record]
         limits += [self.preference] if self.preference else []
+        pixels = {name: getattr(self, name) for name in ("min_pixels", "max_pixels")}
+        limits += [pixels] if any(pixels.values()) else []
         return [prompts, *limits, tokenizer_digest(Path(self.tokenizer))]
 
     @cached_property

@@ -3,6 +3,8 @@
     samples.bin     int32 numbers: each sample's token ids, then its runs (where trained stretches begin and end)
     index.bin       a row of `INDEX` for each sample, in the order of the records
 
+Samples with images have more beside these (`data.images.beside_samples`).
+
 A sample's labels are its own token ids or IGNORED, so the runs say as much as a second list of ids and take next to no
 room. Nothing is loaded: a sample's ids are a view of the file in the system's page cache, which all processes of a host
 share.
@@ -30,6 +32,8 @@ from numpy.typing import NDArray
 
 from common.whole_files import regular
 from data.errors import DataError
+from data.images.beside_samples import ImageFile, ImageWriter, digested
+from data.images.image import Image
 from data.sample_set import IGNORED, Sample
 
 SAMPLES, INDEX_FILE = "samples.bin", "index.bin"
@@ -51,11 +55,13 @@ INDEX = numpy.dtype(
 )
 
 
-def sample_digest(numbers: Any, first: int, value: float) -> int:
+def sample_digest(numbers: Any, first: int, value: float, images: Sequence[Image] = ()) -> int:
     """Digest the bytes of a sample's ids and runs, and what else it is trained by."""
     digest = blake2b(numbers, digest_size=8)
     if first:
         digest.update(pack("<i", first))
+    if images:
+        digest.update(digested(images))
     return int.from_bytes(digest.digest(), "little") ^ _value_digest(value)
 
 
@@ -70,14 +76,17 @@ class SampleWriter:
 
     def __init__(self, folder: Path) -> None:
         self._samples, self._index = open(folder / SAMPLES, "wb"), open(folder / INDEX_FILE, "wb")
+        self._images = ImageWriter(folder)
 
     @property
     def size(self) -> int:
         """Return the bytes written so far."""
-        return self._samples.tell() + self._index.tell()
+        return self._samples.tell() + self._index.tell() + self._images.size
 
-    def write(self, numbers: bytes, index: NDArray[Any]) -> None:
-        """Add samples, whose places are counted from the first of `numbers`."""
+    def write(self, numbers: bytes, index: NDArray[Any], pictured: Sequence[tuple[int, Sequence[Image]]] = ()) -> None:
+        """Add samples, whose places are counted from the first of `numbers`, and rows from that of `index`."""
+        for row, images in pictured:
+            self._images.write(self._index.tell() // INDEX.itemsize + row, images)
         index["begin"] += self._samples.tell() // numpy.dtype(numpy.int32).itemsize
         self._samples.write(numbers)
         self._index.write(index.tobytes())
@@ -90,17 +99,20 @@ class SampleWriter:
             with file:
                 file.flush()
                 os.fsync(file.fileno())
+        self._images.close()
 
 
 class SampleFile(Sequence[Sample]):
     """Read the samples of a folder, or some of them in any order.
 
     Indexing gives `input_ids` and `labels` as int32 arrays of the same length; `input_ids` cannot be written to. There
-    are `first` and `value` where they are not 0. A process that gets this object by pickle maps the files anew.
+    are `first` and `value` where they are not 0, and `images` where there is one. A process that gets this object by
+    pickle maps the files anew.
 
     Args:
         folder: what a `SampleWriter` wrote to.
         numbers: which samples, in this order; a sample may stand there several times. All of them where absent.
+        files: that the records are from, by which images are found; of no use without images.
 
     Raises:
         ValueError: a file is part of one.
@@ -108,9 +120,11 @@ class SampleFile(Sequence[Sample]):
         DataError: from indexing: the sample is damaged.
     """
 
-    def __init__(self, folder: Path, numbers: NDArray[numpy.int64] | None = None) -> None:
+    def __init__(self, folder: Path, numbers: NDArray[numpy.int64] | None = None, files: Sequence[str] = ()) -> None:
         self._folder = folder
         self._numbers = numbers
+        self._files = files
+        self._images = ImageFile(folder)
         self._data = _mapped(folder / SAMPLES, numpy.dtype("<i4"))
         self._index = _mapped(folder / INDEX_FILE, INDEX)
 
@@ -126,10 +140,10 @@ class SampleFile(Sequence[Sample]):
             return [self[place] for place in range(len(self))[number]]
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        row = self._index[number if self._numbers is None else self._numbers[number]]
-        begin, length, borders, *_, first, _, value, digest = row.item()
-        numbers = self._data[begin : begin + length + borders]
-        if sample_digest(numbers, first, value) != digest:
+        place = number % len(self) if self._numbers is None else int(self._numbers[number])
+        begin, length, borders, _, _, file, _, first, _, value, digest = self._index[place].item()
+        numbers, images = self._data[begin : begin + length + borders], self._images.of(place)
+        if sample_digest(numbers, first, value, images) != digest:
             with suppress(OSError):
                 (self._folder / DAMAGED).touch()
             raise DataError(
@@ -142,15 +156,23 @@ class SampleFile(Sequence[Sample]):
         for start, end in zip(runs[::2], runs[1::2], strict=True):
             labels[start:end] = ids[start:end]
         sample: Any = {"input_ids": ids, "labels": labels}  # arrays where a Sample has lists
-        return sample | {name: known for name, known in (("first", first), ("value", value)) if known}
+        found = self._images.found(images, self._files[file]) if images else []
+        return sample | {
+            name: known for name, known in (("first", first), ("value", value), ("images", found)) if known
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SampleFile, (self._folder, self._numbers)
+        return SampleFile, (self._folder, self._numbers, self._files)
 
     def column(self, name: str) -> NDArray[Any]:
         """Return [n], a column of the index."""
         column = numpy.ascontiguousarray(self._index[name])
         return column if self._numbers is None else column[self._numbers]
+
+    def image_tokens(self) -> NDArray[numpy.int32]:
+        """Return [n], the tokens that features of images take, or 0."""
+        counts = self._images.tokens(len(self._index))
+        return counts if self._numbers is None else counts[self._numbers]
 
     def contradictions(self) -> NDArray[numpy.int64]:
         """Find the samples that are the same as an earlier one but for their values; of equal ones the first."""
@@ -162,7 +184,7 @@ class SampleFile(Sequence[Sample]):
 
     def checksum(self) -> list[int]:
         """Return what tells this index, and the size of all samples, from others."""
-        return [zlib.crc32(self._index.view(numpy.uint8).data), len(self._data)]
+        return [zlib.crc32(self._index.view(numpy.uint8).data), len(self._data), *self._images.checksum()]
 
 
 def _mapped(path: Path, dtype: numpy.dtype[Any]) -> NDArray[Any]:

@@ -3,6 +3,7 @@
     datasets/<key>/     samples.bin, index.bin and meta.json of one set; the key is its recipe's
     digests/            of data files (`data.tokenized.recipe`)
     builds/             leases, and what is being written
+    images/             images that lie in records, as they are, by their digests; sets in datasets/ need them
 
 A set is written under another name and renamed last, so it is there as a whole or not at all. Every folder in
 datasets/ can be removed at any time: what is missing is tokenized again, and so is what is damaged, by the digest of
@@ -37,6 +38,7 @@ from common.digests import Digests
 from common.lease import Held, Lease
 from common.whole_files import kept, read_regular, replace_checked, sync
 from data.errors import DataError
+from data.images.beside_samples import KEPT
 from data.paths import expanded
 from data.tokenized.parallel import META, Tell, build, meta_digest
 from data.tokenized.recipe import Recipe, digest_of
@@ -82,6 +84,7 @@ class Cache:
     def __init__(self, folder: Path) -> None:
         self.builds = folder / "builds"
         self._datasets = folder / "datasets"
+        self._images = folder / KEPT
         self._digests = Digests(digests_folder(folder))
         try:
             for each in (self.builds, self._datasets):
@@ -118,7 +121,7 @@ class Cache:
                 logger.warning("warning: %s: these tokenized records are damaged; tokenizing anew", found)
                 found.rename(damaged)
             partial.mkdir()
-            build(recipe, partial, tell, workers)
+            build(recipe, partial, self._images, tell, workers)
             if recipe.identity() != identity:
                 raise DataError(f"{recipe.names}: changed while they were being read; start again")
             sync(partial)

@@ -32,6 +32,9 @@ from data.chat.prompts import AnyPrompts, Prompts, as_prompts, end_of_sequence, 
 from data.chat.rendered import RenderedText, Span, join
 from data.chat.sandbox import SlowTemplate
 from data.errors import DataError
+from data.images.expansion import put_out
+from data.images.marks import Placed, mark_of, numbers_in
+from data.images.pictures import Pictures
 from data.prompt_texts import PLAIN_ANSWER
 from data.records.chat import Chat, Unanswered
 from data.records.files import SURROGATE
@@ -45,6 +48,10 @@ NO_TEMPLATE = "chat_template_kwargs are not used, as this prompt_format has no t
 TWICE = "the token that ends an answer, or begins or ends a text, stands there already and is not written once more"
 RENDERED = "a text is a dialogue that a chat template wrote, so that users' words are trained, too; expected messages"
 PADDED = "padding at an end, trained where labels do not leave it out; expected an attention_mask of 0, or none there"
+STRAY = (
+    "the tokens hold {found} in whose place features of images go, and its images have {expected}; expected this "
+    "token's name nowhere in a text"
+)
 SHOWN = 60  # characters of an example
 
 AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
@@ -56,13 +63,15 @@ class Tokens(NamedTuple):
     ids: list[int]
     loss: list[tuple[int, int]]  # ranges [begin, end) of trained tokens, in order, none empty
     notes: dict[str, str] = {}  # see `RenderedText`; nobody changes it
+    images: tuple[Placed, ...] = ()  # in order, each with the tokens that stand for it
 
     def sample(self) -> Sample:
         """Make a sample with a label for each token."""
         labels = [IGNORED] * len(self.ids)
         for begin, end in self.loss:
             labels[begin:end] = self.ids[begin:end]
-        return {"input_ids": self.ids, "labels": labels}
+        sample: Sample = {"input_ids": self.ids, "labels": labels}
+        return sample | {"images": [placed.image for placed in self.images]} if self.images else sample
 
 
 def encode(
@@ -81,23 +90,34 @@ def encode(
     return {"input_ids": sample["input_ids"][:max_seq_len], "labels": sample["labels"][:max_seq_len]}
 
 
-def encode_tokens(record: AnyRecord, tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None) -> Tokens:
+def encode_tokens(
+    record: AnyRecord,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: AnyPrompts = None,
+    pictures: Pictures | None = None,
+) -> Tokens:
     """Encode a record without a limit on its length, in the compact form."""
-    (tokens,) = encode_many([record], tokenizer, prompt_format)
+    (tokens,) = encode_many([record], tokenizer, prompt_format, pictures)
     if isinstance(tokens, DataError):
         raise tokens
     return tokens
 
 
 def encode_many(
-    records: Sequence[AnyRecord], tokenizer: PreTrainedTokenizerBase, prompt_format: AnyPrompts = None
+    records: Sequence[AnyRecord],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: AnyPrompts = None,
+    pictures: Pictures | None = None,
 ) -> list[Tokens | DataError]:
     """Encode many records at once, in order; a bad record's error takes its place.
+
+    Args:
+        pictures: the model's own of images, where a record has some.
 
     Raises:
         DataError: the format cannot be used with this tokenizer, whatever the record.
     """
-    writer = Writer(tokenizer, as_prompts(prompt_format))
+    writer = Writer(tokenizer, as_prompts(prompt_format), pictures)
     made: list[tuple[RenderedText, list[int]] | Tokens | DataError] = []
     for given in records:
         try:
@@ -116,14 +136,22 @@ def encode_many(
     backend.encode_special_tokens = tokenizer.split_special_tokens
     texts = list(chain.from_iterable(each.pieces or (each.text,) for each in written))
     encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
-    return [each if isinstance(each, (Tokens, DataError)) else _tokens(*each, encodings) for each in made]
+    done = [each if isinstance(each, (Tokens, DataError)) else _tokens(*each, encodings) for each in made]
+    if pictures is None:
+        return done
+    return [_with_images(each, pictures) if isinstance(each, Tokens) and each.images else each for each in done]
 
 
 class Writer:
-    """Write records in one format."""
+    """Write records in one format.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> None:
+    Args:
+        pictures: the model's own of images, where a record has some.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, pictures: Pictures | None = None) -> None:
         self._tokenizer = tokenizer
+        self._pictures = pictures
         self._prompts = prompts
         self._format = format_of(prompts, tokenizer)
         self._templated = templated(prompts, tokenizer)
@@ -137,6 +165,19 @@ class Writer:
         Raises:
             DataError: the format cannot hold the record.
         """
+        written, prefix = self._write(record)
+        if not record.images:
+            if numbers_in(written.text):
+                raise DataError(f"a text has a mark for images, {mark_of(0)!a}; expected none of these characters")
+            return written, prefix
+
+        assert self._pictures is not None  # they were opened by it
+        picture = self._pictures.placeholder
+        if self._templated and not isinstance(record, (Pretrain, Segments)):
+            picture = self._template(isinstance(record, Chat) and bool(record.tools)).picture
+        return put_out(written, record.images, picture, self._pictures), prefix
+
+    def _write(self, record: Record) -> tuple[RenderedText, list[int]]:
         if isinstance(record, Passage) or (isinstance(record, Pretrain) and self._format == GDGPT):  # which adds no end
             return RenderedText(record.text, [(0, len(record.text))]), self.beginning
         if isinstance(record, Pretrain):
@@ -243,6 +284,21 @@ def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase, prompt_forma
     return ids
 
 
+def _with_images(tokens: Tokens, pictures: Pictures) -> Tokens | DataError:
+    """Find the first token of each image, and check that it has as many as the model has features for it."""
+    placed = []
+    for image, begin, end in tokens.images:
+        places = [place for place in range(begin, end) if tokens.ids[place] == pictures.image_token]
+        if len(places) != image.tokens:
+            expected = f"expected {image.tokens}, one for each of its features"
+            return DataError(f"{image.path}: becomes {len(places)} tokens; {expected}")
+        placed.append(Placed(image._replace(begin=places[0]), begin, end))
+    found, wanted = tokens.ids.count(pictures.image_token), sum(image.tokens for image, *_ in placed)
+    if found != wanted:
+        return DataError(STRAY.format(found=found, expected=wanted))
+    return tokens._replace(images=tuple(placed))
+
+
 def _record(given: Any) -> Record:
     if len(records := convert(given).records) > 1:
         raise DataError(f"expected an object that makes one record, found one that makes {len(records)}")
@@ -299,7 +355,12 @@ def _tokens(written: RenderedText, prefix: list[int], encodings: Iterator[Encodi
             last -= 1  # it is what follows, and took the white space before it
         if first < last:
             loss.append((first + shift, last + shift))
-    return Tokens(prefix + encoding.ids if prefix else encoding.ids, loss, notes)
+
+    images = []
+    for image, begin, end in written.images:
+        first = bisect_left(tokens, (begin,), key=chars)
+        images.append(Placed(image, first + shift, bisect_left(tokens, (end,), first, key=chars) + shift))
+    return Tokens(prefix + encoding.ids if prefix else encoding.ids, loss, notes, tuple(images))
 
 
 def _joined_tokens(written: RenderedText, encodings: Iterator[Encoding]) -> Tokens:

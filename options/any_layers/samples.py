@@ -34,6 +34,7 @@ class _UnitSamples:
         self.lengths = self.supervised = numpy.ones(len(samples), dtype=numpy.int32)
         self.first = self.first_supervised = numpy.zeros(len(samples), dtype=numpy.int32)
         self.values = numpy.zeros(len(samples), dtype=numpy.float32)
+        self.image_tokens = numpy.zeros(len(samples), dtype=numpy.int32)
 
 
 class SampleLoader(Loader):

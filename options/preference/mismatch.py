@@ -37,6 +37,11 @@ class Mismatched(Sequence[Sample]):
 
     def __init__(self, data: SampleSet, limit: int, what: str = "data") -> None:
         self._data, self._limit = data, limit
+        if data.image_tokens.any():
+            raise DataError(
+                f"{what}: kto puts each answer behind another prompt, which it cannot with images; expected none, or "
+                "preference.loss: apo_zero_unpaired"
+            )
         digests = numpy.empty(len(data.lengths), numpy.uint64)
         self._begins = numpy.empty(len(digests), numpy.int32)  # of the answers
         for number, sample in enumerate(data.samples):
@@ -57,7 +62,7 @@ class Mismatched(Sequence[Sample]):
         answers = data.lengths[self.partners] - self._begins[self.partners]
         self.lengths = numpy.minimum(self._begins + answers, limit).astype(numpy.int32)
         self.supervised = data.supervised[self.partners]  # before the cut
-        self.first = self.first_supervised = numpy.zeros(len(digests), numpy.int32)
+        self.first = self.first_supervised = self.image_tokens = numpy.zeros(len(digests), numpy.int32)
         self.values = numpy.zeros(len(digests), numpy.float32)
 
     @property

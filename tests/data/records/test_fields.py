@@ -23,10 +23,11 @@ QA = {"question": "q", "answer": "a"}
     ("raw", "name"),
     [
         *(
-            ({"messages": [USER, ANSWER], name: ["a.png"]}, f"{name}: expected records without it")
-            for name in ("images", "image", "audio", "audios", "video", "videos", "objects")
+            ({"messages": [USER, ANSWER], name: ["a.mp4"]}, f"{name}: expected records without it")
+            for name in ("audio", "audios", "video", "videos", "objects")
         ),
-        ({"messages": [USER, ANSWER | {"images": ["a.png"]}]}, "messages[1].images: expected records without it"),
+        ({"messages": [USER, ANSWER], "image": "a.png"}, "image: 1 image, but 0 places for them"),
+        ({"messages": [USER, ANSWER | {"images": ["a.png"]}]}, "messages[1].images: expected images beside the mess"),
         ({"text": "t", "label": 1}, "label: the record's format has no place for it"),
         ({"messages": [USER, ANSWER], "weight": 0.5}, "weight: the record's format has no place for it"),
         ({"messages": [USER, ANSWER], "history": [["r", "b"]]}, "history: the record's format has no place for it"),
@@ -45,7 +46,7 @@ QA = {"question": "q", "answer": "a"}
         (QA | {"choices": ["a", "b"]}, "choices: the record's format has no place for it"),
         (QA | {"options": {"A": "a"}}, "options: the record's format has no place for it"),
         ({"type": "instruct", "instruct": "i", "output": "o", "system": "s"}, "system: the record's format has no "),
-        ({"type": "pretrain", "text": "t", "images": ["a.png"]}, "images: expected records without it"),
+        ({"type": "pretrain", "text": "<image>", "images": ["a.png"]}, "images: expected records without images"),
     ],
 )
 def test_a_field_that_matters_is_used_or_refused_by_its_name(raw: dict[str, Any], name: str) -> None:

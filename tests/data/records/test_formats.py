@@ -11,6 +11,7 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerBase
 
+from data.images.in_records import NAMES
 from data.records.formats import FORMATS, OWN, PARTS, convert
 from data.records.raw_records import read_file
 from data.records.reading import parse
@@ -60,7 +61,7 @@ def test_the_settings_name_the_formats_and_the_fields_that_there_are() -> None:
     assert ("pipetune", *FORMATS) == FORMAT_NAMES
     every = [*FORMATS.values(), *OWN.values()]
     fields = {name for each in every for names in each.fields.values() for name in names}
-    assert fields | {*PARTS} | FIELDS == COLUMNS
+    assert fields | {*PARTS} | FIELDS | {*NAMES} == COLUMNS
 
 
 @pytest.mark.parametrize(
@@ -225,14 +226,20 @@ REFUSED: dict[str, list[Any]] = {
     f"field messages[0].content: {NO_TEXT}": [
         {"messages": [USER | {"content": content}, ANSWER]}
         for content in (
-            [{"type": "image_url"}],
-            [WORDS, {"type": "image_url", "text": "", "image_url": {"url": "u"}}],
-            [{"type": "image", "text": ""}],
+            [{"type": "video_url"}],
+            [WORDS, {"type": "video_url", "text": "", "video_url": {"url": "u"}}],
             {"answer": 5},
             [NO],
         )
     ],
-    "field messages[0].content.image: expected records without it": [
+    "field images: 0 images, but 1 place for them": [
+        {"messages": [USER | {"content": [each]}, ANSWER]}
+        for each in ({"type": "image_url"}, {"type": "image", "text": ""})
+    ],
+    "field content: expected records without images": [
+        {"messages": [USER | {"content": [WORDS, {"type": "image_url", "image_url": {"url": "u"}}]}, ANSWER]}
+    ],
+    "field messages[0].content.image: expected images beside the messages, or as parts of what they say": [
         {"messages": [said("user", WORDS | {"image": "a.png"}), ANSWER]}
     ],
     f"field messages[1].content: {NO_TEXT}": [{"messages": [USER, said("assistant", {"type": "refusal"})]}],

@@ -332,7 +332,7 @@ def test_a_prompt_alone_counts_for_nothing(load: Any) -> None:
         ({"prompt": Q, "chosen": GOOD, "rejected": [said("a") | {"weight": 2}]}, "rejected: field "),
         (
             {"prompt": Q, "chosen": GOOD, "rejected": BAD, "images": ["a.png"]},
-            "chosen: images: expected records without",
+            "chosen: images: 1 image, but 0 places",
         ),
         (
             {"chosen": [user("A?"), said(GOOD)], "rejected": [user("B?"), said(BAD)]},

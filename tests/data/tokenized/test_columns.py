@@ -23,7 +23,7 @@ def packed(
     encoded: list[Encoded], limit: int, folder: Path
 ) -> tuple[list[tuple[list[int], list[int]]], SampleFile, Tallies]:
     """Ids and labels, as they are read from a file; the file; and what became of the records."""
-    numbers, index, tallies = pack_samples(encoded, limit)
+    numbers, index, tallies, _ = pack_samples(encoded, limit)
     with SampleWriter(folder) as writer:
         writer.write(numbers, index)
     samples = SampleFile(folder)

@@ -1,0 +1,73 @@
+"""Open the images of records with the model's own processor, which is loaded for the first of them."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+from data.chat.native.pieces import read_json
+from data.errors import DataError
+from data.images.beside_samples import OF_CACHE
+from data.images.image import Image
+from data.images.in_records import Look
+from data.images.pictures import Pictures
+from data.tokenized.tokenize import STRAY, Tokens
+
+TOKEN_KEYS = ("image_token_id", "image_token_index")  # in config.json
+
+
+class Eyes:
+    """Look at images as a model does.
+
+    Args:
+        folder: of the model.
+        min_pixels, max_pixels: as in `data.tokenized.recipe.Recipe`.
+        keep: folder for images that lie in records.
+
+    Attributes:
+        pictures: None until there was an image.
+        blind: why the model sees none, once that was tried.
+    """
+
+    def __init__(self, folder: Path, min_pixels: int | None, max_pixels: int | None, keep: Path) -> None:
+        self._folder, self._pixels, self._keep = folder, (min_pixels, max_pixels), keep
+        config = read_json(folder / "config.json")
+        known = [config[key] for key in TOKEN_KEYS if type(config.get(key)) is int]
+        self._token = known[0] if known else None
+        self.pictures: Pictures | None = None
+        self.blind: DataError | None = None
+
+    def looking_from(self, file: str) -> Look:
+        """Return what opens the images of a data file's records, whose paths begin in its folder."""
+        return partial(self._look, Path(file).parent)
+
+    def check(self, tokens: Tokens) -> None:
+        """Refuse a document without images that has the token in whose place their features go.
+
+        Raises:
+            DataError: it has.
+        """
+        if self._token is not None and not tokens.images and self._token in tokens.ids:
+            raise DataError(STRAY.format(found=tokens.ids.count(self._token), expected=0))
+
+    def _look(self, folder: Path, source: str | bytes) -> Image:
+        if self.pictures is None:
+            try:
+                self.pictures = self._opened()
+            except DataError as error:
+                self.blind = error
+                raise
+        if isinstance(source, bytes):
+            image = self.pictures.look(source, self._keep)
+            return image._replace(path=f"{OF_CACHE}{Path(image.path).relative_to(self._keep.absolute())}")
+        image = self.pictures.look(Path(os.path.abspath(folder / source)), self._keep)
+        return image._replace(path=source)
+
+    def _opened(self) -> Pictures:
+        if self._token is None:
+            keys = " or ".join(TOKEN_KEYS)
+            raise DataError(
+                f"{self._folder}/config.json: {keys}: missing; expected a model that sees this record's image"
+            )
+        return Pictures(self._folder, *self._pixels)
