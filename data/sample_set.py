@@ -11,6 +11,8 @@ from typing import Protocol, TypedDict
 import numpy
 from numpy.typing import NDArray
 
+from data.images.image import Image
+
 IGNORED = -100  # the label of a token that is not trained, as in transformers and torch
 
 
@@ -21,7 +23,13 @@ class Preference(TypedDict, total=False):
     value: float  # a pair's margin; 1 for a desirable answer, 0 for another; a class or a score
 
 
-class Sample(Preference):
+class Illustrations(TypedDict, total=False):
+    """Hold what a sample with images has besides."""
+
+    images: list[Image]  # in order; absent where there is none
+
+
+class Sample(Preference, Illustrations):
     """Hold one tokenized record; both lists have the same length.
 
     A pair is two documents, one after the other: the chosen one, then the rejected one, neither of which sees the
@@ -52,6 +60,9 @@ class SampleSet(Protocol):
 
     @property
     def values(self) -> NDArray[numpy.float32]: ...  # [n], see `Preference`
+
+    @property
+    def image_tokens(self) -> NDArray[numpy.int32]: ...  # [n], tokens that features of images take, or 0
 
 
 class KeptSamples(SampleSet, Protocol):
@@ -92,12 +103,20 @@ class InMemory:
     def values(self) -> NDArray[numpy.float32]:
         return numpy.array([sample.get("value", 0.0) for sample in self.samples], dtype=numpy.float32)
 
+    @cached_property
+    def image_tokens(self) -> NDArray[numpy.int32]:
+        counts = [sum(image.tokens for image in sample.get("images", [])) for sample in self.samples]
+        return numpy.array(counts, dtype=numpy.int32)
+
 
 def documents(sample: Sample) -> list[Sample]:
     """Split a sample into its documents."""
     first = sample.get("first", 0) or len(sample["input_ids"])
     halves = slice(0, first), slice(first, None)
     made: list[Sample] = [{"input_ids": sample["input_ids"][half], "labels": sample["labels"][half]} for half in halves]
+    for image in sample.get("images", []):
+        place, before = (0, 0) if image.begin < first else (1, first)
+        made[place].setdefault("images", []).append(image._replace(begin=image.begin - before))
     return [each for each in made if len(each["input_ids"])]
 
 

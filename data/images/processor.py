@@ -1,0 +1,104 @@
+"""Load the processor of a model folder for images and text alone, from its files, without code of theirs.
+
+transformers loads a processor as a whole, and its part for videos asks for torchvision, which has to fit torch to the
+build. What images need is made of numpy and Pillow, so that part is left out, whether torchvision is there or not:
+pixels are the same numbers everywhere, and what is installed decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.terminal import reason_of
+from data.errors import DataError
+
+NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")  # as transformers looks
+
+
+def load_processor(folder: Path, **changes: Any) -> Any:
+    """Load a model's processor with the image processor that needs Pillow alone.
+
+    Args:
+        changes: settings of the image processor.
+
+    Raises:
+        DataError: there is none, or none that this transformers makes of images and text.
+    """
+    name = _class_name(folder)
+    try:
+        kind = _class_of(name)
+        return kind.from_pretrained(
+            str(folder), backend="pil", local_files_only=True, trust_remote_code=False, **changes
+        )
+    except DataError:
+        raise
+    except Exception as error:  # transformers raises many kinds here
+        misfit = "; the installed torchvision does not fit torch: expected one that does, or none"
+        hint = misfit if "torchvision::" in str(error) else ""
+        raise DataError(f"{folder}: no usable processor of images ({name}): {reason_of(error)}{hint}") from None
+
+
+def _class_name(folder: Path) -> str:
+    """Return the name of the processor's class, from the files or by the kind of the model."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    said = [_read(folder / name) for name in NAMED_IN]
+    names = [found["processor_class"] for found in said if found.get("processor_class")]
+    model_type = _read(folder / "config.json").get("model_type")
+    names += filter(None, [PROCESSOR_MAPPING_NAMES.get(model_type)])
+    if not names or not (said[0] or said[1]):
+        raise DataError(
+            f"{folder}: no processor of images; expected preprocessor_config.json or processor_config.json of the model"
+        )
+    name = names[0]
+    return str(name if isinstance(name, str) else name[0])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a file of settings; an absent one has none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: expected an object of settings")
+    return found
+
+
+def _class_of(name: str) -> Any:
+    """Return transformers' class of this name without its part for videos."""
+    from transformers.models.auto.processing_auto import processor_class_from_name
+
+    whole = _pixtral() if name == "PixtralProcessor" else processor_class_from_name(name)
+    if whole is None:
+        raise DataError(f"{name}: transformers knows no such processor")
+
+    def get_attributes(cls: type) -> list[str]:
+        return [part for part in whole.get_attributes() if part != "video_processor"]
+
+    return type(name, (whole,), {"get_attributes": classmethod(get_attributes)})
+
+
+def _pixtral() -> Any:
+    """Return Pixtral's processor, which transformers gives only beside torchvision.
+
+    It takes a single function of the image processor that needs torchvision; the one that needs Pillow has the same.
+    """
+    from transformers.models.pixtral import image_processing_pil_pixtral as pil
+
+    taken = f"{pil.__package__}.image_processing_pixtral"
+    absent = taken not in sys.modules
+    if absent:
+        sys.modules[taken] = pil
+    try:
+        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+        return PixtralProcessor
+    finally:
+        if absent:
+            del sys.modules[taken]
