@@ -151,7 +151,7 @@ class Trainer(ABC):
         """List the documents of this rank's micro-batches, with what all stages know of their tokens."""
         layouts = loader.layouts(batch, self.row_replica)
         marks = loader.collation.marks(loader, batch, self.row_replica)
-        return [Documents.laid_out(*layout).marked(*each) for layout, each in zip(layouts, marks, strict=True)]
+        return [Documents.laid_out(*layout).seeing(*each) for layout, each in zip(layouts, marks, strict=True)]
 
     def send(self, loader: Loader, batch: GlobalBatch) -> Iterator[Sent]:
         """Yield this rank's micro-batches on the device."""

@@ -1,0 +1,40 @@
+"""Give a run's model its eyes, and its micro-batches their pixels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from data.images.ahead import PictureSettings
+from data.images.collation import SeeingCollation
+from models.images import frozen, seeing
+
+if TYPE_CHECKING:
+    from data.collation import Collation
+    from models.spec import ModelSpec
+    from options.images.keys import VisionKeys
+    from training.language_model import LanguageModel
+
+
+def seeing_model(config: VisionKeys, spec: ModelSpec) -> ModelSpec:
+    """Return the model with its tower, of which that is trained which the config says.
+
+    Raises:
+        CheckpointError: it has none that holds.
+        ConfigError: the run is of a kind that takes no images.
+    """
+    found = seeing(spec)
+    config.check_model(found)
+    if found.trained.lora:  # which trains no weight of the model's own
+        return found
+    patterns = frozen(found, config.vision.train)
+    return found.training(replace(found.trained, freeze=(*found.trained.freeze, *patterns)))
+
+
+def seeing_collation(config: VisionKeys, task: LanguageModel, collation: Collation) -> Collation:
+    """Return what a loader has to know of samples with images, beside what the objective says."""
+    sees = task.spec.family.sees
+    assert sees is not None
+    settings = PictureSettings(task.model_folder, *config.pixels)
+    axes = sees.axes_of if sees.axes else None
+    return SeeingCollation(collation, settings, sees.inputs, axes, sees.both_ways)
