@@ -1,0 +1,213 @@
+"""Whole runs on records with images: what transformers learns from them, in one process and in several.
+
+The jobs run one after the other in the same processes (tests/workers/jobs.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from models.conversion.to_huggingface import pp_to_hg
+from tests.conftest import SHARED
+from tests.launching import topology
+from tests.ranks import Ranks, job
+from tests.training.starts import STEPS, TAKEN_UP_AT, steps, weights
+from training.checkpoint.folder import step_folder
+
+VISION = SHARED / "golden" / "vision"
+pytestmark = [
+    pytest.mark.launched,
+    pytest.mark.slow,
+    pytest.mark.skipif(not VISION.is_dir(), reason="shared/golden/vision is not here"),
+]
+
+MODELS = "llava qwen2_5_vl qwen3_vl qwen3_5 gemma3 mistral3".split()
+RECURRENT = ("qwen3_5",)  # whose states enlarge rounding
+LR, EPS = 1e-3, 1e-6
+ALL: dict[str, Any] = {"vision": {"train": "all"}}
+# Name: the model, processes, kind and keys.
+CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
+    **{name: (name, 2, "pipeline", {"dims": (2, 1), **ALL}) for name in MODELS},
+    "alone": ("llava", 1, "pipeline", ALL),
+    "recomputed": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "use_grad_ckpt": True, **ALL}),
+    "unpacked": ("gemma3", 2, "pipeline", {"dims": (2, 1), "packing": False, **ALL}),
+    "two-rows": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "train_micro_batch_size_per_gpu": 2, **ALL}),
+    "replicas": ("qwen3_vl", 2, "pipeline", {"dims": (1, 2), **ALL}),
+    "model-axis": ("mistral3", 2, "pipeline", {"dims": (1, 1, 2), **ALL}),
+    "zero": ("gemma3", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 1}, **ALL}),
+    "zero-3": ("mistral3", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 3}, **ALL}),
+    "grid": ("qwen3_5", 4, "pipeline", {"dims": (2, 2), **ALL}),
+    "frozen": ("llava", 2, "pipeline", {"dims": (2, 1)}),
+    "projector": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "vision": {"train": "projector"}}),
+    "with-lora": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "lora": {"r": 4, "alpha": 8}}),
+    "resumed": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "resume": "qwen3_vl", **ALL}),
+}
+OFTEN = "llava qwen3_vl gemma3 frozen with-lora resumed zero".split()
+LATER = {name: pytest.mark.longest for name in CASES if name not in OFTEN}
+EXACT = [name for name in CASES if name not in ("frozen", "projector", "with-lora")]
+
+
+def cases(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=LATER.get(name, ())) for name in names or CASES]
+
+
+def describe(folder: Path, name: str) -> dict[str, Any]:
+    model, _, kind, keys = CASES[name]
+    own: dict[str, Any] = {
+        "model_path": str(VISION / f"{model}-tiny"),
+        "data_path": str(VISION / f"{model}-tiny" / "records.json"),
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "max_steps": STEPS,
+        "save_interval": TAKEN_UP_AT,
+        "pack_len": 180,  # several samples in a row
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "eps": EPS, "weight_decay": 0.0}},
+        **keys,
+    }
+    own["model_topo"] = topology(own.pop("dims", (1, 1)))
+    if "resume" in own:
+        own["resume"] = str(step_folder(folder / own["resume"], TAKEN_UP_AT))
+    return job(folder, name, kind, **own)
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> Path:
+    """Run the cases that are asked for."""
+    folder = tmp_path_factory.mktemp("images")
+    chosen = [name for name in CASES if name in asked or name not in LATER]
+    for processes in (1, 2, 4):
+        if own := [describe(folder, name) for name in chosen if CASES[name][1] == processes]:
+            ranks.run(processes, "jobs", own, folder)
+    return folder
+
+
+def told(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def expected(name: str) -> dict[str, Any]:
+    path = VISION / f"{CASES[name][0]}-tiny" / "expected.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("name", cases())
+def test_the_first_loss_is_the_golden_one(name: str, runs: Path) -> None:
+    assert told(runs, name)["error"] is None
+    if name != "resumed":
+        first = steps(runs / name)[1]
+        assert first["loss"] == pytest.approx(expected(name)["loss"], rel=1e-5)
+        if name in EXACT:
+            assert first["grad_norm"] == pytest.approx(expected(name)["global_grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", cases(*EXACT))
+def test_six_steps_are_those_of_transformers(name: str, runs: Path, tmp_path: Path) -> None:
+    model = CASES[name][0]
+    wanted, trained = trained_by_transformers(model)
+    for step, line in steps(runs / name).items():
+        assert line["loss"] == pytest.approx(wanted[step - 1], rel=1e-5), step
+
+    pp_to_hg(step_folder(runs / name, STEPS), tmp_path / "exported")
+    found, apart = load_file(tmp_path / "exported" / "model.safetensors"), 1e-3 if model in RECURRENT else 1e-4
+    assert found.keys() == trained.keys()
+    for each, weight in trained.items():
+        assert (found[each] - weight).norm() <= apart * weight.norm() + 1e-7, each
+
+
+@pytest.mark.parametrize("name", cases("frozen", "projector"))
+def test_what_is_not_trained_stays_to_the_bit(name: str, runs: Path, tmp_path: Path) -> None:
+    pp_to_hg(step_folder(runs / name, STEPS), tmp_path / "exported")
+    found = load_file(tmp_path / "exported" / "model.safetensors")
+    before = load_file(VISION / f"{CASES[name][0]}-tiny" / "model.safetensors")
+    changed = {each for each, weight in found.items() if not torch.equal(weight, before[each])}
+    tower = {each for each in before if "vision" in each or "visual" in each or "projector" in each}
+    projector = {each for each in tower if "merger" in each} if name == "projector" else set()
+    assert changed & tower == projector
+    assert changed - tower
+    assert steps(runs / name)[STEPS]["loss"] < steps(runs / name)[1]["loss"]
+
+
+@pytest.mark.parametrize("name", ["resumed"])
+def test_a_resumed_run_is_the_same_to_the_bit(name: str, runs: Path) -> None:
+    found = weights(runs / name)
+    for each, weight in weights(runs / CASES[name][0]).items():
+        assert torch.equal(found[each], weight), each
+
+
+@pytest.mark.parametrize("name", ["frozen"])
+def test_the_log_says_what_is_seen(name: str, runs: Path) -> None:
+    printed = " ".join(told(runs, name)["printed"].split())
+    assert "images: in 3 samples of 4, 64 tokens, seen by the model's own tower, which stays as it is" in printed
+
+
+_trained: dict[str, tuple[list[float], dict[str, Tensor]]] = {}
+
+
+def trained_by_transformers(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Take six steps of AdamW on all four samples with transformers' whole model: losses, and weights as it saves them."""
+    if name not in _trained:
+        folder = VISION / f"{name}-tiny"
+        model: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa")
+        processor: Any = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+        samples = json.loads((folder / "expected.json").read_text(encoding="utf-8"))["samples"]
+        stored = load_file(folder / "expected.safetensors")
+        given = [inputs_of(model, processor, folder, stored, number, each["images"]) for number, each in enumerate(samples)]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
+        losses = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            total = sum(loss_of(model, inputs, labels) for inputs, labels in given)
+            mean: Any = total / sum(int((labels[1:] >= 0).sum()) for _, labels in given)
+            mean.backward()
+            optimizer.step()
+            losses.append(float(mean.detach()))
+        _trained[name] = losses, saved(model)
+    return _trained[name]
+
+
+def inputs_of(
+    model: Any, processor: Any, folder: Path, stored: dict[str, Tensor], number: int, paths: Sequence[str]
+) -> tuple[dict[str, Any], Tensor]:
+    """What the model gets of a sample, and its labels."""
+    from PIL import Image
+
+    ids = stored[f"s{number}.input_ids"][None]
+    inputs: dict[str, Any] = {"input_ids": ids}
+    types = (ids == model.config.image_token_id).int()
+    if paths:
+        pictures = [Image.open(folder / path).convert("RGB") for path in paths]
+        made = processor(images=pictures, return_tensors="pt")
+        inputs |= {key: made[key] for key in ("pixel_values", "image_grid_thw", "image_sizes") if key in made}
+    if "gemma3" in folder.name:
+        inputs["token_type_ids"] = types
+    elif paths and "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = types
+    if "llava" in folder.name:
+        inputs.pop("image_sizes", None)
+    return inputs, stored[f"s{number}.labels"]
+
+
+def loss_of(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+    logits = model(**inputs, use_cache=False).logits[0]
+    return F.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=-100)
+
+
+def saved(model: Any) -> dict[str, Tensor]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
