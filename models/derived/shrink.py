@@ -156,12 +156,11 @@ def shrunk_vision(vision: dict[str, Any], text_width: int) -> dict[str, Any]:
         small["hidden_size"] = text_width
     small |= {name: 0.0 for name, value in vision.items() if is_dropout(name) and value}
 
-    patch = vision.get("patch_size")
-    for name in ("image_size",) if patch else ():
-        if isinstance(size := vision.get(name), list):
-            small[name] = [VISION_PATCHES * each for each in patch]
-        elif size is not None:
-            small[name] = VISION_PATCHES * patch
+    patch, size = vision.get("patch_size"), vision.get("image_size")
+    if patch and size:
+        small["image_size"] = (
+            [VISION_PATCHES * each for each in patch] if isinstance(patch, list) else VISION_PATCHES * patch
+        )
     return vision | small
 
 
