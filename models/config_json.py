@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -64,6 +64,12 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
 
     for fields in (raw, part):
         _normalise_dtype(fields)
+    _check_known(path, raw, part)
+    return raw, {name: value for name, value in part.items() if name != QUANTIZATION}
+
+
+def _check_known(path: Path, raw: dict[str, Any], part: dict[str, Any]) -> None:
+    """Refuse what is none of transformers' decoders."""
     model_type = part["model_type"]
     known = {*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     if model_type not in known and whole_of(model_type) != raw["model_type"]:
@@ -77,15 +83,14 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
             f"{path}: model_type {model_type!r} is not supported: transformers has no decoder of this name, and "
             f"Pipetune declares {declared}"
         )
-    return raw, {name: value for name, value in part.items() if name != QUANTIZATION}
 
 
 def whole_of(model_type: str) -> str | None:
     """Name the model of images and text that a decoder lies in, where transformers has it nowhere else."""
     whole = model_type.removesuffix("_text")
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or whole == model_type:
-        return None
-    return whole if whole in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
+    only_there = model_type in CONFIG_MAPPING_NAMES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    inside = only_there and whole != model_type and whole in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return whole if inside else None
 
 
 def _part_inside(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
