@@ -6,9 +6,11 @@ import json
 import math
 import operator
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -44,6 +46,8 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
     part, text = raw, raw.get(TEXT)
     if raw["model_type"] in FAMILIES:  # of which none has parts
         part = {name: value for name, value in raw.items() if name != TEXT}
+    elif whole_of(f"{raw['model_type']}_text"):
+        part = _part_inside(path, raw)
     elif isinstance(text, dict) and isinstance(text.get("model_type"), str):
         part = text | {name: raw[name] for name in (TIED,) if name in raw}  # outside of the part
 
@@ -60,28 +64,47 @@ def model_fields(path: Path, raw: dict[str, Any] | None = None) -> tuple[dict[st
 
     for fields in (raw, part):
         _normalise_dtype(fields)
+    _check_known(path, raw, part)
+    return raw, {name: value for name, value in part.items() if name != QUANTIZATION}
+
+
+def _check_known(path: Path, raw: dict[str, Any], part: dict[str, Any]) -> None:
+    """Refuse what is none of transformers' decoders."""
     model_type = part["model_type"]
-    inside = part is not raw and whole_of(model_type) == raw["model_type"]
-    if not inside and model_type not in FAMILIES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = {*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    if model_type not in known and whole_of(model_type) != raw["model_type"]:
         if part is not raw:
             raise CheckpointError(
                 f"{path}: model_type {raw['model_type']!r} is not supported: transformers has its part for text "
                 f"({model_type}) only inside of the model of images and text; expected a checkpoint for text alone"
             )
-        known = ", ".join(sorted(FAMILIES))
+        declared = ", ".join(sorted(FAMILIES))
         raise CheckpointError(
             f"{path}: model_type {model_type!r} is not supported: transformers has no decoder of this name, and "
-            f"Pipetune declares {known}"
+            f"Pipetune declares {declared}"
         )
-    return raw, {name: value for name, value in part.items() if name != QUANTIZATION}
 
 
 def whole_of(model_type: str) -> str | None:
     """Name the model of images and text that a decoder lies in, where transformers has it nowhere else."""
     whole = model_type.removesuffix("_text")
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or whole == model_type:
-        return None
-    return whole if whole in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
+    only_there = model_type in CONFIG_MAPPING_NAMES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    inside = only_there and whole != model_type and whole in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return whole if inside else None
+
+
+def _part_inside(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Get the fields of a decoder that transformers has only inside of a whole model.
+
+    Older checkpoints have them beside those of the whole (Qwen2.5-VL), so transformers itself takes them apart.
+    """
+    try:
+        whole = CONFIG_MAPPING[raw["model_type"]].from_dict(deepcopy(raw))
+        tied = bool(getattr(whole, TIED, False))
+        fields: dict[str, Any] = whole.get_text_config().to_dict() | {TIED: tied}
+    except Exception as error:  # transformers raises many kinds for a config that makes no sense
+        raise CheckpointError(f"{path}: {reason_of(error, raw)}") from None
+    return fields
 
 
 def _normalise_dtype(fields: dict[str, Any]) -> None:

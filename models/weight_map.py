@@ -65,14 +65,14 @@ class WeightMap:
     def for_names(self, disk_names: Iterable[str]) -> WeightMap:
         """Adapt the table to a checkpoint's names: their prefix, and the rules in use."""
         disk_names = list(disk_names)
-        embedding = replace(self, prefix=None).tied_embedding
-        rest = embedding.removeprefix(self.family.prefix)
+        words = replace(self, prefix=None).tied_embedding
+        rest = words.removeprefix(self.family.prefix)
         found = [name for name in disk_names if name == rest or name.endswith(f".{rest}")]
-        prefix = None if embedding in found or not found else found[0].removesuffix(rest)
+        prefix = None if words in found or not found else found[0].removesuffix(rest)
         spelled = replace(self, prefix=prefix)
         full = set(chain.from_iterable(map(spelled._full_names, disk_names)))
-        rules = {"block": block_rules(self.family, full), "embedding": embedding_rules(self.family, disk_names)}
-        return replace(spelled, family=replace(self.family, **rules))
+        block, embedding = block_rules(self.family, full), embedding_rules(self.family, disk_names)
+        return replace(spelled, family=replace(self.family, block=block, embedding=embedding))
 
     def binding(self, disk_name: str) -> Binding | None:
         """Get the binding of a tensor on disk; None if the family has none."""

@@ -133,12 +133,11 @@ def shrunk_vision(vision: dict[str, Any], text_width: int) -> dict[str, Any]:
 
     Blocks that are named by number, as those whose features are used, stay as many as they were.
     """
-    depth_name, heads_name, width_name = (
-        next(filter(vision.__contains__, names), "") for names in (VISION_DEPTH, VISION_HEADS, VISION_WIDTH)
-    )
-    if not (depth_name and heads_name and width_name):
+    found = [list(filter(vision.__contains__, names)) for names in (VISION_DEPTH, VISION_HEADS, VISION_WIDTH)]
+    if not all(found):
         raise CheckpointError("vision_config: no number of blocks, of heads or no width; expected a tower of blocks")
 
+    depth_name, heads_name, width_name = (names[0] for names in found)
     depth, heads, width = vision[depth_name], vision[heads_name], vision[width_name]
     listed = {name: value for name, value in vision.items() if name.endswith("_indexes") and value}
     few = min(depth, max([VISION_BLOCKS, *(len(value) + 1 for value in listed.values())]))
@@ -156,12 +155,11 @@ def shrunk_vision(vision: dict[str, Any], text_width: int) -> dict[str, Any]:
         small["hidden_size"] = text_width
     small |= {name: 0.0 for name, value in vision.items() if is_dropout(name) and value}
 
-    patch = vision.get("patch_size")
-    for name in ("image_size",) if patch else ():
-        if isinstance(size := vision.get(name), list):
-            small[name] = [VISION_PATCHES * each for each in patch]
-        elif size is not None:
-            small[name] = VISION_PATCHES * patch
+    patch, size = vision.get("patch_size"), vision.get("image_size")
+    if patch and size:
+        small["image_size"] = (
+            [VISION_PATCHES * each for each in patch] if isinstance(patch, list) else VISION_PATCHES * patch
+        )
     return vision | small
 
 

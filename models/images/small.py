@@ -40,13 +40,13 @@ def small_whole(raw: Mapping[str, Any], text: PreTrainedConfig, fields: dict[str
     small_text = shrunk_fields(text, fields, BLOCKS)
     width = type(text).from_dict(small_text).hidden_size
     vision = shrunk_vision(config.vision_config.to_dict(), width)
-    small = dict(raw) | {TEXT: small_text, VISION: vision}
-    if POOLED in raw:
+    small = config.to_dict() | {TEXT: small_text, VISION: vision}
+    if POOLED in small:
         small[POOLED] = 4
 
     # Tokens that stand for something lie at the end of the small vocabulary, each in a place of its own.
     last = int(small_text["vocab_size"]) - 1
-    tokens = [name for name, value in config.to_dict().items() if _is_token(name) and isinstance(value, int)]
+    tokens = [name for name, value in small.items() if _is_token(name) and isinstance(value, int)]
     small = {name: value for name, value in small.items() if not _is_token(name)}
     small |= {name: last - place for place, name in enumerate(tokens)}
     config = type_of(raw).from_dict(small)

@@ -152,10 +152,7 @@ class Refused(NamedTuple):
 REFUSED = [
     Refused("t5", LAYERS, "transformers has no decoder of this name", published=False),
     Refused("no_such_model", LAYERS, "transformers has no decoder of this name", published=False),
-    *(
-        Refused(each, {"text_config": {"model_type": f"{each}_text"}}, "expected a checkpoint for text alone", False)
-        for each in ("qwen2_5_vl", "qwen3_vl")
-    ),
+    Refused("llava", {"text_config": {"model_type": "clip_text_model"}}, "expected a checkpoint for text alone", False),
     Refused("hrm_text", {}, "HrmTextModel has 0 lists of 4 blocks"),
     Refused("inkling_text", {}, "does more to embeddings than to multiply them", marks=NEWER),
     Refused("gemma4_text", {"hidden_size_per_layer_input": 16}, "is an embedding of something else than words and"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +44,8 @@ class Words(SeeingEmbedding):
     """Image tokens that stay words."""
 
     def embedded(self, input_ids: Tensor, position_ids: Tensor, *images: Tensor) -> Tensor:
-        self._check(position_ids, images)
-        return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
+        words: Tensor = self.embed_tokens(input_ids)
+        return words
 
 
 class Squinting(SeeingEmbedding):
@@ -67,9 +67,8 @@ def one_axis(family: Family) -> Family:
         def axes_of(self, input_ids: Tensor, images: Any) -> Tensor:
             return torch.arange(len(input_ids)).expand(3, -1)
 
-    flat = object.__new__(Flat)
-    vars(flat).update(vars(family.sees))
-    return replace(family, sees=flat)
+    own = {each.name: getattr(family.sees, each.name) for each in fields(family.sees)}
+    return replace(family, sees=Flat(**own))
 
 
 def with_traits(**changes: Any) -> Callable[[Traits], Traits]:

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from models.conversion.to_huggingface import pp_to_hg
 from models.derived.proof import CPU
 from models.images import frozen, seeing
 from models.images.embedding import SeeingEmbedding
+from models.images.seeing import Train
 from models.loading import SeededStates
 from tests.models.helpers import saved_tensors
 from tests.models.images.conftest import golden_of
@@ -104,7 +105,7 @@ def test_text_alone_is_bit_for_bit_that_of_the_model_without_eyes(golden: Golden
 def test_nothing_is_kept_of_a_tower_that_is_not_trained(golden: Golden) -> None:
     """And of one whose projector alone is trained nothing but what goes into that."""
     kept: dict[str, int] = {}
-    for train in ("nothing", "projector", "all"):
+    for train in get_args(Train):
         spec = golden.spec.training(Trained(freeze=(*frozen(golden.spec, train), "embed_tokens|lm_head")))
         model = CausalLM(spec, HuggingFaceSource(golden.folder, spec), torch.float32, CPU, part=[0]).train()
         positions = torch.arange(len(golden.ids(0)))[None]
@@ -117,17 +118,18 @@ def test_nothing_is_kept_of_a_tower_that_is_not_trained(golden: Golden) -> None:
 
 
 def test_a_frozen_tower_stays_in_evaluation_mode(golden: Golden) -> None:
-    for train, wanted in (("nothing", False), ("all", True)):
+    wanted: dict[Train, bool] = {"nothing": False, "all": True}
+    for train, training in wanted.items():
         spec = golden.spec.training(Trained(freeze=frozen(golden.spec, train)))
         layer: Any = spec.build(0).train()
         assert layer.training
-        assert layer.eyes.training == wanted
+        assert layer.eyes.training == training
 
 
 def test_what_is_frozen_is_named_on_disk(golden: Golden) -> None:
     names = [name for name in golden.source.names if golden.source.weight_map.binding(name).layer == 0]  # type: ignore[union-attr]
     tower = [name for name in names if not name.endswith("embed_tokens.weight")]
-    nothing, projector = (frozen(golden.spec, train) for train in ("nothing", "projector"))
+    nothing, projector = frozen(golden.spec, "nothing"), frozen(golden.spec, "projector")
     assert [name for name in names if not matches(nothing, name)] == [name for name in names if name not in tower]
     trained = {name for name in tower if not matches(projector, name)}
     assert trained == {name for name in tower if "merger" in name or "multi_modal_projector" in name}
