@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import chain, pairwise, takewhile
+from itertools import chain
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from common.quantities import counted
 from data.chat.chat_template import ChatTemplate, chat_template
 from data.chat.gdgpt import write_gdgpt
 from data.chat.messages import JSON, Said, each_said_in, said_in, with_mask, without_end
@@ -32,7 +31,7 @@ from data.chat.prompts import AnyPrompts, Prompts, as_prompts, end_of_sequence, 
 from data.chat.rendered import RenderedText, Span, join
 from data.chat.sandbox import SlowTemplate
 from data.errors import DataError
-from data.images.expansion import put_out
+from data.images.expansion import counted_images, put_out
 from data.images.marks import Placed, mark_of, numbers_in
 from data.images.pictures import Pictures
 from data.prompt_texts import PLAIN_ANSWER
@@ -42,16 +41,12 @@ from data.records.formats import convert
 from data.records.record import Passage, Pretrain, Record, Segments, Tokenized
 from data.sample_set import IGNORED, Sample
 from data.settings import GDGPT
+from data.tokenized.ready_made import ready_made
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
 NO_TEMPLATE = "chat_template_kwargs are not used, as this prompt_format has no template"
 TWICE = "the token that ends an answer, or begins or ends a text, stands there already and is not written once more"
 RENDERED = "a text is a dialogue that a chat template wrote, so that users' words are trained, too; expected messages"
-PADDED = "padding at an end, trained where labels do not leave it out; expected an attention_mask of 0, or none there"
-STRAY = (
-    "the tokens hold {found} in whose place features of images go, and its images have {expected}; expected this "
-    "token's name nowhere in a text"
-)
 SHOWN = 60  # characters of an example
 
 AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
@@ -122,7 +117,9 @@ def encode_many(
     for given in records:
         try:
             record = given if isinstance(given, BaseModel) else _record(given)
-            made.append(_ready_made(record, tokenizer) if isinstance(record, Tokenized) else writer.write(record))
+            made.append(
+                Tokens(*ready_made(record, tokenizer)) if isinstance(record, Tokenized) else writer.write(record)
+            )
         except DataError as error:
             made.append(error)
         except SlowTemplate as error:
@@ -139,7 +136,8 @@ def encode_many(
     done = [each if isinstance(each, (Tokens, DataError)) else _tokens(*each, encodings) for each in made]
     if pictures is None:
         return done
-    return [_with_images(each, pictures) if isinstance(each, Tokens) and each.images else each for each in done]
+    token = pictures.image_token
+    return [_with_images(each, token) if isinstance(each, Tokens) and each.images else each for each in done]
 
 
 class Writer:
@@ -284,19 +282,11 @@ def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase, prompt_forma
     return ids
 
 
-def _with_images(tokens: Tokens, pictures: Pictures) -> Tokens | DataError:
-    """Find the first token of each image, and check that it has as many as the model has features for it."""
-    placed = []
-    for image, begin, end in tokens.images:
-        places = [place for place in range(begin, end) if tokens.ids[place] == pictures.image_token]
-        if len(places) != image.tokens:
-            expected = f"expected {image.tokens}, one for each of its features"
-            return DataError(f"{image.path}: becomes {len(places)} tokens; {expected}")
-        placed.append(Placed(image._replace(begin=places[0]), begin, end))
-    found, wanted = tokens.ids.count(pictures.image_token), sum(image.tokens for image, *_ in placed)
-    if found != wanted:
-        return DataError(STRAY.format(found=found, expected=wanted))
-    return tokens._replace(images=tuple(placed))
+def _with_images(tokens: Tokens, token: int) -> Tokens | DataError:
+    try:
+        return tokens._replace(images=counted_images(tokens.images, tokens.ids, token))
+    except DataError as error:
+        return error
 
 
 def _record(given: Any) -> Record:
@@ -310,25 +300,6 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         raise DataError(f"{broken.group()!a}: no character; expected text, in UTF-8 where it comes from outside")
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
-
-
-def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    largest = max(record.input_ids)
-    if largest >= len(tokenizer):
-        place = record.input_ids.index(largest)
-        raise DataError(
-            f"field input_ids[{place}]: expected a token of this model's tokenizer, which has {len(tokenizer)}, found "
-            f"{largest}"
-        )
-
-    borders = [False, *record.trained, False]
-    changes = [place for place, (one, other) in enumerate(pairwise(borders)) if one != other]
-
-    ids, pad = record.input_ids, tokenizer.pad_token_id
-    padding = max(len(list(takewhile(lambda each: each == pad, side))) for side in (ids, reversed(ids)))
-    most = 1 if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 0  # where one belongs to the text
-    notes = {PADDED: f"{counted(padding, 'token')} {tokenizer.pad_token!r}"} if padding > most else {}
-    return Tokens(ids, list(zip(changes[::2], changes[1::2], strict=True)), notes)
 
 
 def _tokens(written: RenderedText, prefix: list[int], encodings: Iterator[Encoding]) -> Tokens:

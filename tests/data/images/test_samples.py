@@ -20,7 +20,7 @@ from data.errors import DataError
 from data.images.beside_samples import IMAGES
 from data.images.image import Image
 from data.sample_set import IGNORED, InMemory, Sample, documents
-from data.settings import Wanted
+from data.settings import Pixels, Wanted
 from data.tokenized.sample_file import INDEX_FILE, SAMPLES
 from tests.data.images.conftest import LoadSeen
 
@@ -235,11 +235,11 @@ def test_pixels_and_the_processors_settings_are_in_the_key(
     for path in (model, *model.rglob("*")):
         path.chmod(0o755)
     first = load_seen([TWO], tokenizer=model)
-    fewer = load_seen([], tokenizer=model, max_pixels=400)
+    fewer = load_seen([], tokenizer=model, pixels=Pixels(most=400))
     assert fewer.image_tokens[0] < first.image_tokens[0]
     assert len(builds) == 2
     load_seen([], tokenizer=model)
-    load_seen([], tokenizer=model, max_pixels=400)
+    load_seen([], tokenizer=model, pixels=Pixels(most=400))
     assert len(builds) == 2
     settings = json.loads((model / "preprocessor_config.json").read_text())
     (model / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.5, 0.5, 0.5]}))
