@@ -22,6 +22,7 @@ from data.images.image import Image
 from data.sample_set import IGNORED, InMemory, Sample, documents
 from data.settings import Pixels, Wanted
 from data.tokenized.sample_file import INDEX_FILE, SAMPLES
+from options.streamed_data.stream import open_stream
 from tests.data.images.conftest import LoadSeen
 
 TEXT = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello!"}]}
@@ -213,6 +214,11 @@ def test_images_in_records_are_kept_once_as_they_are(tmp_path: Path, vision: Pat
     assert len([path for path in (tmp_path / "cache" / "images").rglob("*") if path.is_file()]) == 2
     assert dataset.image_tokens[1] == 0
 
+    shutil.rmtree(tmp_path / "cache" / "images")
+    again = load_seen([], name="a.parquet")
+    assert [Path(image.path).read_bytes() for image in again.samples[0]["images"]] == list(content.values())
+    assert again.folder == dataset.folder
+
 
 def test_a_data_set_of_the_hub_with_an_image_column(tmp_path: Path, vision: Path, load_seen: LoadSeen) -> None:
     content = (vision / "qwen2_5_vl-tiny" / "images" / "a.png").read_bytes()
@@ -268,6 +274,14 @@ def test_documents_of_a_sample_have_their_own_images() -> None:
     assert first["images"] == images[:1]
     assert [image.begin for image in second["images"]] == [0, 2]
     assert "images" not in documents({"input_ids": [1], "labels": [1]})[0]
+
+
+def test_a_stream_takes_no_images(tmp_path: Path, vision: Path, load_seen: LoadSeen) -> None:
+    load_seen([TWO])
+    sources = str(tmp_path / "data" / "records.json"), vision / "qwen2_5_vl-tiny", 512, "chat_template"
+    stream = open_stream(*sources, gigabytes=0.1, folder=tmp_path / "stream")
+    with pytest.raises(DataError, match="record 1: stream_gb: not with images in the records; expected it absent"):
+        stream.take(0, 1)
 
 
 def test_ids_that_are_ready_made_have_no_place_for_images(load_seen: LoadSeen, vision: Path) -> None:
