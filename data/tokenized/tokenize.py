@@ -172,7 +172,7 @@ class Writer:
         assert self._pictures is not None  # they were opened by it
         picture = self._pictures.placeholder
         if self._templated and not isinstance(record, (Pretrain, Segments)):
-            picture = self._template(isinstance(record, Chat) and bool(record.tools)).picture
+            picture = self._template_of(*_template_keys(record)).picture
         return put_out(written, record.images, picture, self._pictures), prefix
 
     def _write(self, record: Record) -> tuple[RenderedText, list[int]]:
@@ -184,7 +184,7 @@ class Writer:
             return join([Span(segment.text, segment.label) for segment in record.segments]), []
         assert not isinstance(record, Tokenized)  # which has no text
 
-        tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
+        tools, own = _template_keys(record)
         template = self._template_of(tools, own) if self._templated else None
         end = template.end if template else end_of_sequence(self._tokenizer.eos_token)
         notes = {NO_TEMPLATE: json.dumps(own)} if own and not template else {}
@@ -287,6 +287,11 @@ def _with_images(tokens: Tokens, token: int) -> Tokens | DataError:
         return tokens._replace(images=counted_images(tokens.images, tokens.ids, token))
     except DataError as error:
         return error
+
+
+def _template_keys(record: Record) -> tuple[list[JSON], JSON]:
+    """Return a record's tools and its own arguments for a template."""
+    return (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
 
 
 def _record(given: Any) -> Record:

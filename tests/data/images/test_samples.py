@@ -13,14 +13,17 @@ import numpy
 import PIL.Image
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.images.beside_samples import IMAGES
 from data.images.image import Image
+from data.records import raw_records
 from data.sample_set import IGNORED, InMemory, Sample, documents
 from data.settings import Pixels, Wanted
+from data.tokenized.parallel import _chunks
+from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import INDEX_FILE, SAMPLES
 from options.streamed_data.stream import open_stream
 from tests.data.images.conftest import LoadSeen
@@ -218,6 +221,32 @@ def test_images_in_records_are_kept_once_as_they_are(tmp_path: Path, vision: Pat
     again = load_seen([], name="a.parquet")
     assert [Path(image.path).read_bytes() for image in again.samples[0]["images"]] == list(content.values())
     assert again.folder == dataset.folder
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_few_rows_with_large_images_are_in_memory_at_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    rows_of = raw_records._rows_of
+
+    def counted(batch: Any) -> Any:
+        made.append(batch.num_rows)
+        return rows_of(batch)
+
+    monkeypatch.setattr(raw_records, "_rows_of", counted)
+    monkeypatch.setattr(raw_records, "ROWS_BYTES", 100_000)
+    rows = [{"text": f"<image> {n}", "images": [{"bytes": bytes([n]) * 10_000, "path": None}]} for n in range(50)]
+    table, path = pyarrow.Table.from_pylist(rows), tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path, compression="none", use_dictionary=False)
+    else:
+        with ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    chunks = list(_chunks(Recipe((DataFile(str(path)),), "", Prompts("plain"), 10), lambda *_: None))
+    assert sum(len(chunk.records) for chunk in chunks) == sum(made) == 50
+    assert max(made) <= 10
+    assert max(len(chunk.records) for chunk in chunks) == 27  # 2**18 bytes and one more
 
 
 def test_a_data_set_of_the_hub_with_an_image_column(tmp_path: Path, vision: Path, load_seen: LoadSeen) -> None:
