@@ -15,16 +15,21 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
+from data.chat.messages import Said
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.images.beside_samples import IMAGES
 from data.images.image import Image
+from data.images.marks import mark_of
+from data.images.pictures import Pictures
 from data.records import raw_records
 from data.sample_set import IGNORED, InMemory, Sample, documents
 from data.settings import Pixels, Wanted
 from data.tokenized.parallel import _chunks
 from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import INDEX_FILE, SAMPLES
+from data.tokenized.tokenize import encode_question
+from data.tokenized.tokenizer import load_tokenizer
 from options.streamed_data.stream import open_stream
 from tests.data.images.conftest import LoadSeen
 
@@ -48,14 +53,18 @@ def image_token(vision: Path, model: str = "qwen2_5_vl-tiny") -> int:
 
 
 def check(sample: Sample, token: int) -> None:
-    """Each image has its tokens from `begin` on, in order, no other token is one, and none is trained."""
-    ids, labels = numpy.asarray(sample["input_ids"]), numpy.asarray(sample["labels"])
-    places = numpy.flatnonzero(ids == token).tolist()
+    """As `check_places`, and no token of an image is trained."""
+    check_places(sample, token)
+    assert (numpy.asarray(sample["labels"])[numpy.asarray(sample["input_ids"]) == token] == IGNORED).all()
+
+
+def check_places(sample: Sample, token: int) -> None:
+    """Each image has its tokens from `begin` on, in order, and no other token is one."""
+    places = numpy.flatnonzero(numpy.asarray(sample["input_ids"]) == token).tolist()
     for image in sample.get("images", []):
         assert image.begin == places[0]
         places = places[image.tokens :]
     assert not places
-    assert (labels[ids == token] == IGNORED).all()
 
 
 def test_a_long_dialogue_is_cut_before_the_image_that_does_not_fit(vision: Path, load_seen: LoadSeen) -> None:
@@ -303,6 +312,57 @@ def test_documents_of_a_sample_have_their_own_images() -> None:
     assert first["images"] == images[:1]
     assert [image.begin for image in second["images"]] == [0, 2]
     assert "images" not in documents({"input_ids": [1], "labels": [1]})[0]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"image": A, "question": "<image>What?", "answer": "This."},
+        {"image": A, "instruction": "What?", "input": "<image>", "output": "This."},
+        {"image": A, "prompt": "<image>What?", "completion": "This.", "system": "Be brief."},
+        {"image": A, "context": "Look: <image>", "question": "What?", "answer": "This."},
+        {"image": A, "type": "conversation", "rounds": [["ask", "<image>"], ["ask", "What?"], ["ans", "This."]]},
+        {"image": A, "segments": [{"text": "<image>What?", "label": False}, {"text": "This.", "label": True}]},
+    ],
+)
+@pytest.mark.parametrize("prompt_format", ["chat_template", "plain"])
+def test_every_layout_may_have_images(
+    record: dict[str, Any], prompt_format: str, vision: Path, load_seen: LoadSeen
+) -> None:
+    (sample,) = load_seen([record], prompt_format=prompt_format).samples
+    check(sample, image_token(vision))
+    assert [Path(image.path).name for image in sample["images"]] == ["a.png"]
+
+
+@pytest.mark.parametrize("prompt_format", ["chat_template", "plain"])
+def test_texts_and_dialogues_of_classes_may_have_images(prompt_format: str, vision: Path, load_seen: LoadSeen) -> None:
+    question = {"messages": [{"role": "user", "content": "<image>?"}], "images": [A], "label": 1}
+    texts = [{"text": f"{word} <image>", "images": [A], "label": number} for number, word in enumerate("abc")]
+    for records in ([question], texts):
+        for sample in load_seen(records, prompt_format=prompt_format, preference=Wanted("classes")).samples:
+            check_places(sample, image_token(vision))
+            assert len(sample["images"]) == 1
+    with pytest.raises(DataError, match="an image before the end of the first answer ends at token"):
+        load_seen([question], preference=Wanted("classes"), limit=8)
+
+
+@pytest.mark.parametrize("model", ["llava-tiny", "qwen2_5_vl-tiny", "gemma3-tiny"])
+@pytest.mark.parametrize("prompt_format", ["chat_template", "plain"])
+def test_a_question_is_asked_as_it_was_trained(
+    prompt_format: str, model: str, tmp_path: Path, vision: Path, load_seen: LoadSeen
+) -> None:
+    (sample,) = load_seen([TWO], model, prompt_format=prompt_format).samples
+    said = [
+        Said("user", f"{mark_of(0)}One?"),
+        Said("assistant", "First.", supervised=True),
+        Said("user", f"{mark_of(1)}Two?"),
+    ]
+    pictures = Pictures(vision / model)
+    images = [pictures.look(tmp_path / "data" / path, tmp_path) for path in (A, B)]
+    ids = encode_question(said, load_tokenizer(vision / model), prompt_format, None, images, pictures)
+    assert ids == list(sample["input_ids"])[: len(ids)]
+    labels = numpy.asarray(sample["labels"])
+    assert (labels[len(ids) + 1 :] != IGNORED).any() and (labels[: len(ids)] != IGNORED).any()
 
 
 def test_a_stream_takes_no_images(tmp_path: Path, vision: Path, load_seen: LoadSeen) -> None:
