@@ -168,8 +168,8 @@ class Pictures:
         side = math.isqrt(most or 0)  # of a square with as many pixels
         asked = {"shortest_edge": least, "longest_edge": most} if by_area else {"longest_edge": side}
         given |= {name: value for name, value in asked.items() if value}
-        if given.get("shortest_edge", 0) > given["longest_edge"]:
-            shortest, longest = given["shortest_edge"], given["longest_edge"]
+        shortest, longest = (int(given.get(name) or 0) for name in ("shortest_edge", "longest_edge"))
+        if shortest > longest:
             raise DataError(f"vision: at least {shortest:,} and at most {longest:,} pixels; expected no more than that")
         images.size = type(images.size)(**given)
 

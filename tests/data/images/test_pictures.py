@@ -11,7 +11,7 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
-from transformers import AutoImageProcessor
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from data.errors import DataError
 from data.images.image import Image
