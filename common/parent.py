@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,9 +13,19 @@ PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
 _libc = ctypes.CDLL(None)  # loaded here, as a child that is forked beside threads had better load nothing
 
 
-def end_with_this_process() -> Callable[[], None]:
-    """Make a `preexec_fn` for subprocess that ends the child with this process."""
-    return partial(end_with_parent, os.getpid())
+def end_with_this_process(ignored: Iterable[int] = ()) -> Callable[[], None]:
+    """Make a `preexec_fn` for subprocess that ends the child with this process.
+
+    Args:
+        ignored: signals that the child ignores, from its first moment on.
+    """
+    return partial(_prepare, os.getpid(), tuple(ignored))
+
+
+def _prepare(parent: int, ignored: tuple[int, ...]) -> None:
+    end_with_parent(parent)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, ClassVar
 
@@ -45,6 +45,7 @@ class GlobalBatch:
     lengths: list[int]  # of the documents, over all replicas
     tokens: int  # tokens without padding, over all replicas
     supervised: int  # how many of them are trained: the denominator of the loss
+    step: int | None = None  # whose batch it is, counted from 0; None where its samples were chosen otherwise
 
     @property
     def n_micro_batches(self) -> int:
@@ -133,7 +134,8 @@ class Loader:
         first = step % self.steps_per_epoch * self.batch_size
         self._load(self.epoch(step))
         groups = self._groups[first : first + self.batch_size]
-        return self.batch_of(groups.tolist()) if isinstance(groups, numpy.ndarray) else self._spread(groups)
+        batch = self.batch_of(groups.tolist()) if isinstance(groups, numpy.ndarray) else self._spread(groups)
+        return replace(batch, step=step)
 
     def batch_of(self, chosen: Sequence[int]) -> GlobalBatch:
         """Make a global batch of these samples."""

@@ -180,8 +180,15 @@ def inspect(config: TrainConfig, count: int, html: str | None = None) -> None:
     console.print("\n".join([*summary.facts(dataset, config.max_seq_len), *warnings]), highlight=False)
     numbers = choose_samples(dataset, count)
     samples = [dataset.samples[number] for number in numbers]
+    name = Path(config.save_path).name
     if html:
-        write_page(samples, reader.tokenizer, html, title=f"Samples of {Path(config.save_path).name}")
+        write_page(samples, reader.tokenizer, html, title=f"Samples of {name}")
         console.print(f"{len(samples)} samples in {html}")
     else:
         show_samples(samples, reader.tokenizer, console, list(map(dataset.origin, numbers)))
+
+    if any(sample.get("images") for sample in samples):
+        from data.inspection.sheet import draw_sheet
+
+        sheet = Path(html).with_suffix(".png") if html else Path(f"{name}-samples.png")
+        console.print(f"images: those of {draw_sheet(samples, reader.tokenizer, sheet)} samples, in {sheet}")

@@ -35,7 +35,7 @@ TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "a
 TOKENIZER_FILES += ["chat_template.json", "preprocessor_config.json", "processor_config.json"]
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/store tokenized/recipe"
-LATER = "tokenized/dataset inspection/ loader packing"
+LATER = "tokenized/dataset inspection/ loader packing images/ahead images/collation images/messages images/worker"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 BLOCK = 4 * 2**20  # bytes read at a time
 
