@@ -105,8 +105,7 @@ class InMemory:
 
     @cached_property
     def image_tokens(self) -> NDArray[numpy.int32]:
-        counts = [sum(image.tokens for image in sample.get("images", [])) for sample in self.samples]
-        return numpy.array(counts, dtype=numpy.int32)
+        return numpy.array([image_token_count(sample) for sample in self.samples], dtype=numpy.int32)
 
 
 def documents(sample: Sample) -> list[Sample]:
@@ -118,6 +117,11 @@ def documents(sample: Sample) -> list[Sample]:
         place, before = (0, 0) if image.begin < first else (1, first)
         made[place].setdefault("images", []).append(image._replace(begin=image.begin - before))
     return [each for each in made if len(each["input_ids"])]
+
+
+def image_token_count(sample: Sample) -> int:
+    """Count the tokens of a sample that features of images take."""
+    return sum(image.tokens for image in sample.get("images", []))
 
 
 def supervised_count(sample: Sample) -> int:

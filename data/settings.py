@@ -63,6 +63,9 @@ class Pixels(NamedTuple):
     most: int | None = None
 
 
+AS_THE_MODEL = Pixels()
+
+
 class Wanted(NamedTuple):
     """Hold which kind of preference records are expected to have."""
 

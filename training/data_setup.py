@@ -71,7 +71,7 @@ class RecordReader:
         """Tokenize records, or find them in the cache, and log where they are."""
         config = self._config
         inputs = data_path, self.folder, config.max_seq_len, self.prompts
-        dataset = load_dataset(*inputs, cache_dir=config.cache_dir, **self.how)
+        dataset = load_dataset(*inputs, cache_dir=config.cache_dir, pixels=config.pixels, **self.how)
         self._log.print(f"{what}: {len(dataset):,} samples, cached in {dataset.folder}, which can be removed any time")
         return dataset
 

@@ -25,7 +25,7 @@ from data.images.image import Image
 IMAGES, INDEX_FILE = "images.bin", "image_index.bin"
 KEPT = "images"  # the folder of the cache with images that were no files
 OF_CACHE = "\0"  # what the path of one of these begins with
-ROWS = numpy.dtype([("sample", "<i8"), ("begin", "<i8"), ("size", "<i4"), ("tokens", "<i4")])
+ROWS = numpy.dtype([("sample", "<i8"), ("begin", "<i8"), ("size", "<i4"), ("tokens", "<i4"), ("kept", "<i4")])
 
 
 def digested(images: Sequence[Image]) -> bytes:
@@ -51,7 +51,8 @@ class ImageWriter:
             self._files = [open(self._folder / name, "wb") for name in (IMAGES, INDEX_FILE)]
         content, index = self._files
         written = json.dumps(images).encode()
-        row = sample, content.tell(), len(written), sum(image.tokens for image in images)
+        kept = [image for image in images if image.path.startswith(OF_CACHE)]
+        row = sample, content.tell(), len(written), sum(image.tokens for image in images), len(kept)
         content.write(written)
         index.write(numpy.array([row], ROWS).tobytes())
 
@@ -85,7 +86,7 @@ class ImageFile:
         row = int(self._samples.searchsorted(sample))
         if row == len(self._samples) or self._samples[row] != sample:
             return []
-        _, begin, size, _ = self._index[row].item()
+        _, begin, size, *_ = self._index[row].item()
         return [Image(*each) for each in json.loads(bytes(self._content[begin : begin + size]))]
 
     def found(self, images: Sequence[Image], file: str) -> list[Image]:
@@ -106,6 +107,12 @@ class ImageFile:
         counts = numpy.zeros(n_samples, numpy.int32)
         counts[self._samples] = self._index["tokens"]
         return counts
+
+    def kept_are_there(self) -> bool:
+        """Say whether the first image is there that is a file of the cache, or there is none."""
+        rows = numpy.flatnonzero(self._index["kept"])
+        images = self.of(int(self._samples[rows[0]])) if len(rows) else []
+        return all(os.path.exists(self._path(each.path, Path())) for each in images if each.path.startswith(OF_CACHE))
 
     def checksum(self) -> list[Any]:
         """Return what tells this index, and the size of all lists, from others; nothing without images."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from data.collation import Carried, Collation, Marks
 from data.images.ahead import Decoders, PictureSettings, decoders
 from data.images.image import Image
-from data.images.pictures import Pictures
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch, Loader, Rows
@@ -35,7 +34,7 @@ class SeeingCollation(Collation):
         settings: of the model's processor.
         inputs: the tensors that the embedding takes for the images of a micro-batch, in order.
         axes: makes positions, for a model that has them along several axes.
-        both_ways: an image's tokens see each other both ways.
+        both_ways: the token of which those of an image see each other both ways, if they do.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class SeeingCollation(Collation):
         settings: PictureSettings,
         inputs: tuple[str, ...],
         axes: Axes | None = None,
-        both_ways: bool = False,
+        both_ways: int | None = None,
     ) -> None:
         super().__init__(inner.data)
         self._inner = inner
@@ -53,7 +52,6 @@ class SeeingCollation(Collation):
         self._axes = axes
         self._both_ways = both_ways
         self._coming: tuple[list[Rows], list[int | None]] | None = None  # micro-batches, and tickets for their images
-        self._pictures: Pictures | None = None
 
     def documents(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._inner.documents(numbers)
@@ -94,26 +92,26 @@ class SeeingCollation(Collation):
             shape = loader.shape(rows)
             yield Marks(
                 None if self._axes is None else self.axes(rows, shape, self._axes),
-                self.together(rows, shape) if self._both_ways else None,
+                None if self._both_ways is None else self.together(rows, shape, self._both_ways),
             )
 
     def axes(self, rows: Rows, shape: tuple[int, int], of_document: Axes) -> Tensor:
         """Make positions along several axes, [axes, B, S]: those of each document, and plain ones for padding."""
         made = []
         for row, begin, ids, images in self._parts(rows):
-            own = of_document(ids, self._shapes(images)) if images else torch.arange(len(ids))[None]
+            own = of_document(ids, _shapes(images)) if images else torch.arange(len(ids))[None]
             made.append((row, begin, own))
         positions = torch.arange(shape[1]).repeat(max(len(own) for *_, own in made), shape[0], 1)
         for row, begin, own in made:
             positions[:, row, begin : begin + own.shape[1]] = own
         return positions
 
-    def together(self, rows: Rows, shape: tuple[int, int]) -> Tensor:
-        """Number the images of a micro-batch at their tokens, [B, S]; -1 elsewhere."""
+    def together(self, rows: Rows, shape: tuple[int, int], token: int) -> Tensor:
+        """Number the runs of a token in a micro-batch's documents where they stand, [B, S]; -1 elsewhere."""
         numbers = torch.full(shape, -1)
         count = 0
-        for row, begin, ids, images in self._parts(rows):
-            seen = ids == self._known().image_token if images else torch.zeros_like(ids, dtype=torch.bool)
+        for row, begin, ids, _ in self._parts(rows):
+            seen = ids == token
             starts = seen & ~torch.cat([seen.new_zeros(1), seen[:-1]])
             numbers[row, begin : begin + len(ids)][seen] = (count - 1 + starts.cumsum(0))[seen]
             count += int(starts.sum())
@@ -136,16 +134,6 @@ class SeeingCollation(Collation):
                     first = end - length
                     yield row, begin + first, ids[first:end], [each for each in images if first <= each.begin < end]
                 begin += len(ids)
-
-    def _shapes(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        """Join what the processor gives of images beside their pixels."""
-        shapes = [self._known().shape(image) for image in images]
-        return {name: torch.from_numpy(numpy.concatenate([each[name] for each in shapes])) for name in shapes[0]}
-
-    def _known(self) -> Pictures:
-        if self._pictures is None:
-            self._pictures = Pictures(*self._settings)
-        return self._pictures
 
     @property
     def _decoders(self) -> Decoders:
@@ -170,6 +158,11 @@ class SeeingCollation(Collation):
     def _drop(self, tickets: Sequence[int | None]) -> None:
         if known := [ticket for ticket in tickets if ticket is not None]:
             self._decoders.drop(known)
+
+
+def _shapes(images: Sequence[Image]) -> dict[str, Tensor]:
+    """Join what the processor gives of images beside their pixels."""
+    return {name: torch.cat([torch.tensor(image.shape[name]) for image in images]) for name in images[0].shape}
 
 
 def _following(loader: Loader, batch: GlobalBatch) -> GlobalBatch | None:

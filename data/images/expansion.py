@@ -11,6 +11,11 @@ from data.images.image import Image
 from data.images.marks import MARK, Placed, replaced, words_in
 from data.images.pictures import Pictures
 
+STRAY = (
+    "the tokens hold {found} in whose place features of images go, and its images have {expected}; expected this "
+    "token's name nowhere in a text"
+)
+
 
 def put_out(written: RenderedText, images: Sequence[Image], picture: str, pictures: Pictures) -> RenderedText:
     """Write what stands for each image in the place of its mark; nothing of it is trained.
@@ -40,3 +45,25 @@ def put_out(written: RenderedText, images: Sequence[Image], picture: str, pictur
     placed = [Placed(image, *place) for image, place in zip(there, places, strict=True)]
     trained = list(chain.from_iterable(without(each, places) for each in loss))
     return written._replace(text=text, loss=trained, images=tuple(placed))
+
+
+def counted_images(images: Sequence[Placed], ids: Sequence[int], token: int) -> tuple[Placed, ...]:
+    """Find the first token of each image, and check that it has as many as there are features of it.
+
+    Args:
+        images: with all tokens that stand for each.
+        token: in whose places features go.
+
+    Raises:
+        DataError: an image has another number of them, or one is no image's.
+    """
+    placed = []
+    for image, begin, end in images:
+        places = [place for place in range(begin, end) if ids[place] == token]
+        if len(places) != image.tokens:
+            expected = f"expected {image.tokens}, one for each of its features"
+            raise DataError(f"{image.path}: becomes {len(places)} tokens; {expected}")
+        placed.append(Placed(image._replace(begin=places[0]), begin, end))
+    if (found := ids.count(token)) != (expected_in_all := sum(image.tokens for image, *_ in placed)):
+        raise DataError(STRAY.format(found=found, expected=expected_in_all))
+    return tuple(placed)

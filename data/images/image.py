@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Image(NamedTuple):
@@ -14,3 +14,4 @@ class Image(NamedTuple):
     height: int
     tokens: int  # of a sample that its features take
     begin: int = 0  # the place of the first of these in the sample
+    shape: dict[str, Any] = {}  # what the processor gives beside its pixels, such as a grid, by name: [1, ...] as lists

@@ -4,7 +4,7 @@ An image stands where its part is (`{"type": "image", ...}`), or where a text sa
 itself it takes from the record's own images, as each `<image>` does, in their order. A record without images is left as
 it is.
 
-Cost: a microsecond or two for a record without images.
+Cost: three microseconds for a record without images.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Look = Callable[[str | bytes], Image]  # opens a file, named as a record does, o
 NAMES = ("images", "image", "image_paths", "image_path")  # fields with the images of a record
 PLACEHOLDER = "<image>"
 PARTS = ("image", "image_url", "input_image")  # types of parts
-SOURCES = ("image", "image_url", "path", "url", "bytes")  # where a part, or an entry of a list, has its image
+SOURCES = ("image", "image_url", "path", "url", "bytes", "source")  # where a part, or an entry of a list, has its image
 OF_A_PART = {"type", "text", "detail", "index", *SOURCES}
 NO_WORDS = frozenset("tools tool_calls function_call functions id source url".split())  # fields without a dialogue
 LONGEST_PATH = 4096
@@ -41,7 +41,7 @@ class Illustrated(BaseModel):
     images: tuple[Image, ...] = ()
 
 
-def take_images(fields: Mapping[str, Any], look: Look | None) -> tuple[dict[str, Any], tuple[Image, ...]]:
+def take_images(fields: dict[str, Any], look: Look | None) -> tuple[dict[str, Any], tuple[Image, ...]]:
     """Return a record's fields with marks for its images, and these.
 
     Args:
@@ -50,16 +50,17 @@ def take_images(fields: Mapping[str, Any], look: Look | None) -> tuple[dict[str,
     Raises:
         ValueError: an image is missing, cannot be used or has no place; a DataError where the file is to blame.
     """
-    there = [name for name in NAMES if fields.get(name) not in (None, "", b"", [], {})]
+    named = [name for name in NAMES if name in fields]
+    there = [name for name in named if fields[name] not in (None, "", b"", [], {})]
     rest = {name: _parsed(value) for name, value in fields.items() if name not in NAMES}
-    parts = list(_parts(rest))
-    if not there and not parts:
-        return {name: fields[name] for name in rest}, ()
+    parts = next(_parts(rest), None)
+    if not there and parts is None:
+        return {name: fields[name] for name in rest} if named else fields, ()
 
     if len(there) > 1:
         raise ValueError(f"{there[0]}: expected it alone, found {there[1]} beside it")
     beside = _listed(fields[there[0]]) if there else []
-    taking = _Taking(beside, in_texts=not parts)
+    taking = _Taking(beside, in_texts=parts is None)
     marked = taking.marked(rest)
     if taking.used != len(beside):
         places = counted(taking.used, "place")
@@ -105,10 +106,9 @@ def _parts(fields: Mapping[str, Any]) -> Iterator[Any]:
         if name in NO_WORDS or not isinstance(messages, (list, dict)):
             continue
         for message in messages if isinstance(messages, list) else [messages]:
-            if isinstance(message, dict):
-                for contents in (message.get("content"), message.get("value")):
-                    if isinstance(contents, (list, dict)):
-                        yield from filter(_is_part, contents if isinstance(contents, list) else [contents])
+            contents = message.get("content", message.get("value")) if isinstance(message, dict) else None
+            if isinstance(contents, (list, dict)):
+                yield from filter(_is_part, contents if isinstance(contents, list) else [contents])
 
 
 def _is_part(value: Any) -> bool:
@@ -170,6 +170,8 @@ def _source(given: Any) -> str | bytes:
         ValueError: it is neither, or lies in the network.
     """
     if isinstance(given, dict):
+        if isinstance(data := given.get("data"), str):  # Anthropic's
+            return _from_base64(data, "data")
         values = (given[name] for name in ("bytes", *SOURCES) if given.get(name))
         return _source(next(values, None))
     if isinstance(given, (bytes, bytearray)):
@@ -180,10 +182,14 @@ def _source(given: Any) -> str | bytes:
         raise ValueError(f"{given:.80}: expected a file, as nothing is fetched from the network while a model trains")
     if given.startswith("data:"):
         head, _, data = given.partition(",")
-        try:
-            return base64.b64decode(data, validate=True) if head.endswith(";base64") else unquote_to_bytes(data)
-        except binascii.Error as error:
-            raise ValueError(f"{head}: a data URI that cannot be read: {error}") from None
+        return _from_base64(data, head) if head.endswith(";base64") else unquote_to_bytes(data)
     if len(given) > LONGEST_PATH:
         raise ValueError(f"{given:.40}...: {len(given):,} characters; expected a path or a data URI")
     return unquote(urlsplit(given).path) if given.startswith("file://") else given
+
+
+def _from_base64(data: str, name: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{name:.80}: no base64: {error}") from None

@@ -33,7 +33,7 @@ def send(channel: socket.socket, note: dict[str, Any], arrays: dict[str, NDArray
         with mmap.mmap(file, begin + end) as memory:
             memory[: len(text)] = text
             for (*_, place), array in zip(places, (arrays or {}).values(), strict=True):
-                memory[begin + place : begin + place + array.nbytes] = memoryview(array).cast("B")
+                memory[begin + place : begin + place + array.nbytes] = array.data.cast("B")
         socket.send_fds(channel, [b"%d %d" % (len(text), begin)], [file])
     finally:
         os.close(file)

@@ -22,7 +22,7 @@ from common.whole_files import read_regular
 from data.errors import DataError
 
 # Formats of pictures. Pillow reads more: PostScript by starting a program, documents, films.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 LARGEST = 2**29  # bytes of a file: no picture that Pillow decodes without a warning takes more
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values that swap width and height
 # What in a PNG may say how it lies; Pillow finds some of it behind the pixels only, so such a file is decoded.
@@ -56,11 +56,14 @@ def size_of(content: bytes, name: str) -> tuple[int, int]:
         if image.format == "PNG" and not any(mark in content for mark in LIES):
             image.verify()
             return width, height
-
-        lies = image.getexif().get(ORIENTATION)
-        image.draft("L", (1, 1))  # a JPEG's decoder then makes an eighth of each side
+        if image.format in ("JPEG", "MPO"):
+            lies = image.getexif().get(ORIENTATION)
+            image.draft("L", (1, 1))  # an eighth of each side
+            image.load()
+            return (height, width) if lies in SIDEWAYS else (width, height)
         image.load()
-        return (height, width) if lies in SIDEWAYS else (width, height)
+        upright: tuple[int, int] = PIL.ImageOps.exif_transpose(image).size
+        return upright
 
 
 def pixels_of(content: bytes, name: str) -> PIL.Image.Image:

@@ -38,12 +38,12 @@ class Expansion(NamedTuple):
     Attributes:
         text: which stands for it.
         tokens: of it that its features take.
-        shape: what the processor gives beside its pixels, such as a grid.
+        shape: see `Image`.
     """
 
     text: str
     tokens: int
-    shape: Arrays
+    shape: dict[str, Any]
 
 
 class Pictures:
@@ -83,15 +83,12 @@ class Pictures:
         name = str(path or f"an image of {len(content):,} bytes")
         width, height = size_of(content, name)
         expansion = self._expansion(width, height, name)
-        return Image(str(path or _kept(content, digest, keep)), digest, width, height, expansion.tokens)
+        place = str(path or _kept(content, digest, keep))
+        return Image(place, digest, width, height, expansion.tokens, shape=expansion.shape)
 
     def expanded(self, image: Image) -> str:
         """Return the text that stands for an image, in the place of the placeholder."""
         return self._expansion(image.width, image.height, image.path).text
-
-    def shape(self, image: Image) -> Arrays:
-        """Return what the processor gives of an image beside its pixels, such as its grid; each of one image."""
-        return self._expansion(image.width, image.height, image.path).shape
 
     def arrays(self, images: Sequence[Image]) -> Arrays:
         """Decode images, and make all that the processor gives of them, in their order.
@@ -127,7 +124,8 @@ class Pictures:
         tokens = int((numpy.asarray(made["input_ids"]) == self.image_token).sum())
         if not tokens:
             raise DataError(f"no token {self.image_token}, the model's image_token_id, in {placed['replacement']!r}")
-        shape = {name: array for name, array in _of_images(made).items() if not name.startswith("pixel")}
+        beside = {name: array for name, array in _of_images(made).items() if not name.startswith("pixel")}
+        shape = {name: array.tolist() for name, array in beside.items()}
         return Expansion(placed["replacement"], tokens, shape)
 
     def _process(self, pictures: list[PIL.Image.Image]) -> Arrays:
@@ -168,8 +166,8 @@ class Pictures:
         side = math.isqrt(most or 0)  # of a square with as many pixels
         asked = {"shortest_edge": least, "longest_edge": most} if by_area else {"longest_edge": side}
         given |= {name: value for name, value in asked.items() if value}
-        if given.get("shortest_edge", 0) > given["longest_edge"]:
-            shortest, longest = given["shortest_edge"], given["longest_edge"]
+        shortest, longest = (int(given.get(name) or 0) for name in ("shortest_edge", "longest_edge"))
+        if shortest > longest:
             raise DataError(f"vision: at least {shortest:,} and at most {longest:,} pixels; expected no more than that")
         images.size = type(images.size)(**given)
 

@@ -18,27 +18,21 @@ from data.errors import DataError
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")  # as transformers looks
 
 
-def load_processor(folder: Path, **changes: Any) -> Any:
+def load_processor(folder: Path) -> Any:
     """Load a model's processor with the image processor that needs Pillow alone.
-
-    Args:
-        changes: settings of the image processor.
 
     Raises:
         DataError: there is none, or none that this transformers makes of images and text.
     """
-    name = _class_name(folder)
     try:
-        kind = _class_of(name)
-        return kind.from_pretrained(
-            str(folder), backend="pil", local_files_only=True, trust_remote_code=False, **changes
-        )
+        kind = _class_of(_class_name(folder))
+        return kind.from_pretrained(str(folder), backend="pil", local_files_only=True, trust_remote_code=False)
     except DataError:
         raise
     except Exception as error:  # transformers raises many kinds here
         misfit = "; the installed torchvision does not fit torch: expected one that does, or none"
         hint = misfit if "torchvision::" in str(error) else ""
-        raise DataError(f"{folder}: no usable processor of images ({name}): {reason_of(error)}{hint}") from None
+        raise DataError(f"{folder}: no usable processor of images: {reason_of(error)}{hint}") from None
 
 
 def _class_name(folder: Path) -> str:
@@ -76,7 +70,7 @@ def _class_of(name: str) -> Any:
 
     whole = _pixtral() if name == "PixtralProcessor" else processor_class_from_name(name)
     if whole is None:
-        raise DataError(f"{name}: transformers knows no such processor")
+        raise ValueError(f"transformers knows no {name}")
 
     def get_attributes(cls: type) -> list[str]:
         return [part for part in whole.get_attributes() if part != "video_processor"]

@@ -1,4 +1,4 @@
-"""Draw samples with images on a sheet: each image beside the text that the model gets with it, trained parts in green."""
+"""Draw samples with images on a sheet: images beside the text that the model gets with them, trained parts in green."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ from data.records.sources import TEXT_SUFFIXES, bare_suffix
 from data.settings import TEXT_FILE
 
 HEAD = 64 << 10  # bytes that are looked at to find out what a file holds
-ROWS = 256  # of a Parquet file, made at once
+ROWS = 256  # of a table, made at once
+ROWS_BYTES = 64 << 20  # fewer rows where they take more than this, as with images
 BUFFER = 1 << 20  # bytes of a Parquet file, read at once
 
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -256,13 +257,25 @@ def _batches(file: Path, head: bytes) -> Iterator[Any]:
 
     if head.startswith(PARQUET):
         with parquet.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False) as table:
-            yield from table.iter_batches(batch_size=ROWS)
+            groups = map(table.metadata.row_group, range(table.num_row_groups))
+            size = sum(group.total_byte_size for group in groups)
+            yield from table.iter_batches(batch_size=_at_once(table.metadata.num_rows, size))
     elif head.startswith(ARROW):
         with OSFile(str(file)) as opened, ipc.open_file(opened) as table:
             yield from map(table.get_batch, range(table.num_record_batches))
     else:
         with OSFile(str(file)) as opened, ipc.open_stream(opened) as table:
             yield from table
+
+
+def _at_once(rows: int, size: int) -> int:
+    """Return how many rows to make at once, of a table of so many bytes."""
+    return max(1, min(ROWS, ROWS_BYTES * rows // max(size, 1)))
+
+
+def _slices(batch: Any) -> Iterator[Any]:
+    step = _at_once(batch.num_rows, batch.nbytes)
+    return (batch.slice(begin, step) for begin in range(0, batch.num_rows, step))
 
 
 def _rows(file: Path, head: bytes) -> Iterator[RawRecord]:
@@ -272,7 +285,7 @@ def _rows(file: Path, head: bytes) -> Iterator[RawRecord]:
     number = 0
     try:
         for batch in _batches(file, head):
-            for row in _rows_of(batch):
+            for row in itertools.chain.from_iterable(map(_rows_of, _slices(batch))):
                 number += 1
                 if isinstance(row, str):
                     yield _damage(number, row)

@@ -23,7 +23,7 @@ from data.errors import DataError
 from data.records.reading import origin
 from data.records.record import TYPES
 from data.records.sources import as_sources, files_of, mixture
-from data.settings import OnBadRecord, Source, Truncate, Wanted
+from data.settings import AS_THE_MODEL, OnBadRecord, Pixels, Source, Truncate, Wanted
 from data.tokenized.columns import Tally
 from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import SampleFile
@@ -168,8 +168,7 @@ def load_dataset(
     on_bad_record: OnBadRecord = "stop",
     truncate: Truncate = "turns",
     preference: Wanted | None = None,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
+    pixels: Pixels = AS_THE_MODEL,
     seed: int = 0,
     cache_dir: str | Path | None = None,
     log: Console | None = None,
@@ -180,7 +179,7 @@ def load_dataset(
         data_path: files, globs and folders, or a mixture of sources.
         tokenizer: folder of the tokenizer.
         preference: which kind of preference records they are; none where absent.
-        min_pixels, max_pixels: of an image as the model gets it; as the model's own processor says where absent.
+        pixels: between how many images are resized to.
         seed: by which a mixture draws.
         cache_dir: where tokenized data lie; see `data.tokenized.store.default_folder`.
         log: gets a line that says whom this process waits for.
@@ -202,8 +201,7 @@ def load_dataset(
         on_bad_record,
         truncate,
         preference,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
+        pixels=pixels,
     )
     folder = cache_folder(cache_dir)
     found = open_cache(recipe, folder, log)

@@ -82,7 +82,7 @@ class Encoder:
 
     def __init__(self, recipe: Recipe, keep: Path) -> None:
         self._recipe, self._prompts = recipe, recipe.prompts
-        self._eyes = Eyes(Path(recipe.tokenizer), recipe.min_pixels, recipe.max_pixels, keep)
+        self._eyes = Eyes(recipe, keep)
         self._scored = recipe.preference is not None and recipe.preference.scored
         if recipe.preference is not None:
             if recipe.preference.kind == "classes":

@@ -9,20 +9,20 @@ from pathlib import Path
 from data.chat.native.pieces import read_json
 from data.errors import DataError
 from data.images.beside_samples import OF_CACHE
+from data.images.expansion import STRAY
 from data.images.image import Image
 from data.images.in_records import Look
 from data.images.pictures import Pictures
-from data.tokenized.tokenize import STRAY, Tokens
+from data.tokenized.recipe import Recipe
+from data.tokenized.tokenize import Tokens
 
 TOKEN_KEYS = ("image_token_id", "image_token_index")  # in config.json
 
 
 class Eyes:
-    """Look at images as a model does.
+    """Look at images as a recipe's model does.
 
     Args:
-        folder: of the model.
-        min_pixels, max_pixels: as in `data.tokenized.recipe.Recipe`.
         keep: folder for images that lie in records.
 
     Attributes:
@@ -30,9 +30,9 @@ class Eyes:
         blind: why the model sees none, once that was tried.
     """
 
-    def __init__(self, folder: Path, min_pixels: int | None, max_pixels: int | None, keep: Path) -> None:
-        self._folder, self._pixels, self._keep = folder, (min_pixels, max_pixels), keep
-        config = read_json(folder / "config.json")
+    def __init__(self, recipe: Recipe, keep: Path) -> None:
+        self._folder, self._recipe, self._keep = Path(recipe.tokenizer), recipe, keep
+        config = read_json(self._folder / "config.json")
         known = [config[key] for key in TOKEN_KEYS if type(config.get(key)) is int]
         self._token = known[0] if known else None
         self.pictures: Pictures | None = None
@@ -70,4 +70,6 @@ class Eyes:
             raise DataError(
                 f"{self._folder}/config.json: {keys}: missing; expected a model that sees this record's image"
             )
-        return Pictures(self._folder, *self._pixels)
+        if self._recipe.window is not None:  # a run has to know before its first step whether there is an image
+            raise DataError("stream_gb: not with images in the records; expected it absent")
+        return Pictures(self._folder, *self._recipe.pixels)

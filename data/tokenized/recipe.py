@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from common.digests import stamp as stamp_of
 from data.chat.prompts import Prompts, template_in_file
 from data.errors import DataError
-from data.settings import NAMED, OnBadRecord, Truncate, Wanted
+from data.settings import AS_THE_MODEL, NAMED, OnBadRecord, Pixels, Truncate, Wanted
 
 LAYOUT = 4  # of the cache's files
 TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken tekken.json *.jinja config.json".split()
@@ -35,7 +35,7 @@ TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "a
 TOKENIZER_FILES += ["chat_template.json", "preprocessor_config.json", "processor_config.json"]
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/store tokenized/recipe"
-LATER = "tokenized/dataset inspection/ loader packing"
+LATER = "tokenized/dataset inspection/ loader packing images/ahead images/collation images/messages images/worker"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 BLOCK = 4 * 2**20  # bytes read at a time
 
@@ -69,9 +69,7 @@ class Recipe:
     truncate: Truncate = "turns"  # what becomes of a dialogue of more tokens
     preference: Wanted | None = None  # which kind of preference records they are; none where absent
     window: Window | None = None  # which of the records; all where absent
-    # Of an image as the model gets it; as the model's own processor says where absent.
-    min_pixels: int | None = None
-    max_pixels: int | None = None
+    pixels: Pixels = AS_THE_MODEL  # of images in the records
 
     @property
     def names(self) -> str:
@@ -135,8 +133,7 @@ class Recipe:
             prompts["prompt_format"] = ["template", template_in_file(named)]
         limits: list[Any] = [self.max_seq_len, self.truncate, self.on_bad_record]
         limits += [self.preference] if self.preference else []
-        pixels = {name: getattr(self, name) for name in ("min_pixels", "max_pixels")}
-        limits += [pixels] if any(pixels.values()) else []
+        limits += [self.pixels] if any(self.pixels) else []
         return [prompts, *limits, tokenizer_digest(Path(self.tokenizer))]
 
     @cached_property

@@ -144,8 +144,7 @@ class SampleFile(Sequence[Sample]):
         begin, length, borders, _, _, file, _, first, _, value, digest = self._index[place].item()
         numbers, images = self._data[begin : begin + length + borders], self._images.of(place)
         if sample_digest(numbers, first, value, images) != digest:
-            with suppress(OSError):
-                (self._folder / DAMAGED).touch()
+            self.distrust()
             raise DataError(
                 f"{self._folder}: these tokenized records are damaged; started again, a run tokenizes them anew"
             )
@@ -168,6 +167,15 @@ class SampleFile(Sequence[Sample]):
         """Return [n], a column of the index."""
         column = numpy.ascontiguousarray(self._index[name])
         return column if self._numbers is None else column[self._numbers]
+
+    def distrust(self) -> None:
+        """Have the next start tokenize anew, as something is not what is noted here."""
+        with suppress(OSError):
+            (self._folder / DAMAGED).touch()
+
+    def is_whole(self, checksum: Sequence[int]) -> bool:
+        """Say whether the index is the one with this checksum, and images that lay in records are still there."""
+        return self.checksum() == checksum and self._images.kept_are_there()
 
     def image_tokens(self) -> NDArray[numpy.int32]:
         """Return [n], the tokens that features of images take, or 0."""

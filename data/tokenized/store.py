@@ -169,8 +169,8 @@ class Cache:
 def is_whole(folder: Path) -> bool:
     """Test whether a set is there and not known to be damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, DataError):
-        meta, checksum = read_meta(folder), SampleFile(folder).checksum()
-        whole = meta_digest(meta) == meta["own_digest"] and checksum == meta["checksum"]
+        meta = read_meta(folder)
+        whole = meta_digest(meta) == meta["own_digest"] and SampleFile(folder).is_whole(meta["checksum"])
         return whole and not (folder / DAMAGED).exists()
     return False
 

@@ -10,49 +10,32 @@ the encoding only for the tokens at the ends of each range.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import cache, cached_property, partial
-from itertools import chain, pairwise, takewhile
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from common.quantities import counted
-from data.chat.chat_template import ChatTemplate, chat_template
-from data.chat.gdgpt import write_gdgpt
-from data.chat.messages import JSON, Said, each_said_in, said_in, with_mask, without_end
-from data.chat.plain import write_plain
-from data.chat.prompts import AnyPrompts, Prompts, as_prompts, end_of_sequence, format_of, templated
-from data.chat.rendered import RenderedText, Span, join
+from data.chat.messages import JSON, Said
+from data.chat.prompts import AnyPrompts, as_prompts
+from data.chat.rendered import RenderedText
 from data.chat.sandbox import SlowTemplate
 from data.errors import DataError
-from data.images.expansion import put_out
-from data.images.marks import Placed, mark_of, numbers_in
+from data.images.expansion import counted_images
+from data.images.image import Image
+from data.images.marks import Placed
 from data.images.pictures import Pictures
-from data.prompt_texts import PLAIN_ANSWER
-from data.records.chat import Chat, Unanswered
 from data.records.files import SURROGATE
 from data.records.formats import convert
-from data.records.record import Passage, Pretrain, Record, Segments, Tokenized
+from data.records.record import Record, Tokenized
 from data.sample_set import IGNORED, Sample
-from data.settings import GDGPT
+from data.tokenized.ready_made import ready_made
+from data.tokenized.writer import Writer
 
 JOINED = "one token holds the end of a prompt and the beginning of its answer, so that a server sends others"
-NO_TEMPLATE = "chat_template_kwargs are not used, as this prompt_format has no template"
-TWICE = "the token that ends an answer, or begins or ends a text, stands there already and is not written once more"
-RENDERED = "a text is a dialogue that a chat template wrote, so that users' words are trained, too; expected messages"
-PADDED = "padding at an end, trained where labels do not leave it out; expected an attention_mask of 0, or none there"
-STRAY = (
-    "the tokens hold {found} in whose place features of images go, and its images have {expected}; expected this "
-    "token's name nowhere in a text"
-)
-SHOWN = 60  # characters of an example
 
 AnyRecord = Record | dict[str, Any]  # parsed, or its JSON object
 
@@ -122,7 +105,9 @@ def encode_many(
     for given in records:
         try:
             record = given if isinstance(given, BaseModel) else _record(given)
-            made.append(_ready_made(record, tokenizer) if isinstance(record, Tokenized) else writer.write(record))
+            made.append(
+                Tokens(*ready_made(record, tokenizer)) if isinstance(record, Tokenized) else writer.write(record)
+            )
         except DataError as error:
             made.append(error)
         except SlowTemplate as error:
@@ -139,117 +124,8 @@ def encode_many(
     done = [each if isinstance(each, (Tokens, DataError)) else _tokens(*each, encodings) for each in made]
     if pictures is None:
         return done
-    return [_with_images(each, pictures) if isinstance(each, Tokens) and each.images else each for each in done]
-
-
-class Writer:
-    """Write records in one format.
-
-    Args:
-        pictures: the model's own of images, where a record has some.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, pictures: Pictures | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._pictures = pictures
-        self._prompts = prompts
-        self._format = format_of(prompts, tokenizer)
-        self._templated = templated(prompts, tokenizer)
-        self._template: Callable[[bool], ChatTemplate] = cache(partial(chat_template, tokenizer, prompts))
-
-    def write(self, record: Record) -> tuple[RenderedText, list[int]]:
-        """Write a record's text with its trained spans, and the ids that go before it.
-
-        A chat template writes its own beginning of sequence; elsewhere the tokenizer's goes first, as in pretraining.
-
-        Raises:
-            DataError: the format cannot hold the record.
-        """
-        written, prefix = self._write(record)
-        if not record.images:
-            if numbers_in(written.text):
-                raise DataError(f"a text has a mark for images, {mark_of(0)!a}; expected none of these characters")
-            return written, prefix
-
-        assert self._pictures is not None  # they were opened by it
-        picture = self._pictures.placeholder
-        if self._templated and not isinstance(record, (Pretrain, Segments)):
-            picture = self._template(isinstance(record, Chat) and bool(record.tools)).picture
-        return put_out(written, record.images, picture, self._pictures), prefix
-
-    def _write(self, record: Record) -> tuple[RenderedText, list[int]]:
-        if isinstance(record, Passage) or (isinstance(record, Pretrain) and self._format == GDGPT):  # which adds no end
-            return RenderedText(record.text, [(0, len(record.text))]), self.beginning
-        if isinstance(record, Pretrain):
-            return self._continued(record.text)
-        if isinstance(record, Segments):
-            return join([Span(segment.text, segment.label) for segment in record.segments]), []
-        assert not isinstance(record, Tokenized)  # which has no text
-
-        tools, own = (record.tools, record.chat_template_kwargs) if isinstance(record, Chat) else ([], {})
-        template = self._template_of(tools, own) if self._templated else None
-        end = template.end if template else end_of_sequence(self._tokenizer.eos_token)
-        notes = {NO_TEMPLATE: json.dumps(own)} if own and not template else {}
-
-        if self._format == GDGPT:
-            said = with_mask(each_said_in(record), self._prompts.mask)
-            written = write_gdgpt(said, tools, end, isinstance(record, Unanswered))
-            loss = [(0, len(written.text))] if self._prompts.mask == "all" else written.loss
-            return written._replace(loss=loss, notes=notes), []
-
-        said = with_mask(said_in(record), self._prompts.mask)
-        bare = [without_end(message, end) for message in said]
-        if twice := [one.text for one, other in zip(said, bare, strict=True) if one is not other]:
-            notes[TWICE] = repr(twice[0][-SHOWN:])
-
-        if isinstance(record, Unanswered):
-            asked = template.ask(bare, tools, False) if template else write_plain(bare, tools, end, open_end=True).text
-            written = RenderedText(asked.removesuffix(PLAIN_ANSWER), [])
-        else:
-            written = template.write(bare, tools) if template else write_plain(bare, tools, end)
-        loss = [(0, len(written.text))] if self._prompts.mask == "all" else written.loss
-        return RenderedText(written.text, loss, written.notes | notes), [] if template else self.beginning
-
-    def ask(self, said: Sequence[Said], tools: list[JSON]) -> tuple[RenderedText, list[int]]:
-        """Write the prompt for the answer to the last message, and the ids that go before it."""
-        if self._templated:
-            return RenderedText(self._template(bool(tools)).ask(said, tools), []), []
-        end = end_of_sequence(self._tokenizer.eos_token)
-        write = write_gdgpt if self._format == GDGPT else write_plain
-        return write(said, tools, end, open_end=True), self.beginning
-
-    def _template_of(self, tools: list[JSON], own: JSON) -> ChatTemplate:
-        if not own:
-            return self._template(bool(tools))
-        prompts = replace(self._prompts, template_args=self._prompts.template_args | own)
-        return chat_template(self._tokenizer, prompts, bool(tools))
-
-    def _continued(self, text: str) -> tuple[RenderedText, list[int]]:
-        """Write a text with the tokens before and behind it that it does not have by itself."""
-        begin, end = self._tokenizer.bos_token, end_of_sequence(self._tokenizer.eos_token)
-        begun = bool(begin and self.beginning) and text.startswith(begin)
-        notes = {TWICE: repr(text[-SHOWN:])} if begun or text.endswith(end) else {}
-        if self._turn and self._turn in text:
-            notes[RENDERED] = repr(text[:SHOWN])
-        text = text.removesuffix(end) + end
-        return RenderedText(text, [(0, len(text))], notes), [] if begun else self.beginning
-
-    @cached_property
-    def _turn(self) -> str:
-        """Return what a template writes between a question and its answer; empty where there is none."""
-        with suppress(DataError, SlowTemplate):
-            return self._template(False).turn if self._templated else ""
-        return ""
-
-    @cached_property
-    def beginning(self) -> list[int]:
-        """Return the ids that the tokenizer puts before a text, often one <s>, often none; gdGPT leaves them out."""
-        if self._format == GDGPT:
-            return []
-        bare: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        dressed: list[int] = self._tokenizer("a")["input_ids"]
-        starts = range(len(dressed) - len(bare) + 1)
-        return next((dressed[:start] for start in starts if dressed[start : start + len(bare)] == bare), [])
+    token = pictures.image_token
+    return [_with_images(each, token) if isinstance(each, Tokens) and each.images else each for each in done]
 
 
 def encode_question(
@@ -257,17 +133,20 @@ def encode_question(
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: AnyPrompts = None,
     tools: list[JSON] | None = None,
+    images: Sequence[Image] = (),
+    pictures: Pictures | None = None,
 ) -> list[int]:
     """Encode the prompt: the dialogue up to where the answer to its last message begins.
 
     Args:
         tools: what the answer may call.
+        images: that marks in the dialogue are numbers of, which `pictures` looked at.
 
     Raises:
         DataError: the format cannot hold the dialogue, or some of it is no text.
     """
     try:
-        asked, prefix = Writer(tokenizer, as_prompts(prompt_format)).ask(said, tools or [])
+        asked, prefix = Writer(tokenizer, as_prompts(prompt_format), pictures).ask(said, tools or [], images)
     except SlowTemplate as error:
         raise DataError(str(error)) from None
     return prefix + list(chain.from_iterable(_ids(piece, tokenizer) for piece in asked.pieces or (asked.text,)))
@@ -284,19 +163,11 @@ def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase, prompt_forma
     return ids
 
 
-def _with_images(tokens: Tokens, pictures: Pictures) -> Tokens | DataError:
-    """Find the first token of each image, and check that it has as many as the model has features for it."""
-    placed = []
-    for image, begin, end in tokens.images:
-        places = [place for place in range(begin, end) if tokens.ids[place] == pictures.image_token]
-        if len(places) != image.tokens:
-            expected = f"expected {image.tokens}, one for each of its features"
-            return DataError(f"{image.path}: becomes {len(places)} tokens; {expected}")
-        placed.append(Placed(image._replace(begin=places[0]), begin, end))
-    found, wanted = tokens.ids.count(pictures.image_token), sum(image.tokens for image, *_ in placed)
-    if found != wanted:
-        return DataError(STRAY.format(found=found, expected=wanted))
-    return tokens._replace(images=tuple(placed))
+def _with_images(tokens: Tokens, token: int) -> Tokens | DataError:
+    try:
+        return tokens._replace(images=counted_images(tokens.images, tokens.ids, token))
+    except DataError as error:
+        return error
 
 
 def _record(given: Any) -> Record:
@@ -310,25 +181,6 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         raise DataError(f"{broken.group()!a}: no character; expected text, in UTF-8 where it comes from outside")
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
-
-
-def _ready_made(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    largest = max(record.input_ids)
-    if largest >= len(tokenizer):
-        place = record.input_ids.index(largest)
-        raise DataError(
-            f"field input_ids[{place}]: expected a token of this model's tokenizer, which has {len(tokenizer)}, found "
-            f"{largest}"
-        )
-
-    borders = [False, *record.trained, False]
-    changes = [place for place, (one, other) in enumerate(pairwise(borders)) if one != other]
-
-    ids, pad = record.input_ids, tokenizer.pad_token_id
-    padding = max(len(list(takewhile(lambda each: each == pad, side))) for side in (ids, reversed(ids)))
-    most = 1 if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 0  # where one belongs to the text
-    notes = {PADDED: f"{counted(padding, 'token')} {tokenizer.pad_token!r}"} if padding > most else {}
-    return Tokens(ids, list(zip(changes[::2], changes[1::2], strict=True)), notes)
 
 
 def _tokens(written: RenderedText, prefix: list[int], encodings: Iterator[Encoding]) -> Tokens:

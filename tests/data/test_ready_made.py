@@ -16,7 +16,8 @@ from data.records.formats import convert
 from data.sample_set import Sample
 from data.settings import CHAT_TEMPLATE, PLAIN
 from data.tokenized.dataset import load_dataset
-from data.tokenized.tokenize import PADDED, encode_tokens
+from data.tokenized.ready_made import PADDED
+from data.tokenized.tokenize import encode_tokens
 from tests.data.helpers import runs
 
 

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.prompts import Prompts
 from data.settings import CHAT_TEMPLATE, PLAIN
-from data.tokenized.tokenize import RENDERED, TWICE, Tokens, encode_tokens
+from data.tokenized.tokenize import Tokens, encode_tokens
 from data.tokenized.tokenizer import load_tokenizer
+from data.tokenized.writer import RENDERED, TWICE
 from tests.data.helpers import RECORDS, chat
 
 JSON = dict[str, Any]

@@ -15,7 +15,8 @@ from data.chat.prompts import Prompts
 from data.chat.template_check import NO_THOUGHTS, OTHER_ANSWER, OTHER_PROMPT
 from data.errors import DataError
 from data.settings import Mask, TemplateArguments
-from data.tokenized.tokenize import NO_TEMPLATE, Tokens, encode_many, encode_tokens
+from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
+from data.tokenized.writer import NO_TEMPLATE
 from tests.data.helpers import chat, rendered, runs_of, supervised, whole_text
 from tests.data.template_styles import CHATGLM3, DEEPSEEK, GEMMA, LLAMA31, QWEN3, QWEN25, SMOLLM2, Style
 

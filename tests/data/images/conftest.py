@@ -34,7 +34,8 @@ def load_seen(vision: Path, tmp_path: Path, settled: None) -> LoadSeen:
         file = folder / options.pop("name", "records.json")
         if records:
             file.write_text(json.dumps(records), encoding="utf-8")
-        options = {"prompt_format": "chat_template", "cache_dir": tmp_path / "cache"} | options
+        options.setdefault("prompt_format", "chat_template")
+        options.setdefault("cache_dir", tmp_path / "cache")
         return load_dataset(str(file), options.pop("tokenizer", vision / model), limit, **options)
 
     return run

@@ -18,6 +18,7 @@ from data.settings import Wanted
 
 PNG = b"\x89PNG\r\n"
 URI = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+ANTHROPIC = {"type": "base64", "media_type": "image/png", "data": URI.partition(",")[2]}
 ASKED = {"role": "user", "content": "<image>\nWhat?"}
 ANSWERED = {"role": "assistant", "content": "That."}
 A, B = ({"type": "image", "image": name} for name in ("a.png", "b.png"))
@@ -75,6 +76,10 @@ def seen(raw: dict[str, Any]) -> tuple[list[str], list[str]]:
             [f"[{PNG!r}]\nWhat?", "That."],
         ),
         ({"image": {"path": "a.png"}, "messages": [ASKED, ANSWERED]}, ["[a.png]\nWhat?", "That."]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": ANTHROPIC}, WORDS]}, ANSWERED]},
+            [f"[{PNG!r}]What?", "That."],
+        ),
         ({"image": PNG, "messages": [ASKED, ANSWERED]}, [f"[{PNG!r}]\nWhat?", "That."]),
         ({"images": '["a.png"]', "messages": json.dumps([ASKED, ANSWERED])}, ["[a.png]\nWhat?", "That."]),
         (
@@ -166,7 +171,7 @@ def part(**fields: Any) -> dict[str, Any]:
         (part(image="a", max_pixels=100), "field content: a part of type image has 'max_pixels', which is not used"),
         (part(index=1) | {"images": ["a"]}, "field content: a part has the index 1; expected 0, in order"),
         (part(image=7), "image 1: expected a path, a data URI or the bytes of a file, found 7"),
-        (part(image="data:image/png;base64,a"), "image 1: data:image/png;base64: a data URI that cannot be read"),
+        (part(image="data:image/png;base64,a"), "image 1: data:image/png;base64: no base64: "),
         (part(image="a" * 5000), "image 1: aaaa"),
         (part(image="a\0b"), "image 1: expected a path, a data URI"),
         ({"images": "[1", "messages": [ASKED, ANSWERED]}, "field images: expected a path, a list or the JSON of one"),

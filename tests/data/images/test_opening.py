@@ -52,7 +52,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "half a GIF": (lambda: noise("GIF")[:2000], "no usable image: "),
     "half a BMP": (lambda: noise("BMP")[:5000], "no usable image: image file is truncated"),
     "half a TIFF": (lambda: noise("TIFF")[:5000], "no usable image: "),
-    "text": (lambda: b"not found: 404", "expected PNG, JPEG, MPO, WEBP, GIF, BMP, TIFF"),
+    "text": (lambda: b"not found: 404", "expected PNG, JPEG, WEBP, GIF, BMP, TIFF"),
     "a page": (lambda: b"<!DOCTYPE html><html></html>", "expected PNG, JPEG"),
     "PostScript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n", "expected PNG, JPEG"),
     "nothing": (lambda: b"", "no usable image: an empty file"),
@@ -63,7 +63,9 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
         "its pixels are of kind I;16; expected 8 bits for each colour",
     ),
     "a film": (
-        lambda: noise("GIF", save_all=True, append_images=[PIL.Image.fromarray(NOISE[::-1])] * 2),
+        lambda: noise(
+            "GIF", save_all=True, append_images=[PIL.Image.fromarray(NOISE[::-1]), PIL.Image.fromarray(NOISE // 2)]
+        ),
         "3 frames or pages; expected a single picture",
     ),
 }
@@ -78,8 +80,9 @@ def test_what_is_no_usable_image_is_said_in_one_line(name: str) -> None:
     assert line.startswith("a.png: no usable image: ")
     assert said in line
     assert "object at 0x" not in line
-    with pytest.raises(DataError):
-        pixels_of(content(), "a.png")
+    if name != "a PNG without its last bytes":  # which has all its pixels
+        with pytest.raises(DataError):
+            pixels_of(content(), "a.png")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,7 @@ def test_what_is_no_usable_image_is_said_in_one_line(name: str) -> None:
     [
         (lambda path: None, "No such file or directory"),
         (lambda path: path.mkdir(), "expected a regular file"),
-        (lambda path: os.mkfifo(path), "Invalid argument"),
+        (os.mkfifo, "expected a regular file"),
         (lambda path: path.symlink_to(path.with_name("gone")), "No such file or directory"),
         (lambda path: path.touch(), ""),
     ],
@@ -103,7 +106,7 @@ def test_a_file_that_cannot_be_read_is_said_in_one_line(
     with pytest.raises(DataError) as error:
         read_file(path)
     assert str(error.value).startswith(f"{path}: no usable image: ")
-    assert said in str(error.value) or "Is a directory" in str(error.value)
+    assert said in str(error.value)
 
 
 def test_a_file_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:

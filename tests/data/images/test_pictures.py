@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -11,17 +12,15 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
-from transformers import AutoImageProcessor
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from data.errors import DataError
 from data.images.image import Image
-from data.images.pictures import Pictures
+from data.images.pictures import Expansion, Pictures
 from data.tokenized.tokenizer import load_tokenizer
 from tests.conftest import ROOT
 from tests.data.images import golden
 from tests.data.images.golden import NAMES, needs_golden
-
-PIXELS = {"rtol": 0.0, "atol": 1e-6}
 
 
 @needs_golden
@@ -39,7 +38,7 @@ def test_pixels_are_those_of_the_processor_for_pil(name: str) -> None:
             assert float(values.double().abs().sum()) == pytest.approx(known["abs_sum"], rel=1e-6)
             exact = golden.tensors(name).get(f"s{number}.pixel_values.{place}")
             if exact is not None:
-                torch.testing.assert_close(values.reshape(exact.shape), exact, **PIXELS)
+                torch.testing.assert_close(values.reshape(exact.shape), exact, rtol=0, atol=1e-6)
             for key in ("image_grid_thw", "image_sizes"):
                 if f"s{number}.{key}.{place}" in golden.tensors(name):
                     assert (
@@ -67,7 +66,8 @@ def test_what_stands_for_an_image_gives_the_golden_ids(name: str) -> None:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == golden.tensors(name)[f"s{number}.input_ids"].flatten().tolist()
         assert ids.count(pictures.image_token) == sum(image.tokens for image in images)
-        assert [image.tokens for image in images] == sample["image_tokens"]
+        if all(sample["image_tokens"]):
+            assert [image.tokens for image in images] == sample["image_tokens"]
 
 
 @needs_golden
@@ -75,9 +75,8 @@ def test_what_stands_for_an_image_gives_the_golden_ids(name: str) -> None:
 def test_the_shape_is_known_without_pixels(name: str) -> None:
     (image,) = golden.looked_at(name, ["images/b.png"])
     made = golden.pictures(name).arrays([image])
-    shape = golden.pictures(name).shape(image)
-    assert shape.keys() == {key for key in made if key != "pixel_values"}
-    assert all((shape[key] == made[key]).all() for key in shape)
+    assert image.shape == {key: array.tolist() for key, array in made.items() if key != "pixel_values"}
+    assert Image(*json.loads(json.dumps(image))) == image
 
 
 @needs_golden
@@ -86,10 +85,10 @@ def test_processors_need_neither_torch_nor_torchvision(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "sys.modules['torch'] = None; sys.modules['torchvision'] = None\n"
-        "from data.images.pictures import Pictures\n"
+        "from data.images.pictures import Expansion, Pictures\n"
         "for folder in sys.argv[1:]:\n"
         "    pictures = Pictures(Path(folder)); image = pictures.look(Path(folder, 'images/a.png'), Path('.'))\n"
-        "    print(image.tokens, pictures.arrays([image])['pixel_values'].sum())\n"
+        "    print(image.tokens, float(pictures.arrays([image])['pixel_values'].sum()))\n"
     )
     words = [sys.executable, "-c", code, *(str(golden.folder(name)) for name in NAMES)]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -111,7 +110,7 @@ def test_a_torchvision_that_does_not_fit_is_said(tmp_path: Path) -> None:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "from data.errors import DataError; from data.images.pictures import Pictures\n"
+        "from data.errors import DataError; from data.images.pictures import Expansion, Pictures\n"
         "try: Pictures(Path(sys.argv[2]))\n"
         "except DataError as error: print(error)\n"
     )
@@ -126,7 +125,7 @@ def test_a_torchvision_that_does_not_fit_is_said(tmp_path: Path) -> None:
     ("name", "limits", "tokens"),
     [
         ("qwen2_5_vl", (None, 800), (4, 4)),
-        ("qwen2_5_vl", (4000, None), None),
+        ("qwen2_5_vl", (1800, None), None),
         ("qwen3_5", (None, 800), (4, 4)),
         ("mistral3", (None, 1024), None),
     ],
@@ -141,14 +140,14 @@ def test_images_are_resized_as_asked(
         whole = golden.looked_at(name, [path])[0]
         assert (image.tokens < whole.tokens) if most else (image.tokens > whole.tokens)
         if name.startswith("qwen"):
-            _, rows, columns = pictures.shape(image)["image_grid_thw"][0]
-            area = int(rows * columns) * 49
+            _, rows, columns = image.shape["image_grid_thw"][0]
+            area = rows * columns * 49
         else:
-            area = int(pictures.shape(image)["image_sizes"][0].prod())
+            area = math.prod(image.shape["image_sizes"][0])
         assert area <= (most or area)
         assert area >= (least or area)
         made = pictures.tensors([image])
-        assert all((pictures.shape(image)[key] == made[key].numpy()).all() for key in pictures.shape(image))
+        assert all(image.shape[key] == made[key].tolist() for key in image.shape)
 
 
 @needs_golden
@@ -221,7 +220,7 @@ def test_a_shape_that_the_model_does_not_take_is_refused(tmp_path: Path) -> None
         ({"processor_config.json": "[]"}, "processor_config.json: expected an object of settings"),
         (
             {"processor_config.json": '{"processor_class": "os.system"}'},
-            "no usable processor of images (os.system): os.system: transformers knows no such processor",
+            "no usable processor of images: transformers knows no os.system",
         ),
         (
             {"config.json": '{"model_type": "llava"}'},
@@ -260,7 +259,12 @@ def test_images_of_one_size_ask_the_processor_once(tmp_path: Path, monkeypatch: 
     pictures = Pictures(golden.folder("qwen2_5_vl"))
     asked: list[tuple[int, int]] = []
     ask = pictures._of_blank
-    monkeypatch.setattr(pictures, "_of_blank", lambda *size: (asked.append(size), ask(*size))[1])
+
+    def counted(width: int, height: int) -> Expansion:
+        asked.append((width, height))
+        return ask(width, height)
+
+    monkeypatch.setattr(pictures, "_of_blank", counted)
     found: list[Image] = []
     for number, colour in enumerate(("red", "green", "blue")):
         path = tmp_path / f"{number}.jpg"

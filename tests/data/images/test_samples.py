@@ -13,15 +13,24 @@ import numpy
 import PIL.Image
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 
+from data.chat.messages import Said
 from data.chat.prompts import Prompts
 from data.errors import DataError
 from data.images.beside_samples import IMAGES
 from data.images.image import Image
+from data.images.marks import mark_of
+from data.images.pictures import Pictures
+from data.records import raw_records
 from data.sample_set import IGNORED, InMemory, Sample, documents
-from data.settings import Wanted
+from data.settings import Pixels, Wanted
+from data.tokenized.parallel import _chunks
+from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import INDEX_FILE, SAMPLES
+from data.tokenized.tokenize import encode_question
+from data.tokenized.tokenizer import load_tokenizer
+from options.streamed_data.stream import open_stream
 from tests.data.images.conftest import LoadSeen
 
 TEXT = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello!"}]}
@@ -44,14 +53,18 @@ def image_token(vision: Path, model: str = "qwen2_5_vl-tiny") -> int:
 
 
 def check(sample: Sample, token: int) -> None:
-    """Each image has its tokens from `begin` on, in order, no other token is one, and none is trained."""
-    ids, labels = numpy.asarray(sample["input_ids"]), numpy.asarray(sample["labels"])
-    places = numpy.flatnonzero(ids == token).tolist()
+    """As `check_places`, and no token of an image is trained."""
+    check_places(sample, token)
+    assert (numpy.asarray(sample["labels"])[numpy.asarray(sample["input_ids"]) == token] == IGNORED).all()
+
+
+def check_places(sample: Sample, token: int) -> None:
+    """Each image has its tokens from `begin` on, in order, and no other token is one."""
+    places = numpy.flatnonzero(numpy.asarray(sample["input_ids"]) == token).tolist()
     for image in sample.get("images", []):
         assert image.begin == places[0]
         places = places[image.tokens :]
     assert not places
-    assert (labels[ids == token] == IGNORED).all()
 
 
 def test_a_long_dialogue_is_cut_before_the_image_that_does_not_fit(vision: Path, load_seen: LoadSeen) -> None:
@@ -213,6 +226,37 @@ def test_images_in_records_are_kept_once_as_they_are(tmp_path: Path, vision: Pat
     assert len([path for path in (tmp_path / "cache" / "images").rglob("*") if path.is_file()]) == 2
     assert dataset.image_tokens[1] == 0
 
+    shutil.rmtree(tmp_path / "cache" / "images")
+    again = load_seen([], name="a.parquet")
+    assert [Path(image.path).read_bytes() for image in again.samples[0]["images"]] == list(content.values())
+    assert again.folder == dataset.folder
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_few_rows_with_large_images_are_in_memory_at_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    rows_of = raw_records._rows_of
+
+    def counted(batch: Any) -> Any:
+        made.append(batch.num_rows)
+        return rows_of(batch)
+
+    monkeypatch.setattr(raw_records, "_rows_of", counted)
+    monkeypatch.setattr(raw_records, "ROWS_BYTES", 100_000)
+    rows = [{"text": f"<image> {n}", "images": [{"bytes": bytes([n]) * 10_000, "path": None}]} for n in range(50)]
+    table, path = pyarrow.Table.from_pylist(rows), tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path, compression="none", use_dictionary=False)
+    else:
+        with ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    chunks = list(_chunks(Recipe((DataFile(str(path)),), "", Prompts("plain"), 10), lambda *_: None))
+    assert sum(len(chunk.records) for chunk in chunks) == sum(made) == 50
+    assert max(made) <= 10
+    assert max(len(chunk.records) for chunk in chunks) == 27  # 2**18 bytes and one more
+
 
 def test_a_data_set_of_the_hub_with_an_image_column(tmp_path: Path, vision: Path, load_seen: LoadSeen) -> None:
     content = (vision / "qwen2_5_vl-tiny" / "images" / "a.png").read_bytes()
@@ -235,11 +279,11 @@ def test_pixels_and_the_processors_settings_are_in_the_key(
     for path in (model, *model.rglob("*")):
         path.chmod(0o755)
     first = load_seen([TWO], tokenizer=model)
-    fewer = load_seen([], tokenizer=model, max_pixels=400)
+    fewer = load_seen([], tokenizer=model, pixels=Pixels(most=400))
     assert fewer.image_tokens[0] < first.image_tokens[0]
     assert len(builds) == 2
     load_seen([], tokenizer=model)
-    load_seen([], tokenizer=model, max_pixels=400)
+    load_seen([], tokenizer=model, pixels=Pixels(most=400))
     assert len(builds) == 2
     settings = json.loads((model / "preprocessor_config.json").read_text())
     (model / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.5, 0.5, 0.5]}))
@@ -268,6 +312,65 @@ def test_documents_of_a_sample_have_their_own_images() -> None:
     assert first["images"] == images[:1]
     assert [image.begin for image in second["images"]] == [0, 2]
     assert "images" not in documents({"input_ids": [1], "labels": [1]})[0]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"image": A, "question": "<image>What?", "answer": "This."},
+        {"image": A, "instruction": "What?", "input": "<image>", "output": "This."},
+        {"image": A, "prompt": "<image>What?", "completion": "This.", "system": "Be brief."},
+        {"image": A, "context": "Look: <image>", "question": "What?", "answer": "This."},
+        {"image": A, "type": "conversation", "rounds": [["ask", "<image>"], ["ask", "What?"], ["ans", "This."]]},
+        {"image": A, "segments": [{"text": "<image>What?", "label": False}, {"text": "This.", "label": True}]},
+    ],
+)
+@pytest.mark.parametrize("prompt_format", ["chat_template", "plain"])
+def test_every_layout_may_have_images(
+    record: dict[str, Any], prompt_format: str, vision: Path, load_seen: LoadSeen
+) -> None:
+    (sample,) = load_seen([record], prompt_format=prompt_format).samples
+    check(sample, image_token(vision))
+    assert [Path(image.path).name for image in sample["images"]] == ["a.png"]
+
+
+@pytest.mark.parametrize("prompt_format", ["chat_template", "plain"])
+def test_texts_and_dialogues_of_classes_may_have_images(prompt_format: str, vision: Path, load_seen: LoadSeen) -> None:
+    question = {"messages": [{"role": "user", "content": "<image>?"}], "images": [A], "label": 1}
+    texts = [{"text": f"{word} <image>", "images": [A], "label": number} for number, word in enumerate("abc")]
+    for records in ([question], texts):
+        for sample in load_seen(records, prompt_format=prompt_format, preference=Wanted("classes")).samples:
+            check_places(sample, image_token(vision))
+            assert len(sample["images"]) == 1
+    with pytest.raises(DataError, match="an image before the end of the first answer ends at token"):
+        load_seen([question], preference=Wanted("classes"), limit=8)
+
+
+@pytest.mark.parametrize("model", ["llava-tiny", "qwen2_5_vl-tiny", "gemma3-tiny"])
+@pytest.mark.parametrize("prompt_format", ["chat_template", "plain"])
+def test_a_question_is_asked_as_it_was_trained(
+    prompt_format: str, model: str, tmp_path: Path, vision: Path, load_seen: LoadSeen
+) -> None:
+    (sample,) = load_seen([TWO], model, prompt_format=prompt_format).samples
+    said = [
+        Said("user", f"{mark_of(0)}One?"),
+        Said("assistant", "First.", supervised=True),
+        Said("user", f"{mark_of(1)}Two?"),
+    ]
+    pictures = Pictures(vision / model)
+    images = [pictures.look(tmp_path / "data" / path, tmp_path) for path in (A, B)]
+    ids = encode_question(said, load_tokenizer(vision / model), prompt_format, None, images, pictures)
+    assert ids == list(sample["input_ids"])[: len(ids)]
+    labels = numpy.asarray(sample["labels"])
+    assert (labels[len(ids) + 1 :] != IGNORED).any() and (labels[: len(ids)] != IGNORED).any()
+
+
+def test_a_stream_takes_no_images(tmp_path: Path, vision: Path, load_seen: LoadSeen) -> None:
+    load_seen([TWO])
+    sources = str(tmp_path / "data" / "records.json"), vision / "qwen2_5_vl-tiny", 512, "chat_template"
+    stream = open_stream(*sources, gigabytes=0.1, folder=tmp_path / "stream")
+    with pytest.raises(DataError, match="record 1: stream_gb: not with images in the records; expected it absent"):
+        stream.take(0, 1)
 
 
 def test_ids_that_are_ready_made_have_no_place_for_images(load_seen: LoadSeen, vision: Path) -> None:
