@@ -78,6 +78,11 @@ class ModelSpec:
         return int(max(longest, stretched * (rope.get("factor") or 1)))
 
     @property
+    def first_layers(self) -> int:
+        """Count the layers, from the first on, that have to lie in one process: with blocks that images reach, too."""
+        return 1 + (self.family.sees.deep if self.family.sees else 0)
+
+    @property
     def labels(self) -> list[str]:
         """What the numbers stand for that the model gives a text; empty for a language model."""
         return labels_of(self.raw)

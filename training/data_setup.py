@@ -38,7 +38,7 @@ class RecordReader:
         log: quiet on all ranks but 0.
 
     Attributes:
-        how: keyword arguments of record readers: `on_bad_record`, `truncate`, `preference`, pixels, seed and log.
+        how: keyword arguments of record readers: `on_bad_record`, `truncate`, `preference`, seed and log.
         ends: token ids at which servers must stop; empty if the model's own list has them all.
     """
 
@@ -49,7 +49,6 @@ class RecordReader:
         self.how: dict[str, Any] = {"on_bad_record": config.on_bad_record, "truncate": config.truncate}
         self.how |= {"seed": config.seed, "log": log}
         self.how["preference"] = config.objective.wanted
-        self.how |= {"min_pixels": config.pixels.least, "max_pixels": config.pixels.most}
         self._config = config
         self.folder = folder
         self._log = log

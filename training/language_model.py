@@ -216,9 +216,8 @@ def split_as_configured(config: TrainConfig, spec: ModelSpec, in_stages: bool) -
     Raises:
         ConfigError: the config and the model do not fit each other.
     """
-    size, rest = divmod(spec.n_layers, config.chunks)
     given, report = config.parts_for(spec.n_layers), list[str]()
-    parts = given or [size + (chunk < rest) for chunk in range(config.chunks)]
+    parts = given or even_parts(spec.n_layers, config.chunks, spec.first_layers)
     if in_stages and given is None:
         report.append("parts: auto, as many layers in each stage, as nothing plans them")
     if config.use_grad_ckpt == "auto":
@@ -226,6 +225,14 @@ def split_as_configured(config: TrainConfig, spec: ModelSpec, in_stages: bool) -
         report.append(f"gradient checkpointing: auto, all blocks, as {why}")
     topology = config.topology(parts if in_stages else [])
     return Division(topology, config.recomputed(spec.n_blocks), tuple(report))
+
+
+def even_parts(layers: int, chunks: int, first: int) -> list[int]:
+    """Divide layers evenly; the first chunk has at least `first`."""
+    size, rest = divmod(layers, chunks)
+    if size + (rest > 0) >= first:
+        return [size + (chunk < rest) for chunk in range(chunks)]
+    return [first, *even_parts(layers - first, chunks - 1, 1)]
 
 
 def usual_kernels(config: TrainConfig, spec: ModelSpec) -> list[str]:

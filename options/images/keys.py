@@ -54,8 +54,19 @@ class VisionKeys(TrainConfig):
         super().check_model(spec)
         if spec.family.sees is None:
             return
+        self._check_first_stage(spec)
         if self.weights_on_host:
             raise ConfigError(f"schedule: {self.schedule}: not with images in the records; expected another schedule")
         if not self.objective.sees:
             keys = " and ".join(self.objective_keys)
             raise ConfigError(f"{keys}: not with images in the records; expected records of text alone")
+
+    def _check_first_stage(self, spec: ModelSpec) -> None:
+        """Refuse parts that have the blocks elsewhere behind which a tower adds features, too."""
+        least, parts = spec.first_layers, self.model_topo.parts
+        if self.chunks > 1 and parts and parts[0] < least:
+            reason = f"{spec.family.name} adds features of images behind its first {least - 1} blocks"
+            raise ConfigError(f"model_topo.parts: {parts}: {reason}; expected at least {least} in the first stage")
+        if self.chunks > spec.n_layers - least + 1:
+            reason = f"{spec.family.name} needs its first {least} layers in one stage"
+            raise ConfigError(f"model_topo.process_topology.dims: {self.model_topo.stages} stages: {reason}")

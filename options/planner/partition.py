@@ -38,7 +38,7 @@ def held_layers(parts: Sequence[int], ranks: int) -> list[tuple[LayerRange, ...]
 
 
 def best_split(
-    costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = False, most: float = inf
+    costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = False, most: float = inf, first: int = 1
 ) -> list[int] | None:
     """Return layers per stage, at least one each; None where no split fits.
 
@@ -48,10 +48,11 @@ def best_split(
         fits: whether a rank has the memory for these layers; a part of what fits has to fit too.
         v_schedule: two stages a rank; the result has 2 x `ranks` entries, in the order of the layers.
         most: cost of the slowest rank; slower splits need not be found.
+        first: how many layers the first stage has at least.
     """
-    if len(costs) < ranks * (2 if v_schedule else 1):
+    if len(costs) < ranks * (2 if v_schedule else 1) + first - 1:
         return None
-    search = partial(_best, [0, *accumulate(costs)], ranks, cache(fits), v_schedule)
+    search = partial(_best, [0, *accumulate(costs)], ranks, cache(fits), v_schedule, first)
     limit = -(-sum(costs) // ranks)  # no split is faster
     growth = limit // FIRST_GROWTH + 1
     while (found := search(limit)) is None and limit < min(sum(costs), most):
@@ -61,7 +62,7 @@ def best_split(
 
 
 def _best(
-    total: Sequence[int], ranks: int, fits: Fits, v_schedule: bool, limit: int, even: bool = False
+    total: Sequence[int], ranks: int, fits: Fits, v_schedule: bool, first: int, limit: int, even: bool = False
 ) -> tuple[int, list[int]] | None:
     """Return the value of the best split in which no rank exceeds the limit, and the split.
 
@@ -75,9 +76,10 @@ def _best(
 
     def first_ends(begin: int, end: int, others: int) -> range:
         """Say where the first range of a rank in [begin, end) may end, with `others` ranks to follow."""
+        least = begin + 1 if begin else first
         if v_schedule:
-            return range(begin + 1, end - 2 * others)
-        return range(begin + 1, end - others + 1) if others else range(end, end + 1)
+            return range(least, end - 2 * others)
+        return range(least, end - others + 1) if others else range(end, end + 1)
 
     def last_begins(x: int, end: int, others: int) -> range:
         """Say where its last range may begin; at the end where there is one stage a rank."""

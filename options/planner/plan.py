@@ -187,4 +187,5 @@ def fitting_parts(basis: Basis, within: float = math.inf) -> list[int] | None:
 
 def _split(basis: Basis, fits: Fits, within: float = math.inf) -> list[int] | None:
     costs = [round(time.step(basis.micro_batches).total / RESOLUTION) for time in layer_times(basis)]
-    return best_split(costs, basis.config.model_topo.stages, fits, basis.config.v_schedule, within / RESOLUTION)
+    config, first = basis.config, basis.spec.first_layers
+    return best_split(costs, config.model_topo.stages, fits, config.v_schedule, within / RESOLUTION, first)
