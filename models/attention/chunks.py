@@ -150,7 +150,9 @@ class RowChunk(PartOfRows):
         return self._memory.head_gradient
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
-        return whole.narrow(dim, self.columns.start, self.columns.stop - self.columns.start).contiguous()
+        part = whole.narrow(dim, self.columns.start, self.columns.stop - self.columns.start)
+        # Not `contiguous`: of a single row that is a view, and each chunk on its way would keep a whole row's angles.
+        return part.clone(memory_format=torch.contiguous_format)
 
     def attend(
         self,
