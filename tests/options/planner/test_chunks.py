@@ -21,10 +21,11 @@ from options.planner.costs import layer_times
 from options.planner.drawing import draw_plan
 from options.planner.inputs import Basis, Workload
 from options.planner.layer_costs import LayerCase
-from options.planner.memory import MemoryModel, carried_numbers
+from options.planner.memory import MemoryModel
 from options.planner.plan import Plan, fitting_plan
 from options.planner.planning import Planning
 from options.planner.row_chunks import carried_by, cut, sizes_of
+from options.planner.saved import carried_numbers
 from options.planner.search import advise, candidates, cheaper
 from options.planner.simulation import chunks_in_flight, simulate
 from options.planner.tables import plan_summary
