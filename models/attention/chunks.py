@@ -56,6 +56,8 @@ class _Kept:
             end = gradient.shape[2]
             total[:, :, :end] += gradient
             yield total[:, :, begin:end].to(gradient.dtype)
+        if begin == 0:  # the row is back; graphs of its chunks may stay until other units take their places
+            self._held, self._sums = [], []
 
 
 class _Extended(torch.autograd.Function):

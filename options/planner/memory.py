@@ -265,8 +265,8 @@ class MemoryModel:
     def _beside_chunk(self, end: int) -> int:
         """Return what is kept of a chunk besides what is kept of a micro-batch.
 
-        Each has the position ids of its whole rows twice, as they came and as they were passed on. The loss has computed
-        the gradient of the hidden states, which waits until all chunks of the row have passed.
+        Each has the position ids of its whole rows twice, as they came and as they were passed on. The gradient of the
+        last hidden states, which the loss computes, waits until all chunks of the row have passed.
         """
         chunks, work = len(self._basis.longest_chunks), self._basis.workload
         positions = 2 * chunks * self._tokens * torch.int64.itemsize

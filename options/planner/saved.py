@@ -8,7 +8,7 @@ them. So the last chunk of a row, the shortest, may take more than the longest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
