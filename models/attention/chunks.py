@@ -56,6 +56,8 @@ class _Kept:
             end = gradient.shape[2]
             total[:, :, :end] += gradient
             yield total[:, :, begin:end].to(gradient.dtype)
+        if begin == 0:  # the row is back; graphs of its chunks may stay until other units take their places
+            self._held, self._sums = [], []
 
 
 class _Extended(torch.autograd.Function):
@@ -150,7 +152,9 @@ class RowChunk(PartOfRows):
         return self._memory.head_gradient
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
-        return whole.narrow(dim, self.columns.start, self.columns.stop - self.columns.start).contiguous()
+        part = whole.narrow(dim, self.columns.start, self.columns.stop - self.columns.start)
+        # Not `contiguous`: of a single row that is a view, and each chunk on its way would keep a whole row's angles.
+        return part.clone(memory_format=torch.contiguous_format)
 
     def attend(
         self,

@@ -78,7 +78,8 @@ class Exchanged(PartOfRows):
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         tokens = self.ranks.part(whole.shape[dim])
-        return whole.narrow(dim, tokens.start, tokens.stop - tokens.start).contiguous()  # a view would keep the whole
+        # Not `contiguous`: of a single row that is a view, which would keep the whole.
+        return whole.narrow(dim, tokens.start, tokens.stop - tokens.start).clone(memory_format=torch.contiguous_format)
 
     def attend(
         self, kernel: Kernel, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any

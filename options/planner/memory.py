@@ -26,16 +26,13 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from models.attention.kernels import EAGER
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.loss.lean import CPU_CHUNK, GPU_CHUNK
 from models.quantized_base import BYTES
-from models.spec import key_heads
 from options.planner import zero
-from options.planner.inputs import Basis, layer_kinds
-from options.planner.layer_costs import LayerCase, Saved, saved_by
+from options.planner.inputs import Basis
 from options.planner.partition import LayerRange, layers_of
-from options.planner.row_chunks import carried_by
+from options.planner.saved import BACKWARD, block_peaks, carried_numbers, saved_tensors
 from options.planner.simulation import chunks_in_flight, moments_in_flight
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
@@ -48,7 +45,6 @@ BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
 # what `benchmarks.memory` finds above the tensors of a process: some 15 MB in fp32 and 35 MB in bf16; 8 to 19 MB less
 # on a CPU for whose 16-bit numbers oneDNN has no kernels.
 CPU_KERNELS, CPU_WITHOUT_KERNELS = 25_000_000, 12_000_000
-BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
 SUMMED = 4  # bytes of the sum of a key's gradient, or a value's
 # Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
 # 8 bits alone, for both factors in both orders.
@@ -115,56 +111,13 @@ def sent_bytes(config: TrainConfig) -> int:
     return 4 if dtype == "fp32" else 2
 
 
-def saved_tensors(basis: Basis) -> list[Saved]:
-    """Return what autograd saves of each layer without recomputation."""
-    whole, cuts = _saved(basis, basis.share.longest), basis.longest_chunks
-    if len(cuts) == 1:
-        return whole
-    # What grows with keys, as scores do, lies between what a chunk has by itself and its share of a whole row's.
-    alone, share = _saved(basis, cuts[0]), cuts[0] / basis.share.longest
-    found = []
-    for own, row in zip(alone, whole, strict=True):
-        found.append(Saved(**{name: int((each + share * vars(row)[name]) / 2) for name, each in vars(own).items()}))
-    if basis.config.has_flash(basis.device.ampere) or basis.spec.attention[0] == EAGER:
-        return found
-    # Torch's kernel takes a mask for a chunk's queries, of all keys so far: half of a row's, on average. With a mask,
-    # transformers 5.23 repeats keys and values for the queries that share them.
-    itemsize, heads = training_dtype(basis.config).itemsize, int(basis.spec.config.num_attention_heads)
-    mask = int(cuts[0] * (cuts[0] + basis.share.longest) / 2) * itemsize
-    sharing = heads // key_heads(basis.spec.config)
-    masked = []
-    for saved, numbers in zip(found, carried_numbers(basis), strict=True):
-        repeated = numbers * sharing * itemsize if sharing > 1 else 0
-        inside = saved.inside + repeated + (mask if numbers else 0)
-        masked.append(replace(saved, inside=inside, largest=max(saved.largest, repeated // 2)))
-    return masked
-
-
-def _saved(basis: Basis, length: int) -> list[Saved]:
-    return [basis.once(saved_by, case) for case in _cases(basis, length)]
-
-
-def _cases(basis: Basis, length: int) -> list[LayerCase]:
-    config = basis.config
-    case = basis.share.rows, length, training_dtype(config), config.has_flash(basis.device.ampere)
-    return [LayerCase(kind, *case, config.model_topo.tensor) for kind in layer_kinds(basis.spec)]
-
-
-def carried_numbers(basis: Basis) -> list[int]:
-    """Return how many numbers the keys and values of the longest rows have in each layer, if chunks hand them on."""
-    length = basis.share.longest
-    if len(basis.longest_chunks) == 1:
-        return [0] * basis.spec.n_layers
-    return [length * basis.once(carried_by, case) for case in _cases(basis, 1)]
-
-
 def kept_bytes(basis: Basis) -> tuple[list[int], list[int]]:
     """Return bytes of a micro-batch that each layer keeps for its backward pass, on the device and in main memory.
 
     A layer that recomputes keeps its input.
     """
     work, last = basis.share, basis.spec.n_layers - 1
-    tokens = work.rows * basis.longest_chunks[0]
+    tokens = work.rows * max(basis.longest_chunks)
     hidden = tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
     kept = [hidden if layer in basis.recomputed else each.inside for layer, each in enumerate(saved_tensors(basis))]
     if not (basis.config.offload_activations and basis.device.reserves):
@@ -198,7 +151,7 @@ class MemoryModel:
         self._config, self._spec, self._device = basis.config, basis.spec, basis.device
         self._states, self._saved = StateBytes.of(basis.config), saved_tensors(basis)
         self._itemsize = training_dtype(basis.config).itemsize
-        self._tokens = basis.share.rows * basis.longest_chunks[0]
+        self._tokens = basis.share.rows * max(basis.longest_chunks)
         self._hidden = self._tokens * basis.spec.config.hidden_size * self._itemsize  # bytes of hidden states
         self._head = basis.spec.n_layers - 1
         shapes = [basis.shapes(layer) for layer in range(basis.spec.n_layers)]
@@ -222,12 +175,13 @@ class MemoryModel:
         found = moments_in_flight(basis.schedule, ranks, basis.micro_batches)
         moments = [numpy.array(each, dtype=numpy.int64).reshape(len(each), -1) for each in found]
         self._moments: list[NDArray[Any]] = moments
-        self._numbers = carried_numbers(basis)
-        self._carried = [0, *accumulate(self._numbers)]
+        self._carried = [0, *accumulate(carried_numbers(basis))]
+        self._peaks: list[int] = []  # of each layer, while a chunk goes back through it
         if len(cuts := basis.longest_chunks) > 1:
+            self._peaks = block_peaks(basis, basis.recomputed)
             # Without stages a row goes back before the next one comes.
             passing = chunks_in_flight(cuts, ranks, basis.micro_batches if basis.in_stages else 1)
-            self._moments = [numpy.array(each) / (cuts[0], 1, 1) for each in passing]
+            self._moments = [numpy.array(each) / (max(cuts), 1, 1) for each in passing]
         self._of_chunk = cache(self._chunk)
 
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
@@ -245,7 +199,7 @@ class MemoryModel:
             trained -= twice if EMBEDDING_WEIGHT in self._basis.trained_names[0] else 0
         kept, waiting, temporary, offloaded = zip(*(self._of_chunk(*each) for each in ranges), strict=True)
         counted = list(chain(*zip(kept, waiting, strict=True)))
-        if len(self._basis.longest_chunks) > 1:
+        if self._peaks:
             carried = between(self._carried)
             counted = [*kept, carried * self._itemsize, carried * SUMMED]
         activations = int(self._moments[rank].dot(counted).max())
@@ -302,9 +256,24 @@ class MemoryModel:
         arguments = max(self._saved[layer].arguments for layer in range(begin, end))
         borders = 2 if begin > 0 else 1  # what arrives and what leaves; the last stage's output waits for its loss
         kept = self._inside[end] - self._inside[begin] + arguments + borders * self._hidden
+        if self._peaks:
+            kept += self._beside_chunk(end)
         plain = range(begin, end if not self._config.offload_activations else begin)
         waiting = sum(self._saved[layer].waiting for layer in plain if layer not in self._basis.recomputed)
         return kept, waiting, self._temporary(begin, end), max(self._offloaded[begin:end])
+
+    def _beside_chunk(self, end: int) -> int:
+        """Return what is kept of a chunk besides what is kept of a micro-batch.
+
+        Each has the position ids of its whole rows twice, as they came and as they were passed on. The gradient of the
+        last hidden states, which the loss computes, waits until all chunks of the row have passed.
+        """
+        chunks, work = len(self._basis.longest_chunks), self._basis.workload
+        positions = 2 * chunks * self._tokens * torch.int64.itemsize
+        if end <= self._head:
+            return positions
+        width = self._basis.shapes(self._head)[HEAD_WEIGHT][1]
+        return positions + int(self._tokens * work.supervised) * width * torch.float32.itemsize
 
     def _temporary(self, begin: int, end: int) -> int:
         """Return temporary bytes of a pass: of one block and its arriving gradients, or of the loss."""
@@ -312,14 +281,15 @@ class MemoryModel:
         whole = [block for block in blocks if self._offloaded[block] or block in self._basis.recomputed]
         again = max((self._saved[block].inside for block in whole), default=0)
         backward = BACKWARD * max((self._saved[block].largest for block in blocks), default=0)
+        if self._peaks:
+            again, backward = 0, max((self._peaks[block] for block in blocks), default=0)
         arriving = self._itemsize * max(self._largest[begin : min(end, self._head)], default=0)
         if self._basis.in_fp8:
             compiled = self._config.compiles(self._device.ampere, experts=False)
             factor = max((max(self._saved[b].largest // self._itemsize, self._widest[b]) for b in blocks), default=0)
             backward += factor * (FP8_COMPILED if compiled else FP8_EAGER)
         widened = self._itemsize * max((sum(self._basis.packed[block]) for block in blocks), default=0)
-        keys = self._itemsize * max((self._numbers[block] for block in blocks), default=0)  # gradients, of all so far
-        return max(again + backward + arriving + widened + keys, self._loss() if end > self._head else 0)
+        return max(again + backward + arriving + widened, self._loss() if end > self._head else 0)
 
     def _loss(self) -> int:
         """Return temporary bytes of the loss, beside the normalised hidden states."""

@@ -27,12 +27,13 @@ from pathlib import Path
 from common.quantities import counted, duration, gigabytes
 from options.planner.costs import FP32_SUM, HOST, layer_times
 from options.planner.inputs import Basis
-from options.planner.memory import MemoryModel, StateBytes, carried_numbers
+from options.planner.memory import MemoryModel, StateBytes
 from options.planner.partition import best_split
 from options.planner.plan import RESOLUTION
 from options.planner.progress import each_of
 from options.planner.row_chunks import chunk_of
 from options.planner.row_chunks import cut as cut_rows
+from options.planner.saved import carried_numbers
 from options.weight_streaming.schedule import Slot, Slots, Streamed, StreamedDivision, simulate_turns
 from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload

@@ -206,7 +206,8 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *context.gradients
+        gradients, context.gradients = context.gradients, []  # the graph stays until a unit takes its place
+        return None, *gradients
 
 
 def _allow_empty_norm(engine: PipelineEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -209,3 +210,28 @@ def test_a_stage_keeps_keys_and_values_once() -> None:
         seen.append(memory.extend(module, new, new, begin)[0])
     assert seen[0].untyped_storage().data_ptr() == seen[1].untyped_storage().data_ptr()
     torch.testing.assert_close(seen[1][:, :, :3], seen[0])
+
+
+def test_keys_and_values_go_when_their_row_is_back() -> None:
+    """The graphs of its chunks may live on in buffers of a pipeline."""
+    memory, module, losses = RowMemory(8), torch.nn.Identity(), []
+    for chunk in (RowChunk(slice(0, 3), memory), RowChunk(slice(3, 8), memory)):
+        begin, end = chunk.columns.start, chunk.columns.stop
+        new = torch.randn(1, 2, end - begin, 4, requires_grad=True)
+        losses.append(torch.cat(memory.extend(module, new, new, begin)).sum())
+    held = [weakref.ref(each) for each in memory._layers[module]._held]
+
+    losses[1].backward()
+    sums = [weakref.ref(each) for each in memory._layers[module]._sums]
+    assert len(held) == len(sums) == 2 and all(each() is not None for each in (*held, *sums))
+    losses[0].backward()
+    assert all(each() is None for each in (*held, *sums)) and len(losses) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_chunk_keeps_no_more_than_its_own_tokens(rows: int) -> None:
+    """Of a single row, what lies together would be a view, and keep the whole."""
+    whole = torch.randn(rows, 8, 4)
+    own = RowChunk(slice(2, 5), RowMemory(8)).own(whole, -2)
+    torch.testing.assert_close(own, whole[:, 2:5])
+    assert own.untyped_storage().nbytes() == own.nbytes

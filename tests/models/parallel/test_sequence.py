@@ -110,6 +110,14 @@ def test_a_process_keeps_its_part_of_the_activations(family: str, size: int, mon
     assert 0.9 < kept[size] / (kept[1] / size) <= 1.05  # phi3's fused projection need not be kept, as its parts are
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_process_keeps_angles_of_its_own_tokens_only(rows: int) -> None:
+    whole = torch.randn(rows, 8, 4)
+    own = Exchanged(RankGroup(2, 1)).own(whole, -2)
+    torch.testing.assert_close(own, whole[:, 4:])
+    assert own.untyped_storage().nbytes() == own.nbytes
+
+
 def test_each_process_has_the_slopes_of_its_heads() -> None:
     spec, cpu = spec_of("bloom"), torch.device("cpu")
     groups = [RankGroups(RankGroup(2, sequence), RankGroup(2, tensor)) for tensor in (0, 1) for sequence in (0, 1)]

@@ -21,10 +21,11 @@ from options.planner.costs import layer_times
 from options.planner.drawing import draw_plan
 from options.planner.inputs import Basis, Workload
 from options.planner.layer_costs import LayerCase
-from options.planner.memory import MemoryModel, carried_numbers
+from options.planner.memory import MemoryModel
 from options.planner.plan import Plan, fitting_plan
 from options.planner.planning import Planning
 from options.planner.row_chunks import carried_by, cut, sizes_of
+from options.planner.saved import BACKWARD, block_peaks, carried_numbers, saved_tensors
 from options.planner.search import advise, candidates, cheaper
 from options.planner.simulation import chunks_in_flight, simulate
 from options.planner.tables import plan_summary
@@ -124,7 +125,8 @@ def test_a_stage_keeps_what_can_be_counted_by_hand(tmp_path: Path) -> None:
     memory, layers = MemoryModel(found), ((30, 34),)
     keys = 4 * LENGTH * 2 * 8 * 128
     hidden, angles = 4096 * 2, 2 * 128 * 2 + 8
-    a_token = 4 * hidden + 2 * hidden + angles  # inputs of blocks, what comes and goes, angles and position ids
+    positions = 2 * 8 * 16  # each chunk has those of the whole row, as they came and as they were passed on
+    a_token = 4 * hidden + 2 * hidden + angles + positions  # inputs of blocks, what comes and goes
     moments = chunks_in_flight(cuts, STAGES, 2)[6]
     kept = max(tokens * a_token + rows * keys * 2 + back * keys * 4 for tokens, rows, back in moments)
     temporary = memory._temporary(*layers[0])
@@ -133,6 +135,27 @@ def test_a_stage_keeps_what_can_be_counted_by_hand(tmp_path: Path) -> None:
     assert memory.rank(6, layers).weights == MemoryModel(whole).rank(6, layers).weights
     plain = MemoryModel(replace(found, recompute=frozenset()))
     assert plain.rank(6, layers).activations > 2 * memory.rank(6, layers).activations
+
+
+@pytest.mark.slow
+def test_a_chunk_goes_back_beside_what_can_be_counted_by_hand(tmp_path: Path) -> None:
+    """Of 32 heads that share 8; the last chunk has the longest mask, by the kernel that needs one."""
+    alone = saved_tensors(basis(tmp_path, 2048, 1))[1]  # of all kernels that have no scores
+    flash, masked = (basis(tmp_path, LENGTH, 2, use_flash_attn=each).in_chunks_of(2048) for each in (True, False))
+    cuts, numbers = flash.longest_chunks, LENGTH * 2 * 8 * 128
+    first, last = cuts[0] / 2048, cuts[-1] / 2048
+    blocks = frozenset(range(1, 37))
+
+    behind = first * (alone.inside + BACKWARD * alone.largest)
+    attention = last * (alone.inside - BACKWARD * alone.largest) + numbers * 2
+    assert block_peaks(flash, blocks)[1] == pytest.approx(max(behind, attention), rel=0.02)
+    assert block_peaks(flash, frozenset())[1] == pytest.approx(
+        max(first * BACKWARD * alone.largest, numbers * 2), rel=0.02
+    )
+
+    repeated, mask = 4 * numbers * 2, cuts[-1] * LENGTH * 2
+    pieces = -(-cuts[-1] // 1024)
+    assert block_peaks(masked, blocks)[1] == pytest.approx(attention + (pieces + 1) * repeated + mask, rel=0.02)
 
 
 @pytest.mark.slow

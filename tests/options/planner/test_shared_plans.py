@@ -15,8 +15,8 @@ from options.planner.command import plan_run
 from options.planner.communication import KNOWN, Fabric, layer_messages
 from options.planner.costs import layer_times
 from options.planner.inputs import Basis, Workload
-from options.planner.memory import saved_tensors
 from options.planner.plan import Plan
+from options.planner.saved import saved_tensors
 from options.planner.search import candidates, search
 from tests.options.planner.helpers import config_of, spec_of
 from training.config.deepspeed_config import check_sharing
