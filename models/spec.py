@@ -201,8 +201,9 @@ class ModelSpec:
 
     @property
     def plain(self) -> ModelSpec:
-        """The model without adapters and layers ahead."""
-        return replace(self.base, family=replace(self.family, ahead=None), _shapes={})
+        """The model without adapters, layers ahead and eyes."""
+        family = self.family.sees.blind if self.family.sees else self.family
+        return replace(self.base, family=replace(family, ahead=None), _shapes={})
 
     @property
     def base(self) -> ModelSpec:
