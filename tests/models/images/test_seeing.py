@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models import CausalLM, CheckpointError
-from models.adapters import Trained
+from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.attention.positions import Positions
 from models.checkpoint.layout import layer_file
@@ -138,6 +138,15 @@ def test_what_is_frozen_is_named_on_disk(golden: Golden) -> None:
 
 def matches(patterns: tuple[str, ...], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
+
+
+def test_adapters_of_a_tower_are_asked_for_by_whole_names(shared: Path) -> None:
+    """A tower has modules of the same names as the decoder, and is left as it is."""
+    golden = golden_of(shared, "llava-tiny")
+    for targets, adapted in ((("q_proj",), 0), ("all-linear", 0), (r".*vision_tower.*\.q_proj", 3)):
+        spec = golden.spec.training(Trained(lora=Lora(targets=targets)))
+        assert len([name for name in spec.trained_names(0) if name.endswith("lora_A")]) == adapted
+        assert len(spec.trained_names(0)) == 2 * adapted
 
 
 def test_fresh_weights_are_those_of_transformers_own_beginning(golden: Golden) -> None:
