@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from models.derived.outline import Underivable
 from models.images.small import inputs_of, pictures, token_types
 
+ROUNDING = 1e-4  # of the largest number: experts that get other tokens round otherwise
 BEFORE, BEHIND = [3, 4, 5], [6, 7]  # words around an image
 SEAMS = ("get_image_features", "get_placeholder_mask")  # transformers' own, which everything here goes by
 
@@ -111,6 +112,7 @@ def sees_ahead(whole: Any, found: Any, images: dict[str, Tensor]) -> bool:
     finally:
         del base.get_image_features
     first, last = len(BEFORE), len(BEFORE) + counts[0] - 1
-    if torch.equal(logits[0][last], logits[1][last]):
+    moved = (logits[0] - logits[1]).abs().amax(dim=-1) / logits[0].abs().max()
+    if moved[last] < ROUNDING:
         raise Underivable("features of images do not come to the places of image tokens")
-    return not torch.equal(logits[0][first], logits[1][first])
+    return bool(moved[first] > ROUNDING)
