@@ -23,7 +23,6 @@ from models.family import Family, Rule
 
 GRIDS = "image_grid_thw"  # how many patches images have along time, height and width, by transformers' name
 TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
-EYES = "eyes"  # their place in the first layer
 
 
 def whole_class(config: PreTrainedConfig) -> Any:

@@ -19,7 +19,7 @@ from models.checkpoint.tensor_files import MappedFile
 from models.config_json import TEXT
 from models.derived import ABOUT_FILES, code, folder
 from models.errors import CheckpointError
-from models.images.eyes import EYES
+from models.family import EYES
 from models.images.model import with_eyes
 from models.images.names import frozen_names
 from models.images.proof import ImageProof, prove

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from models.images.eyes import GRIDS, TYPES, whole_class
 PIXELS, SIZES = "pixel_values", "image_sizes"
 KNOWN = (PIXELS, SIZES, GRIDS)
 VISION = "vision_config"
+FEATURES = ("vision_feature_layer", "vision_feature_layers")
 POOLED = "mm_tokens_per_image"  # Gemma's
 TOKEN_TYPES = (TYPES, "token_type_ids")  # what models call 1 for image tokens and 0 for text
 SIDES = ((2, 5), (3, 2))  # of two images, in features
@@ -39,7 +41,10 @@ def small_whole(raw: Mapping[str, Any], text: PreTrainedConfig, fields: dict[str
     config = type_of(raw).from_dict(dict(raw))
     small_text = shrunk_fields(text, fields, BLOCKS)
     width = type(text).from_dict(small_text).hidden_size
-    vision = shrunk_vision(config.vision_config.to_dict(), width)
+    # Blocks whose hidden states are the features, counted from either end.
+    used = chain.from_iterable(_listed(getattr(config, name, None)) for name in FEATURES)
+    deepest = max(map(abs, used))
+    vision = shrunk_vision(config.vision_config.to_dict(), width, deepest)
     small = config.to_dict() | {TEXT: small_text, VISION: vision}
     if POOLED in small:
         small[POOLED] = 4
@@ -51,6 +56,10 @@ def small_whole(raw: Mapping[str, Any], text: PreTrainedConfig, fields: dict[str
     small |= {name: last - place for place, name in enumerate(tokens)}
     config = type_of(raw).from_dict(small)
     return whole_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def _listed(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [value or 0]
 
 
 def type_of(raw: Mapping[str, Any]) -> Any:
