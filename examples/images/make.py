@@ -3,8 +3,8 @@
 python examples/images/make.py [FOLDER]
 
 The records are in LLaVA's shape, beside a few of text alone. The model has a CLIP tower of four blocks for pictures of
-32 x 32 pixels, a language model of three, and a processor as published ones have it. It knows nothing, neither words nor
-shapes, so all that it says afterwards is what it learnt. Making it takes some seconds, and eleven megabytes.
+32 x 32 pixels, a language model of three, and a processor as published ones have it. It knows nothing, neither words
+nor shapes, so all that it says afterwards is what it learnt. Making it takes some seconds, and eleven megabytes.
 """
 
 from __future__ import annotations
