@@ -29,7 +29,7 @@ from models.checkpoint.source import first_few, open_source
 from models.config_json import QUANTIZATION, model_fields, read_json
 from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
-from models.images.seeing import eyes_in_layers
+from models.images.layer_files import eyes_in_layers
 from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import FP8, NF4, PACKAGE
 from models.scores import SCORE, check_labels, labels_of, padding_problem
