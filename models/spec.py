@@ -206,8 +206,12 @@ class ModelSpec:
     @property
     def plain(self) -> ModelSpec:
         """The model without adapters, layers ahead and eyes."""
-        family = self.family.sees.blind if self.family.sees else self.family
-        return replace(self.base, family=replace(family, ahead=None), _shapes={})
+        return replace(self.blind.base, family=replace(self.blind.family, ahead=None), _shapes={})
+
+    @property
+    def blind(self) -> ModelSpec:
+        """The model without eyes, whose weights are then tensors of no layer."""
+        return replace(self, family=self.family.sees.blind, _shapes={}) if self.family.sees else self
 
     @property
     def base(self) -> ModelSpec:

@@ -99,7 +99,9 @@ class LanguageModel(Task):
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         self.side_files = {}
         if disk.owns_folder:
-            self.side_files = read_side_files(folder, spec.language or spec.base, reader.ends)
+            # An adapter's checkpoint has no layer's weights: the tower's lie in it as tensors of no layer.
+            stored = spec.blind if config.lora else spec
+            self.side_files = read_side_files(folder, spec.language or stored.base, reader.ends)
             if config.lora:
                 self.side_files |= adapter_file(spec, folder, digests_folder(config.cache_dir))
             if spec.labels or spec.language:
