@@ -58,11 +58,6 @@ class Lora:
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
-    @property
-    def by_whole_name(self) -> bool:
-        """Whether `targets` is a regular expression for whole names."""
-        return isinstance(self.targets, str) and self.targets != ALL_LINEAR
-
     def takes(self, path: str) -> bool:
         """Return whether `targets` names a module or a weight of experts, apart from `all-linear`."""
         if isinstance(self.targets, str):
@@ -95,8 +90,7 @@ class Trained:
             is_end: says of a module whether it is embedding or head, which get no adapters.
             path: gives the names in transformers' model of a module or a weight of the layer: two for the ends of a
                 tied model.
-            is_beside: says of a module whether it is a part beside the decoder, as a tower of images, whose modules
-                are adapted where a regular expression names them.
+            is_beside: says of a module whether it is a part beside the decoder, as a tower of images, which gets none.
         """
         if not (self.lora or self.freeze):
             return
@@ -104,7 +98,7 @@ class Trained:
             for name, part in list(module.named_modules()):
                 if is_end(name):
                     _check_end(part, self.lora, path(name))
-                elif self.lora.by_whole_name or not is_beside(name):
+                elif not is_beside(name):
                     _adapt(part, self.lora, path(name)[0])
         for name, weight in module.named_parameters():
             if not self._trains(name, path(name)):

@@ -1,11 +1,10 @@
 """Embedding, block and head: wrappers of transformers' modules, with what passes from stage to stage.
 
-A micro-batch is the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding takes
-`(input_ids [B, S], position_ids)` and, where it sees them, the tensors of images (`models.images`). Where n processes
-share rows, hidden states and input ids are those of S / n tokens.
-Mixture-of-experts models add a third tensor, their router's running sums (`models/router.py`). Position ids restart at
-0 with each document of a packed row, and a padding token at position p has -1 - p. Each stage makes masks and rotary
-angles of them, so that no S x S mask is sent from stage to stage.
+A micro-batch is the tuple `(hidden [B, S, H], position_ids [B, S] int64)`; the embedding takes `(input_ids [B, S],
+position_ids)` and, where it sees them, the tensors of images (`models.images`). Where n processes share rows, hidden
+states and input ids are those of S / n tokens. Mixture-of-experts models add a third tensor, their router's running
+sums (`models/router.py`). Position ids restart at 0 with each document of a packed row, and a padding token at position
+p has -1 - p. Each stage makes masks and rotary angles of them, so that no S x S mask is sent from stage to stage.
 """
 
 from __future__ import annotations

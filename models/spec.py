@@ -153,10 +153,9 @@ class ModelSpec:
         else:
             module = Block(self.family, self.config, layer - 1, positions)
         ends = layer in (0, self.n_blocks + 1)
-        inside = (f"{MODULE}.", f"{EYES}.")
         self.trained.prepare(
             module,
-            lambda name: ends and not name.startswith(inside),
+            lambda name: ends and not name.startswith((f"{MODULE}.", f"{EYES}.")),
             partial(self.paths, layer),
             lambda name: name.startswith(f"{EYES}."),
         )

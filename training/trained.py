@@ -21,7 +21,7 @@ from models.checkpoint.adapter import (
     labels_of_adapter,
     open_factors,
 )
-from models.checkpoint.adapter_settings import adapted_paths, peft_config, read_settings, with_adapter
+from models.checkpoint.adapter_settings import SAW, adapted_paths, peft_config, read_settings, with_adapter
 from models.checkpoint.digest import DIGEST, model_digest
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
@@ -165,7 +165,8 @@ def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
 def adapter_file(spec: ModelSpec, base: Path, notes: Path | None = None) -> dict[str, bytes]:
     """Make the file that names an adapter's settings and its base, for a checkpoint."""
     source = open_source(base, as_stored(spec, base))
-    settings = peft_config(spec, str(base.resolve())) | {DIGEST: model_digest(source, notes)}
+    settings = peft_config(spec.blind, str(base.resolve())) | {DIGEST: model_digest(source, notes)}
+    settings |= {SAW: True} if spec.family.sees else {}
     return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
 
 

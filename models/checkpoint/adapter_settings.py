@@ -26,6 +26,8 @@ SCORES, WORDS = "SEQ_CLS", "CAUSAL_LM"  # peft's task_type
 ANY = set("auto_mapping peft_version task_type inference_mode megatron_config megatron_core qalora_group_size".split())
 ANY |= {"eva_config", "loftq_config", "corda_config", "lora_ga_config"}
 ANY |= {"ensure_weight_tying", "base_checksum", DIGEST}  # compared with the weights themselves
+SAW = "saw_images"  # in a run's checkpoint, whether it was trained with images: peft then loads the whole model
+ANY |= {SAW}
 ANY |= {"fan_in_fan_out"}  # peft looks at the layer itself
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -12,14 +13,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models.api import adapted_spec, read_spec
-from models.checkpoint.adapter import PEFT_WEIGHTS, LayerFiles, peft_name, to_peft
-from models.checkpoint.adapter_settings import peft_config, trained_in_full
+from models.checkpoint.adapter import PEFT_PREFIX, PEFT_WEIGHTS, LayerFiles, peft_name, to_peft
+from models.checkpoint.adapter_settings import SAW, adapted_paths, peft_config, trained_in_full
 from models.checkpoint.digest import DIGEST
 from models.checkpoint.layout import ADAPTER, Manifest, side_files
 from models.checkpoint.side_files import copy_files
 from models.config_json import read_json, write_json
 from models.conversion.check_adapter import MERGE, dense_beside_experts
 from models.errors import CheckpointError
+from models.images.names import decoder_of
+from models.images.small import type_of
 from models.scores import LABELS
 from models.spec import ModelSpec
 
@@ -43,23 +46,46 @@ def write_adapter(folder: Path, target: Path) -> None:
         raise CheckpointError(f"{folder}: peft has no names for layers that predict ahead; expected --merge")
     _check_modules(folder, spec)
 
+    settings = read_json(folder / ADAPTER)
+    whole = decoder_of(type_of(spec.raw).from_dict(dict(spec.raw))) if settings.get(SAW) else ""
     factors, saved = LayerFiles(folder), dict[str, Tensor]()
     for layer in range(spec.n_layers):
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
-            saved[peft_name(spec, layer, name)] = to_peft(name, tensor).clone()
+            known = peft_name(spec, layer, name)
+            in_whole = known.replace(f"{PEFT_PREFIX}{spec.family.prefix}", f"{PEFT_PREFIX}{whole}", 1) if whole else known
+            saved[in_whole] = to_peft(name, tensor).clone()
 
-    settings = read_json(folder / ADAPTER)
     notes = {"format": "pt"} | {name: settings[name] for name in [DIGEST] if name in settings}
     if plain.labels:
         notes[LABELS] = json.dumps(plain.labels)
     (target / PEFT_WEIGHTS).write_bytes(save(saved, notes))  # an OSError on a full disk, which `save_file` has none of
 
     base, revision = _loadable(Path(settings["base_model_name_or_path"]))
-    write_json(target / ADAPTER, peft_config(spec, base) | {"revision": revision})
+    told = peft_config(spec, base) | {"revision": revision}
+    write_json(target / ADAPTER, told | (_targets_in_whole(spec, whole) if whole else {}))
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])
     if dense_beside_experts(spec):
         what = f"warning: peft reads this adapter in part; {MERGE} (convert_model.py check)"
         print(what, file=sys.stderr, flush=True)
+
+
+def _targets_in_whole(spec: ModelSpec, whole: str) -> dict[str, Any]:
+    """Name what is trained as in the model of images and text, in full: its tower has modules of the same last names.
+
+    Args:
+        whole: how names of the decoder begin there.
+    """
+
+    def named(paths: list[str]) -> list[str]:
+        begin = spec.family.prefix
+        return [whole + path.removeprefix(begin) if path.startswith(begin) else path for path in paths]
+
+    modules, weights = adapted_paths(spec)
+    return {
+        "target_modules": named(modules),
+        "target_parameters": named(weights) or None,
+        "modules_to_save": named(trained_in_full(spec)) or None,
+    }
 
 
 def _check_modules(folder: Path, spec: ModelSpec) -> None:

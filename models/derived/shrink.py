@@ -150,7 +150,8 @@ def shrunk_vision(vision: dict[str, Any], text_width: int, least: int = 0) -> di
         few_heads += 1
         narrow += width // heads
     small = {depth_name: few, heads_name: few_heads, width_name: narrow}
-    small |= {name: [block * few // depth for block in value] for name, value in listed.items()}
+    for name, blocks in listed.items():
+        small[name] = [block * few // depth for block in blocks]
     inner = narrow * (2 + (2 * narrow == text_width))
     small |= {name: inner for name in ("intermediate_size",) if name in vision}
     small |= {name: text_width for name in ("out_hidden_size",) if name in vision}

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from models.images.eyes import Sees
+from models.images.eyes import Eyes
 from models.images.seeing import frozen, seeing
+from models.images.sees import Sees
 
-__all__ = ["Sees", "frozen", "seeing"]
+__all__ = ["Eyes", "Sees", "frozen", "seeing"]

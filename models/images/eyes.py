@@ -19,7 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from models.attention.packed import Documents
 from models.derived.derive import FEW_WORDS, compute_buffers
-from models.family import Family, Rule
+from models.family import Rule
+from models.images.sees import Sees
 
 GRIDS = "image_grid_thw"  # how many patches images have along time, height and width, by transformers' name
 TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
@@ -41,32 +42,20 @@ def without_blocks(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 @dataclass(frozen=True)
-class Sees:
-    """The eyes of a model.
+class Eyes(Sees):
+    """The eyes of a model, by transformers' classes.
 
     Attributes:
-        inputs: the tensors of the model's image processor that `get_image_features` takes, in order.
-        image_token: the id whose places the features take.
-        axes: 3 for models with positions along three axes, else 0.
-        both_ways: whether the tokens of an image see each other both ways.
-        deep: of how many blocks the features of images are added behind, too.
         parts: children of transformers' base model that make features.
         projector: the modules of these that give them the text's width.
-        rules: how checkpoints name their weights: as transformers writes them, then as it has them in memory.
+        rules: how checkpoints name their weights: as published, as transformers writes them, as it has them in memory.
         config: of the whole model.
-        blind: the family without them.
     """
 
-    inputs: tuple[str, ...]
-    image_token: int
-    axes: int
-    both_ways: bool
-    deep: int
     parts: tuple[str, ...]
     projector: tuple[str, ...]
     rules: tuple[Rule, ...] = field(repr=False)
     config: PreTrainedConfig = field(repr=False, compare=False)
-    blind: Family = field(repr=False, compare=False)
     _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def build(self) -> Any:
@@ -82,12 +71,6 @@ class Sees:
         return MODEL_MAPPING[type(self.config)](without_blocks(self.config))
 
     def axes_of(self, input_ids: Tensor, images: Mapping[str, Tensor]) -> Tensor:
-        """Compute the positions of one document along three axes, [3, L], by transformers' `get_rope_index`.
-
-        Args:
-            input_ids: [L].
-            images: the tensors of its images, of which the grids alone are read.
-        """
         if "eyes" not in self._kept:
             with torch.device("meta"):
                 self._kept["eyes"] = self._whole()
@@ -99,12 +82,6 @@ class Sees:
         return positions[:, 0]
 
     def documents(self, input_ids: Tensor, documents: Documents, images: Sequence[Tensor]) -> Documents:
-        """Complete the documents of a micro-batch by what its images change.
-
-        Args:
-            input_ids: [B, S].
-            images: as the first layer takes them.
-        """
         begins = self.begins(input_ids, documents)
         together = None
         if self.both_ways:

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from models.attention.kernels import BOTH_WAYS
 from models.derived.outline import Underivable
 from models.images.embedding import SeeingEmbedding
-from models.images.eyes import Sees
+from models.images.eyes import Eyes
 from models.images.names import rules_of
 from models.images.traits import Traits
 from models.spec import ModelSpec
@@ -26,17 +26,17 @@ def with_eyes(spec: ModelSpec, config: PreTrainedConfig, traits: Traits) -> Mode
     """
     rules = rules_of(config, traits.parts)
     axes = AXES if hasattr(MODEL_MAPPING[type(config)], "get_rope_index") else 0
-    sees = Sees(
+    sees = Eyes(
         traits.inputs,
         int(config.image_token_id),
         axes,
         traits.both_ways,
         traits.deep,
+        spec.family,
         traits.parts,
         traits.projector,
         rules,
         config,
-        spec.family,
     )
     kernels = spec.family.attention
     if sees.both_ways and not (kernels := tuple(each for each in kernels if each in BOTH_WAYS)):

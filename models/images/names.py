@@ -49,6 +49,13 @@ def rules_of(config: PreTrainedConfig, parts: Iterable[str]) -> tuple[Rule, ...]
     return tuple(rules)
 
 
+def decoder_of(config: PreTrainedConfig) -> str:
+    """Find how names of the decoder begin in transformers' whole model, with a dot at the end."""
+    with torch.device("meta"):
+        whole = whole_class(config)(without_blocks(config))
+    return next(f"{name}." for name, module in whole.named_modules() if module is whole.get_decoder())
+
+
 def beginnings(disk: str, own: str) -> Pair:
     """Cut what two names end with alike, but for their first words, and put `*` in its place."""
     rest = own.split(".")[1:]

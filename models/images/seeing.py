@@ -17,6 +17,7 @@ from models.config_json import TEXT
 from models.derived import ABOUT_FILES, code, folder
 from models.errors import CheckpointError
 from models.family import EYES
+from models.images.eyes import Eyes
 from models.images.model import with_eyes
 from models.images.names import frozen_names
 from models.images.proof import ImageProof, prove
@@ -77,7 +78,7 @@ def frozen(spec: ModelSpec, train: Train) -> tuple[str, ...]:
             watching transformers' small model; deep features have theirs.
     """
     sees = spec.family.sees
-    assert sees is not None, "a model without eyes has nothing to freeze"
+    assert isinstance(sees, Eyes), "a model without eyes has nothing to freeze"
     if train == "all":
         return ()
     spared = sees.projector if train == "projector" else ()

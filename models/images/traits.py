@@ -40,7 +40,7 @@ def traits_of(whole: Any) -> Traits:
     inputs = inputs_of(base)
     images = dict(zip(inputs, pictures(whole.config, inputs), strict=True))
 
-    watched = Watched(base, int(whole.config.get_text_config().hidden_size))
+    watched = FeatureCalls(base, int(whole.config.get_text_config().hidden_size))
     found = watched.run(images)
     features = getattr(found, "pooler_output", None)
     if features is None:
@@ -58,7 +58,7 @@ def traits_of(whole: Any) -> Traits:
     )
 
 
-class Watched:
+class FeatureCalls:
     """The modules that one call of `get_image_features` goes through.
 
     Attributes:

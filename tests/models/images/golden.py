@@ -19,7 +19,7 @@ from models.api import read_spec
 from models.attention.packed import Documents
 from models.checkpoint.source import HuggingFaceSource
 from models.derived.proof import CPU, gradients_of
-from models.images import Sees, seeing
+from models.images import Eyes, seeing
 from models.loss.micro_batch import IGNORED
 
 FOLDERS = ["llava-tiny", "qwen2_5_vl-tiny", "qwen3_vl-tiny", "qwen3_5-tiny", "gemma3-tiny", "mistral3-tiny"]
@@ -38,8 +38,8 @@ class Golden:
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
 
     @property
-    def sees(self) -> Sees:
-        assert self.spec.family.sees
+    def sees(self) -> Eyes:
+        assert isinstance(self.spec.family.sees, Eyes)
         return self.spec.family.sees
 
     @cached_property

@@ -1,0 +1,48 @@
+"""What the rest of the program knows of a model's eyes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from models.attention.packed import Documents
+
+if TYPE_CHECKING:
+    from models.family import Family
+
+
+@dataclass(frozen=True)
+class Sees(ABC):
+    """What a model does with images (`models.images`).
+
+    Attributes:
+        inputs: the tensors of the model's image processor that its first layer takes, in order.
+        image_token: the id whose places the features take.
+        axes: 3 for models with positions along three axes, else 0.
+        both_ways: whether the tokens of an image see each other both ways.
+        deep: of how many blocks the features of images are added behind, too.
+        blind: the family without eyes.
+    """
+
+    inputs: tuple[str, ...]
+    image_token: int
+    axes: int
+    both_ways: bool
+    deep: int
+    blind: Family = field(repr=False, compare=False)
+
+    @abstractmethod
+    def build(self) -> Any:
+        """Build tower and projector, on torch's default device."""
+
+    @abstractmethod
+    def axes_of(self, input_ids: Tensor, images: Mapping[str, Tensor]) -> Tensor:
+        """Compute the positions of one document [L] along three axes, [3, L], of the grids of its `images`."""
+
+    @abstractmethod
+    def documents(self, input_ids: Tensor, documents: Documents, images: Sequence[Tensor]) -> Documents:
+        """Complete the documents of a micro-batch [B, S] by what its `images`, as the first layer gets them, change."""
