@@ -48,12 +48,14 @@ def write_adapter(folder: Path, target: Path) -> None:
 
     settings = read_json(folder / ADAPTER)
     whole = decoder_of(type_of(spec.raw).from_dict(dict(spec.raw))) if settings.get(SAW) else ""
+    begin = PEFT_PREFIX + spec.family.prefix
     factors, saved = LayerFiles(folder), dict[str, Tensor]()
     for layer in range(spec.n_layers):
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
             known = peft_name(spec, layer, name)
-            in_whole = known.replace(f"{PEFT_PREFIX}{spec.family.prefix}", f"{PEFT_PREFIX}{whole}", 1) if whole else known
-            saved[in_whole] = to_peft(name, tensor).clone()
+            if whole:
+                known = known.replace(begin, PEFT_PREFIX + whole, 1)
+            saved[known] = to_peft(name, tensor).clone()
 
     notes = {"format": "pt"} | {name: settings[name] for name in [DIGEST] if name in settings}
     if plain.labels:
