@@ -4,7 +4,7 @@ python examples/images/make.py [FOLDER]
 
 The records are in LLaVA's shape, beside a few of text alone. The model has a CLIP tower of four blocks for pictures of
 32 x 32 pixels, a language model of three, and a processor as published ones have it. It knows nothing, neither words
-nor shapes, so all that it says afterwards is what it learnt. Making it takes some seconds, and eleven megabytes.
+nor shapes, so all that it says afterwards is what it learnt. Making it takes some seconds, and twenty megabytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers import (
 )
 
 FOLDER = "runs/shapes"
-TRAINED, HELD_OUT = 1500, 150  # pictures; no two are the same
+TRAINED, HELD_OUT = 4000, 200  # pictures; no two are the same
 SIDE, PATCH = 32, 8  # pixels
 COLOURS = {
     "red": (214, 40, 40),
