@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,8 @@ def make_model(folder: Path, **text: int) -> None:
         vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     words = [*BLIND, "user\nassistant\n", *QUESTIONS]
-    for colour in COLOURS:
-        words += [answer.format(colour=colour, shape=shape) for answer in QUESTIONS.values() for shape in SHAPES]
+    for answer in QUESTIONS.values():
+        words += [answer.format(colour=colour, shape=shape) for colour, shape in product(COLOURS, SHAPES)]
     tokenizer.train_from_iterator(words, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
