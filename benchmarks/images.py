@@ -48,7 +48,8 @@ def measure(folder: Path) -> Report:
 
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "times/data" in line][UNTIMED:]
-    seconds, waited = (median(line[name] for line in steps) for name in ("seconds", "times/data"))
+    seconds = median(line["seconds"] for line in steps)
+    waited = median(line["times/data"] for line in steps)
     alone = seconds_for_pixels(folder / "model", records)
     return against_targets(
         f"images: a step of {BATCH} photos of {WIDTH} x {HEIGHT} pixels",

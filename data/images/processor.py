@@ -26,7 +26,10 @@ def load_processor(folder: Path) -> Any:
     """
     try:
         kind = _class_of(_class_name(folder))
-        return kind.from_pretrained(str(folder), backend="pil", local_files_only=True, trust_remote_code=False)
+        made = kind.from_pretrained(str(folder), backend="pil", local_files_only=True, trust_remote_code=False)
+        if made.image_processor.backend != "pil":  # transformers takes another where it has none
+            raise ValueError(f"transformers has {type(made.image_processor).__name__} for torchvision alone")
+        return made
     except DataError:
         raise
     except Exception as error:  # transformers raises many kinds here

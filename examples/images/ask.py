@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,17 @@ def main() -> None:
     records = json.loads((folder / "held_out.json").read_text(encoding="utf-8"))
     processor = AutoProcessor.from_pretrained(model_folder, backend="pil")
     model = AutoModelForImageTextToText.from_pretrained(model_folder).eval()
-    right = {False: 0, True: 0}
-    asked = {False: 0, True: 0}
+    right: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
     for number, record in enumerate(records):
         said = answer(processor, model, folder, record)
         wanted = record["conversations"][1]["value"]
-        seeing = "images" in record
-        asked[seeing] += 1
-        right[seeing] += said == wanted
+        kind = "with" if "images" in record else "without"
+        asked[kind] += 1
+        right[kind] += said == wanted
         if number < SHOWN:
             print(f"{record['conversations'][0]['value'].strip()!r}: {said!r} ({wanted!r} is right)")
-    print(f"right: {right[True]} of {asked[True]} with a picture, {right[False]} of {asked[False]} without")
+    print("right: " + ", ".join(f"{right[kind]} of {count} {kind} a picture" for kind, count in asked.items()))
 
 
 def answer(processor: Any, model: Any, folder: Path, record: dict[str, Any]) -> str:

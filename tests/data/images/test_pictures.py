@@ -241,6 +241,20 @@ def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path, files: dict[
 
 
 @needs_golden
+def test_a_processor_that_transformers_has_for_torchvision_alone_is_refused(tmp_path: Path) -> None:
+    for path in golden.folder("llava").glob("*.json*"):
+        shutil.copy(path, tmp_path)
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    kind = {"image_processor_type": "Llama4ImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | kind))
+    with pytest.raises(DataError) as error:
+        Pictures(tmp_path)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"{tmp_path}: no usable processor of images: ")
+    assert "torchvision alone" in line or "Could not load any image processor class" in line  # where there is none
+
+
+@needs_golden
 def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
     for path in golden.folder("llava").glob("*.json*"):
         shutil.copy(path, tmp_path)
