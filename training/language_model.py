@@ -32,7 +32,7 @@ from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.option import options_of
 from training.preflight import check_model
-from training.topology import Division
+from training.topology import Division, even_parts
 from training.trained import (
     adapter_file,
     check_same_base,
@@ -227,14 +227,6 @@ def split_as_configured(config: TrainConfig, spec: ModelSpec, in_stages: bool) -
         report.append(f"gradient checkpointing: auto, all blocks, as {why}")
     topology = config.topology(parts if in_stages else [])
     return Division(topology, config.recomputed(spec.n_blocks), tuple(report))
-
-
-def even_parts(layers: int, chunks: int, first: int) -> list[int]:
-    """Divide layers evenly; the first chunk has at least `first`."""
-    size, rest = divmod(layers, chunks)
-    if size + (rest > 0) >= first:
-        return [size + (chunk < rest) for chunk in range(chunks)]
-    return [first, *even_parts(layers - first, chunks - 1, 1)]
 
 
 def usual_kernels(config: TrainConfig, spec: ModelSpec) -> list[str]:

@@ -82,3 +82,11 @@ class Division:
 def layer_ranges(parts: Sequence[int]) -> list[tuple[int, int]]:
     """Return the layers of each part, begin and end, from their numbers."""
     return list(pairwise([0, *accumulate(parts)]))
+
+
+def even_parts(layers: int, chunks: int, first: int) -> list[int]:
+    """Divide layers evenly; the first chunk has at least `first`."""
+    size, rest = divmod(layers, chunks)
+    if size + (rest > 0) >= first:
+        return [size + (chunk < rest) for chunk in range(chunks)]
+    return [first, *even_parts(layers - first, chunks - 1, 1)]

@@ -24,7 +24,7 @@ from data.records.raw_records import RawRecord
 from data.records.reading import origin, parse
 from data.records.record import Record, type_of
 from data.tokenized.columns import Encoded, Tallies, Tally, check_images, fit, has_empty_answer, pack_samples
-from data.tokenized.eyes import Eyes
+from data.tokenized.image_reader import ImageReader
 from data.tokenized.recipe import Recipe
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
 from data.tokenized.tokenizer import load_tokenizer
@@ -82,7 +82,7 @@ class Encoder:
 
     def __init__(self, recipe: Recipe, keep: Path) -> None:
         self._recipe, self._prompts = recipe, recipe.prompts
-        self._eyes = Eyes(recipe, keep)
+        self._images = ImageReader(recipe, keep)
         self._scored = recipe.preference is not None and recipe.preference.scored
         if recipe.preference is not None:
             if recipe.preference.kind == "classes":
@@ -102,7 +102,7 @@ class Encoder:
         # All documents of the chunk at once, as the tokenizer is fastest so.
         encoded = []
         documents = chain.from_iterable(judged.documents for *_, judged in parsed)
-        tokenized = iter(encode_many(list(documents), self._tokenizer, self._prompts, self._eyes.pictures))
+        tokenized = iter(encode_many(list(documents), self._tokenizer, self._prompts, self._images.pictures))
         for file, raw, judged in parsed:
             whole = [next(tokenized) for _ in judged.documents]
             try:
@@ -123,10 +123,10 @@ class Encoder:
             raw = RawRecord(*fields)
             try:
                 path, format_name, columns = recipe.files[file]
-                converted = parse(raw, format_name, columns, recipe.preference, self._eyes.looking_from(path))
+                converted = parse(raw, format_name, columns, recipe.preference, self._images.looking_from(path))
             except DataError as error:
-                if self._eyes.blind is not None:
-                    raise DataError(self._complaint(file, raw, self._eyes.blind)) from None
+                if self._images.blind is not None:
+                    raise DataError(self._complaint(file, raw, self._images.blind)) from None
                 answer.bad.append(self._complaint(file, raw, error))
             else:
                 alone = (Judged(type_of(record), (record,)) for record in converted.records)
@@ -145,7 +145,7 @@ class Encoder:
         kind, records, value = judged
         tokens = fit(records, list(map(_good, whole)), recipe.max_seq_len, recipe.truncate, self._tokens)
         for document in tokens:
-            self._eyes.check(document)
+            self._images.check(document)
 
         # The raw bytes are searched first, in a fraction of the time; a row of a table has none.
         control = self._control_words.possible(raw.value) and any(map(self._control_words.found, records))
@@ -175,7 +175,7 @@ class Encoder:
         return f"{origin(self._recipe.files[file].path, raw.number)}: {error}"
 
     def _tokens(self, record: Record) -> Tokens:
-        return encode_tokens(record, self._tokenizer, self._prompts, self._eyes.pictures)
+        return encode_tokens(record, self._tokenizer, self._prompts, self._images.pictures)
 
 
 def _add_notes(answer: EncodedChunk, encoded: Sequence[Encoded]) -> None:

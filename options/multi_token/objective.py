@@ -29,6 +29,7 @@ class MultiToken(FineTuning):
 
     printed = {"mtp": "mtp_loss"}
     looks_ahead = True
+    sees = False
     by_token = False  # its targets lie behind the next chunk's beginning
 
     def __init__(self, config: TrainConfig, section: DraftSection) -> None:

@@ -85,6 +85,7 @@ def _calibrate(
     kinds: Collection[int],
 ) -> Calibration:
     torch.manual_seed(config.seed)
+    spec = spec.blind  # random ids are no images
     as_timed = {"compile": False, "use_flash_attn": False, "fp8": FP8(), "schedule": "1f1b", KEY: None}
     # Whole layers, on the tokens of a rank: with fewer heads or columns estimates are as wrong as with all.
     plain, workload = config.model_copy(update=as_timed | {"model_topo": ModelTopo()}), rank_rows(config, workload)

@@ -48,6 +48,8 @@ class ChunkKeys(TrainConfig):
         super().check_model(spec)
         if self.row_chunk and not spec.family.chunks_rows:
             reason = f"in {spec.family.name} tokens meet in a way that no chunk can hand on"
+            if spec.family.sees:
+                reason = "the records have images, which lie in whole rows"
             raise ConfigError(f"{KEY}: {reason}; expected no {KEY}")
 
     def check_entry_point(self, in_stages: bool) -> None:

@@ -19,7 +19,7 @@ from data.tokenized.tokenize import Tokens
 TOKEN_KEYS = ("image_token_id", "image_token_index")  # in config.json
 
 
-class Eyes:
+class ImageReader:
     """Look at images as a recipe's model does.
 
     Args:
