@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class Distillation(FineTuning):
     """Learn what the teacher says of each trained token, and the token itself."""
 
+    sees = False
+
     def __init__(self, config: TrainConfig, section: DistillationSection) -> None:
         super().__init__(config)
         self.section = section

@@ -65,7 +65,7 @@ def test_contradictions_of_its_keys() -> None:
     for keys, message in (
         ({"vision": {"min_pixels": 9, "max_pixels": 4}}, "min_pixels: 9 is above max_pixels: 4"),
         ({"vision": {"train": "all"}, "lora": {"r": 4}}, "lora trains adapters of the language model"),
-        ({"vision": {"train": "tower"}}, "train: expected"),
+        ({"vision": {"train": "tower"}}, "'nothing', 'projector' or 'all'"),
     ):
         with pytest.raises(ValueError, match=message):
             config(**keys)
