@@ -21,12 +21,14 @@ import torch
 from lion_pytorch import Lion
 from torch import Tensor, nn
 
+from data.images.pictures import Pictures
 from data.loader import GlobalBatch
 from data.sample_set import InMemory, Sample, documents
 from models.adapters import base_of, is_transposed, merged
 from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
+from models.images.eyes import EYES
 from models.quantized_base import round_to_nf4
 from models.router import router_loss, top_k
 from training.config.deepspeed_config import router_loss_weight, training_dtype
@@ -34,6 +36,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import build_loader, training_loader
 from training.errors import ConfigError
 from training.objective import NOTHING_ALONG, Along, Parts
+from training.option import model_for
 from training.trained import initial_states, with_trained
 
 
@@ -45,6 +48,7 @@ class Step:
         gradients, before, weights: `<layer>.<name>` -> gradient, weight before and after the update; a tied model has
             only those of the embedding.
         noted: further means over the samples, as metrics name them (`Formula.noted`).
+        unseeing: weights of the tower that took no part, as none of the step's images goes through them.
     """
 
     loss: float
@@ -53,6 +57,7 @@ class Step:
     before: dict[str, Tensor]
     weights: dict[str, Tensor]
     noted: dict[str, float]
+    unseeing: set[str]
 
 
 class Reference:
@@ -65,6 +70,8 @@ class Reference:
     def __init__(self, config: TrainConfig, samples: Sequence[Sample], evaluated: Sequence[Sample] = ()) -> None:
         folder, dtype, cpu = Path(config.model_path), training_dtype(config), torch.device("cpu")
         spec = with_trained(read_spec(folder), config)
+        spec = model_for(config, spec, [InMemory(samples), InMemory(evaluated)])
+        self._pictures = Pictures(folder, *config.pixels) if spec.family.sees else None
         spec.config._experts_implementation = "eager"
         self._config, self._samples, self._evaluated = config, samples, evaluated
         self._formula = config.objective.formula()
@@ -86,6 +93,7 @@ class Reference:
         self._model, self._lora = model.float(), spec.trained.lora
         own = _named(self._model.named_parameters())
         self._weights = {name: own.get(name, value.clone()).requires_grad_() for name, value in trained.items()}
+        self._tower = [name for name in self._weights if name.startswith(f"0.{EYES}.")]
         self._adapted = [self._take_out(name) for name in self._weights if name.endswith("lora_A")]
         self._masters = {name: value.clone().requires_grad_() for name, value in trained.items()}
         self._optimizer = own_optimizer(config, self._masters, spec.tied_names)
@@ -102,6 +110,7 @@ class Reference:
         self._round()
         loss, noted, along = self._loss(self._loader.batch(number - 1), self._samples, self._begin[0])
         own = _gradients(loss, self._weights)
+        unseeing = _unreached(loss, {name: self._weights[name] for name in self._tower})
         if self._formula.along_as:
             learning = {name: weight for name, weight in self._weights.items() if self._formula.learns_along(name)}
             more = _gradients(self._formula.along_weight * along.mean, learning)
@@ -122,7 +131,7 @@ class Reference:
         means = dict(zip(self._formula.noted, noted.tolist(), strict=True))
         if self._formula.along_as:
             means[self._formula.along_as] = along.mean.item()
-        return Step(loss.item(), norm.item(), own, before, after, means)
+        return Step(loss.item(), norm.item(), own, before, after, means, unseeing)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -135,11 +144,20 @@ class Reference:
         return self._loss(everything, self._evaluated, self._begin[1], auxiliary=False)[0].item()
 
     @torch.no_grad()
-    def logits(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the ids of each document that is evaluated, and what an export has to find of its logits [S, V]."""
+    def logits(self) -> Iterator[tuple[Sample, Tensor]]:
+        """Yield each document that is evaluated, and what an export has to find of its logits [S, V]."""
         for sample in self._evaluated:
             for document in documents(sample):
-                yield document["input_ids"], self._formula.compared_logits(self._document(document)[0])
+                yield document, self._formula.compared_logits(self._document(document)[0])
+
+    def images(self, document: Sample) -> dict[str, Tensor]:
+        """Decode a document's images, and name the tensors that the model takes of them."""
+        images, sees = document.get("images"), self._model.spec.family.sees
+        if not images:
+            return {}
+        assert self._pictures is not None and sees is not None, "images, and a model without eyes"
+        tensors = self._pictures.tensors(images)
+        return {name: tensors[name] for name in sees.inputs}
 
     def _loss(
         self, batch: GlobalBatch, samples: Sequence[Sample], begin: Tensor, auxiliary: bool = True
@@ -173,7 +191,8 @@ class Reference:
 
         These are of the router, and of what is learnt along.
         """
-        hidden, _, *routed = self._model.activations(torch.tensor([document["input_ids"]]))
+        images = [*self.images(document).values()]
+        hidden, _, *routed = self._model.activations(torch.tensor([document["input_ids"]]), images=images)
         logits = self._model.head.project(self._model.head.norm(hidden))[0]
         along = self._formula.along(self._model, document, hidden)
         return logits, torch.tensor(document["labels"][1:]), sum(routed, torch.zeros(())), along
@@ -208,6 +227,14 @@ def _gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
         return {name: torch.zeros_like(weight) for name, weight in weights.items()}
     found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, materialize_grads=True)
     return dict(zip(weights, found, strict=True))
+
+
+def _unreached(loss: Tensor, weights: Mapping[str, Tensor]) -> set[str]:
+    """Name the weights without which a loss was computed."""
+    if not (weights and loss.requires_grad):
+        return {*weights}
+    found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, allow_unused=True)
+    return {name for name, gradient in zip(weights, found, strict=True) if gradient is None}
 
 
 def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
