@@ -21,6 +21,7 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
   simulation makes of the times of all turns; "own" is the memory that a process shares with nobody, after a step.
 - `chunks`: two stages with two rows of 4,096 tokens a step, whole and in eight chunks each: "worked" is a process's
   time in passes, "simulated" the step that the schedule makes of the mean times of its passes.
+- `images`: how long a step waits for pixels (`benchmarks.images`).
 - `wide`: two processes that share each row (`sequence: 2`) or each layer (a `model` axis) of 8,192 tokens.
 - `zero3`, `packed`, `full`: two stages of one thread against ZeRO-3 in two processes, and against transformers' Trainer
   in one process with both cores. `packed` trains on maths problems and tool dialogues (`benchmarks.tokenizing`), which
@@ -39,7 +40,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks import peers
+from benchmarks import images, peers
 from benchmarks.memory import LORA, MODEL, NF4
 from benchmarks.report import Report, run_parts, table_of
 from benchmarks.tokenizing import RECORDS, make_tokenizer
@@ -381,5 +382,5 @@ def samples_of(case: Case, config: RunConfig) -> SampleSet:
 
 
 if __name__ == "__main__":
-    parts = {name: partial(measure, name) for name in CASES} | {"peers": peers.measure_all}
+    parts = {name: partial(measure, name) for name in CASES} | {"peers": peers.measure_all, "images": images.measure}
     run_parts("Speed of a pipeline on a CPU.", parts, {"train": train_way})

@@ -58,6 +58,11 @@ class Lora:
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
+    @property
+    def by_whole_name(self) -> bool:
+        """Whether `targets` is a regular expression for whole names."""
+        return isinstance(self.targets, str) and self.targets != ALL_LINEAR
+
     def takes(self, path: str) -> bool:
         """Return whether `targets` names a module or a weight of experts, apart from `all-linear`."""
         if isinstance(self.targets, str):
@@ -77,13 +82,21 @@ class Trained:
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
 
-    def prepare(self, module: nn.Module, is_end: Callable[[str], bool], path: Callable[[str], list[str]]) -> None:
+    def prepare(
+        self,
+        module: nn.Module,
+        is_end: Callable[[str], bool],
+        path: Callable[[str], list[str]],
+        is_beside: Callable[[str], bool],
+    ) -> None:
         """Add adapters to a layer, and take all else that is not trained out of the backward pass.
 
         Args:
             is_end: says of a module whether it is embedding or head, which get no adapters.
             path: gives the names in transformers' model of a module or a weight of the layer: two for the ends of a
                 tied model.
+            is_beside: says of a module whether it is a part beside the decoder, as a tower of images, whose modules
+                are adapted where a regular expression names them.
         """
         if not (self.lora or self.freeze):
             return
@@ -91,7 +104,7 @@ class Trained:
             for name, part in list(module.named_modules()):
                 if is_end(name):
                     _check_end(part, self.lora, path(name))
-                else:
+                elif self.lora.by_whole_name or not is_beside(name):
                     _adapt(part, self.lora, path(name)[0])
         for name, weight in module.named_parameters():
             if not self._trains(name, path(name)):

@@ -32,7 +32,8 @@ from models.config_json import count_ahead, model_fields, read_json, reason_of
 from models.derived import proven
 from models.derived.outline import Underivable
 from models.errors import CheckpointError
-from models.images.seeing import eyes_in_layers, seeing
+from models.images.layer_files import eyes_in_layers
+from models.images.seeing import seeing
 from models.parallel.groups import RankGroup
 from models.parallel.tensor import TensorShare, obstacle
 from models.router import experts_implementation

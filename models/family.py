@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Names inside of the first and the last layer; one weight where config.json says `tie_word_embeddings`.
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embed_tokens.weight", "lm_head.weight"
+EYES = "eyes"  # the place of a tower of images in the first layer
 
 
 @dataclass(frozen=True)

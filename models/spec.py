@@ -22,7 +22,7 @@ from models.attention.kernels import DROPOUT, WITHOUT_DROPOUT
 from models.attention.positions import Positions
 from models.attention.rope import DYNAMIC, YARN
 from models.errors import CheckpointError
-from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT, Family
+from models.family import EMBEDDING_WEIGHT, EYES, HEAD_WEIGHT, Family
 from models.layers import Block, Embedding, Head
 from models.parallel.groups import NO_GROUPS, RankGroups
 from models.quantized_base import quantizable
@@ -153,8 +153,12 @@ class ModelSpec:
         else:
             module = Block(self.family, self.config, layer - 1, positions)
         ends = layer in (0, self.n_blocks + 1)
+        inside = (f"{MODULE}.", f"{EYES}.")
         self.trained.prepare(
-            module, lambda name: ends and not name.startswith(f"{MODULE}."), partial(self.paths, layer)
+            module,
+            lambda name: ends and not name.startswith(inside),
+            partial(self.paths, layer),
+            lambda name: name.startswith(f"{EYES}."),
         )
         return module
 
@@ -201,8 +205,9 @@ class ModelSpec:
 
     @property
     def plain(self) -> ModelSpec:
-        """The model without adapters and layers ahead."""
-        return replace(self.base, family=replace(self.family, ahead=None), _shapes={})
+        """The model without adapters, layers ahead and eyes."""
+        family = self.family.sees.blind if self.family.sees else self.family
+        return replace(self.base, family=replace(family, ahead=None), _shapes={})
 
     @property
     def base(self) -> ModelSpec:

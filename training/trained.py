@@ -29,6 +29,7 @@ from models.checkpoint.source import first_few, open_source
 from models.config_json import QUANTIZATION, model_fields, read_json
 from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
+from models.images.layer_files import eyes_in_layers
 from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import FP8, NF4, PACKAGE
 from models.scores import SCORE, check_labels, labels_of, padding_problem
@@ -158,7 +159,7 @@ def is_own_checkpoint(spec: ModelSpec, folder: Path) -> bool:
 def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     """Return a base as its folder has it, by which an adapter knows it again."""
     plain = spec.language or spec.plain
-    return spec.base if ahead_in_layers(folder, plain) else plain
+    return spec.base if ahead_in_layers(folder, plain) or eyes_in_layers(folder) else plain
 
 
 def adapter_file(spec: ModelSpec, base: Path, notes: Path | None = None) -> dict[str, bytes]:

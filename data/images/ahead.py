@@ -30,7 +30,7 @@ from data.images.image import Image
 from data.images.messages import receive, send
 
 ROOT = Path(__file__).parents[__name__.count(".")]  # where imports begin
-MOST, SHARE = 4, 4  # processes at most, and cores for one: others train
+MOST, SHARE = 8, 8  # processes at most, and cores for one: others train
 PATIENCE = 5.0  # seconds for a process to end whose socket has
 DEAF_TO = ALL  # signals that go to whole groups of processes: the step they interrupt needs its images, to be saved
 # An image is one thread's work, and is not done on a GPU.

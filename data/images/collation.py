@@ -162,7 +162,10 @@ class SeeingCollation(Collation):
 
 def _shapes(images: Sequence[Image]) -> dict[str, Tensor]:
     """Join what the processor gives of images beside their pixels."""
-    return {name: torch.cat([torch.tensor(image.shape[name]) for image in images]) for name in images[0].shape}
+    joined = {}
+    for name in images[0].shape:
+        joined[name] = torch.cat([torch.tensor(image.shape[name]) for image in images])
+    return joined
 
 
 def _following(loader: Loader, batch: GlobalBatch) -> GlobalBatch | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,7 +126,7 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = 
     """
     text = Text()
     begin, end = MARKS if marked else ("", "")
-    whole = _with_turn_ends(pieces(sample, tokenizer))
+    whole = _with_turn_ends(folded(pieces(sample, tokenizer)))
     if middle := whole[MAX_TOKENS:-MAX_TOKENS]:
         count = sum(len(piece.ids) for piece in middle)
         whole[MAX_TOKENS:-MAX_TOKENS] = [Piece(f"\n[... {count:,} tokens are not shown ...]\n", (), False, False)]
@@ -134,6 +134,18 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marked: bool = 
         words = safe_text("".join(piece.text for piece in run))
         text.append(f"{begin}{words}{end}" if supervised else words, style=SUPERVISED_STYLE if supervised else "")
     return text
+
+
+def folded(whole: Sequence[Piece]) -> list[Piece]:
+    """Show a control token that repeats, as that of an image does by the hundred, once with its count."""
+    shown: list[Piece] = []
+    for _, run in groupby(whole, key=lambda piece: (piece.special, piece.supervised, piece.text)):
+        same = list(run)
+        if same[0].special and len(same) > 2:
+            ids = tuple(chain.from_iterable(piece.ids for piece in same))
+            same = [same[0]._replace(text=f"{same[0].text} x {len(same)} ", ids=ids)]
+        shown += same
+    return shown
 
 
 def _with_turn_ends(whole: Sequence[Piece]) -> list[Piece]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from common.terminal import reason_of
 from data.errors import DataError
 from data.images.opening import pixels_of, read_file
-from data.inspection.inspect import Piece, pieces, summary
+from data.inspection.inspect import Piece, folded, pieces, summary
 from data.sample_set import Sample
 
 WIDTH, THUMBNAIL, MARGIN, SIZE, LINE = 1200, 240, 20, 15, 21  # pixels
@@ -60,16 +60,6 @@ def draw_sheet(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, pa
     return len(strips)
 
 
-def folded(whole: Sequence[Piece]) -> Iterator[Piece]:
-    """Show control tokens that repeat, as those of an image do by the hundred, once with their count."""
-    for first, run in groupby(whole, key=lambda piece: piece._replace(ids=()) if piece.special else piece):
-        same = list(run)
-        if len(same) > 2 and first.special:
-            yield first._replace(text=f"{first.text} x {len(same)} ")
-        else:
-            yield from same
-
-
 def _strip(
     heading: str, sample: Sample, tokenizer: PreTrainedTokenizerBase, font: ImageFont.FreeTypeFont
 ) -> PIL.Image.Image:
@@ -77,7 +67,7 @@ def _strip(
     thumbnails = [pixels_of(read_file(Path(image.path)), image.path) for image in sample["images"]]
     for thumbnail in thumbnails:
         thumbnail.thumbnail((THUMBNAIL, THUMBNAIL))
-    words = list(_words(list(folded(pieces(sample, tokenizer))), font))
+    words = list(_words(folded(pieces(sample, tokenizer)), font))
     below = max((word.y for word in words), default=0) + LINE
     height = max(below, sum(thumbnail.height + MARGIN for thumbnail in thumbnails)) + 2 * MARGIN + LINE
     strip = PIL.Image.new("RGB", (WIDTH, height), PAPER)

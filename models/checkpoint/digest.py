@@ -44,7 +44,8 @@ def model_digest(source: Source, notes: Path | None = None) -> str:
     """
     of_weights = partial(_digest_weights, source)
     if notes:
-        digests = Digests(notes, f"weights {SCHEME} {source.spec.labels} {source.spec.is_part}")
+        eyes = " with eyes" if source.spec.family.sees else ""
+        digests = Digests(notes, f"weights {SCHEME} {source.spec.labels} {source.spec.is_part}{eyes}")
         files = sorted(path for path in source.folder.iterdir() if path.suffix in FILES and path.is_file())
         weights = digests.known(files) or digests.take(files, of_weights)
     else:

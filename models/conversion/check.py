@@ -79,7 +79,7 @@ def write_compat(folder: Path) -> None:
     """Rewrite config.json and tokenizer_config.json of a HuggingFace folder in place."""
     spec = read_spec(folder)
     config = _older_fields(spec, spec.raw) | spec.raw
-    if spec.is_part:  # the decoder of a model of images and text
+    if spec.is_part and TEXT in spec.raw:  # the decoder of a model of images and text
         config |= {TEXT: _older_fields(spec, spec.raw[TEXT]) | spec.raw[TEXT]}
     rewritten = {folder / "config.json": config}
     tokenizer = folder / "tokenizer_config.json"

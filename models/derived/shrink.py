@@ -128,10 +128,13 @@ def shrunk_fields(config: PreTrainedConfig, raw: dict[str, Any], n_blocks: int) 
     return {name: _small_value(name, value, sizes[WORDS], few_head / head) for name, value in raw.items()}
 
 
-def shrunk_vision(vision: dict[str, Any], text_width: int) -> dict[str, Any]:
+def shrunk_vision(vision: dict[str, Any], text_width: int, least: int = 0) -> dict[str, Any]:
     """Shrink the fields of a tower: fewer blocks and heads, no wider, images of few patches.
 
-    Blocks that are named by number, as those whose features are used, stay as many as they were.
+    Blocks that are named by number, as those with windows or whose features are used, stay as many as they were.
+
+    Args:
+        least: blocks that there have to be.
     """
     found = [list(filter(vision.__contains__, names)) for names in (VISION_DEPTH, VISION_HEADS, VISION_WIDTH)]
     if not all(found):
@@ -140,7 +143,7 @@ def shrunk_vision(vision: dict[str, Any], text_width: int) -> dict[str, Any]:
     depth_name, heads_name, width_name = (names[0] for names in found)
     depth, heads, width = vision[depth_name], vision[heads_name], vision[width_name]
     listed = {name: value for name, value in vision.items() if name.endswith("_indexes") and value}
-    few = min(depth, max([VISION_BLOCKS, *(len(value) + 1 for value in listed.values())]))
+    few = min(depth, max([VISION_BLOCKS, least, *(len(value) + 1 for value in listed.values())]))
     few_heads = min(heads, 2)
     narrow = width // heads * few_heads
     if narrow == text_width:  # what makes one width of the other could not be seen

@@ -19,11 +19,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from models.attention.packed import Documents
 from models.derived.derive import FEW_WORDS, compute_buffers
-from models.family import Rule
+from models.family import Family, Rule
 
 GRIDS = "image_grid_thw"  # how many patches images have along time, height and width, by transformers' name
 TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
-EYES = "eyes"  # their place in the first layer
 
 
 def whole_class(config: PreTrainedConfig) -> Any:
@@ -55,6 +54,7 @@ class Sees:
         projector: the modules of these that give them the text's width.
         rules: how checkpoints name their weights: as transformers writes them, then as it has them in memory.
         config: of the whole model.
+        blind: the family without them.
     """
 
     inputs: tuple[str, ...]
@@ -66,6 +66,7 @@ class Sees:
     projector: tuple[str, ...]
     rules: tuple[Rule, ...] = field(repr=False)
     config: PreTrainedConfig = field(repr=False, compare=False)
+    blind: Family = field(repr=False, compare=False)
     _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def build(self) -> Any:

@@ -36,6 +36,7 @@ def with_eyes(spec: ModelSpec, config: PreTrainedConfig, traits: Traits) -> Mode
         traits.projector,
         rules,
         config,
+        spec.family,
     )
     kernels = spec.family.attention
     if sees.both_ways and not (kernels := tuple(each for each in kernels if each in BOTH_WAYS)):

@@ -15,8 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from models.derived.outline import Underivable
-from models.family import Rule
-from models.images.eyes import EYES, whole_class, without_blocks
+from models.family import EYES, Rule
+from models.images.eyes import whole_class, without_blocks
 
 Pair = tuple[str, str]  # how names on disk begin, and in the base model
 

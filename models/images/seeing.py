@@ -7,19 +7,16 @@ import json
 import logging
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import torch
 import transformers
 
 from common.whole_files import kept, replace_checked
-from models.checkpoint.layout import layer_file
-from models.checkpoint.tensor_files import MappedFile
 from models.config_json import TEXT
 from models.derived import ABOUT_FILES, code, folder
 from models.errors import CheckpointError
-from models.images.eyes import EYES
+from models.family import EYES
 from models.images.model import with_eyes
 from models.images.names import frozen_names
 from models.images.proof import ImageProof, prove
@@ -70,12 +67,6 @@ def _proof_of(spec: ModelSpec) -> ImageProof:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_checked(path, found.model_dump_json(indent=1))
     return found
-
-
-def eyes_in_layers(folder: Path) -> bool:
-    """Return whether a pipeline folder's first layer has a tower, as a run with images wrote it."""
-    path = folder / layer_file(0)
-    return path.is_file() and any(name.startswith(f"{EYES}.") for name in MappedFile(path))
 
 
 def frozen(spec: ModelSpec, train: Train) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from models.images.eyes import GRIDS, TYPES, whole_class
 PIXELS, SIZES = "pixel_values", "image_sizes"
 KNOWN = (PIXELS, SIZES, GRIDS)
 VISION = "vision_config"
+FEATURES = ("vision_feature_layer", "vision_feature_layers")
 POOLED = "mm_tokens_per_image"  # Gemma's
 TOKEN_TYPES = (TYPES, "token_type_ids")  # what models call 1 for image tokens and 0 for text
 SIDES = ((2, 5), (3, 2))  # of two images, in features
@@ -52,8 +54,10 @@ def small_fields(
     config = type_of(raw).from_dict(dict(raw))
     small_text = shrunk_fields(text, fields, n_blocks)
     width = type(text).from_dict(small_text).hidden_size
+    # Blocks whose hidden states are the features, counted from either end.
+    used = chain.from_iterable(_listed(getattr(config, name, None)) for name in FEATURES)
     own = config.vision_config.to_dict()
-    small = config.to_dict() | {TEXT: small_text, VISION: shrunk_vision(own, width)}
+    small = config.to_dict() | {TEXT: small_text, VISION: shrunk_vision(own, width, max(map(abs, used)))}
     if same_pictures:
         small[VISION] |= {name: own[name] for name in ("image_size",) if name in own}
     elif POOLED in small:
@@ -64,6 +68,10 @@ def small_fields(
     tokens = [name for name, value in small.items() if _is_token(name) and isinstance(value, int)]
     small = {name: value for name, value in small.items() if not _is_token(name)}
     return small | {name: last - place for place, name in enumerate(tokens)}
+
+
+def _listed(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [value or 0]
 
 
 def type_of(raw: Mapping[str, Any]) -> Any:

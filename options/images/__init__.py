@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from options.images.keys import KEY, VisionKeys
+from options.images.keys import VisionKeys
 from training.option import Option
 
 if TYPE_CHECKING:

@@ -37,4 +37,5 @@ def seeing_collation(config: VisionKeys, task: LanguageModel, collation: Collati
     assert sees is not None
     settings = PictureSettings(task.model_folder, *config.pixels)
     axes = sees.axes_of if sees.axes else None
-    return SeeingCollation(collation, settings, sees.inputs, axes, sees.both_ways)
+    both_ways = sees.image_token if sees.both_ways else None
+    return SeeingCollation(collation, settings, sees.inputs, axes, both_ways)

@@ -31,4 +31,5 @@ class TellImages(Callback):
         tokens = self._model.dataset.image_tokens
         seeing = int((tokens > 0).sum())
         share = f"in {counted(seeing, 'sample')} of {len(tokens):,}"
-        log.print(f"images: {share}, {int(tokens.sum()):,} tokens, seen by the model's own tower, {TRAINED[config.vision.train]}")
+        trained = TRAINED[config.vision.train]
+        log.print(f"images: {share}, {int(tokens.sum()):,} tokens, seen by the model's own tower, {trained}")

@@ -28,7 +28,7 @@ from models.adapters import base_of, is_transposed, merged
 from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
-from models.images.eyes import EYES
+from models.family import EYES
 from models.quantized_base import round_to_nf4
 from models.router import router_loss, top_k
 from training.config.deepspeed_config import router_loss_weight, training_dtype

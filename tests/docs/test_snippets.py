@@ -20,6 +20,7 @@ from data.settings import FORMAT_NAMES, Wanted
 from options import RunConfig, load_config
 from options.reference import BEGIN, CHINESE, END, FROM, FROM_CHINESE, PAGE, translated, written
 from tests.conftest import ROOT
+from tests.data.images.dialogues import look
 from tests.docs.pages import PAGES, Block, blocks, text_of
 
 REQUIRED = {"model_path": "model", "data_path": "records.json", "save_path": "run", "train_batch_size": 64}
@@ -62,7 +63,7 @@ def test_a_config_is_taken(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_record_is_taken(block: Block) -> None:
     wanted = Wanted("pairs") if '"rejected' in block.text else Wanted("marked") if '"kto_tag' in block.text else None
     for record in records_of(block.text):
-        converted = convert(record, preference=wanted)
+        converted = convert(record, preference=wanted, look=look)
         assert (converted.records or converted.judged) and not converted.unused
 
 

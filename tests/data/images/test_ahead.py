@@ -39,12 +39,12 @@ def process_of(decoders: Decoders) -> psutil.Process:
     return psutil.Process(worker._process.pid)
 
 
-@pytest.mark.parametrize("cores", [1, 8])
+@pytest.mark.parametrize("cores", [1, 16])
 @pytest.mark.parametrize("name", INPUTS)
 def test_they_give_the_same_bits_in_any_order(name: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     decoders = Decoders(PictureSettings(golden.folder(name)), INPUTS[name])
-    assert len(decoders._workers) == max(cores // 4, 1)
+    assert len(decoders._workers) == max(cores // 8, 1)
     lists = [golden.looked_at(name, paths) for paths in LISTS]
     tickets = decoders.ask(lists) + decoders.ask(lists)
     unwanted, later = tickets[0], tickets[4]

@@ -15,7 +15,7 @@ import pytest
 
 from data.errors import DataError
 from tests.data.images.conftest import LoadSeen
-from tests.data.images.test_samples import TEXT, A, talk
+from tests.data.images.dialogues import TEXT, A, talk
 
 BOMB = 1 << 16  # pixels at each side that a few bytes promise
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from data.errors import DataError
-from data.images.image import Image
 from data.images.marks import MARK, mark_of, numbers_in, parts_of, replaced, words_in
 from data.records.chat import Chat
 from data.records.formats import convert
 from data.records.record import Instruct, Pretrain, RefQA
 from data.settings import Wanted
+from tests.data.images.dialogues import look
 
 PNG = b"\x89PNG\r\n"
 URI = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
@@ -23,11 +23,6 @@ ASKED = {"role": "user", "content": "<image>\nWhat?"}
 ANSWERED = {"role": "assistant", "content": "That."}
 A, B = ({"type": "image", "image": name} for name in ("a.png", "b.png"))
 WORDS = {"type": "text", "text": "What?"}
-
-
-def look(source: str | bytes) -> Image:
-    """Open nothing: the image's path tells what a record names."""
-    return Image(source if isinstance(source, str) else f"{source!r}", "", 1, 1, 1)
 
 
 def seen(raw: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -15,7 +15,7 @@ from data.inspection.summary import warnings
 from data.sample_set import IGNORED, Sample
 from data.tokenized.tokenizer import load_tokenizer
 from tests.data.images.conftest import LoadSeen
-from tests.data.images.test_samples import TWO, A, B, check, talk
+from tests.data.images.dialogues import TWO, A, B, check, talk
 
 # As LLaVA 1.5 has it: all images of a message first, then its words with a blank behind each.
 FIRST = (

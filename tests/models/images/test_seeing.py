@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models import CausalLM, CheckpointError
-from models.adapters import Trained
+from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.attention.positions import Positions
 from models.checkpoint.layout import layer_file
@@ -140,6 +141,15 @@ def matches(patterns: tuple[str, ...], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
+def test_adapters_of_a_tower_are_asked_for_by_whole_names(shared: Path) -> None:
+    """A tower has modules of the same names as the decoder, and is left as it is."""
+    golden = golden_of(shared, "llava-tiny")
+    for targets, adapted in ((("q_proj",), 0), ("all-linear", 0), (r".*vision_tower.*\.q_proj", 3)):
+        spec = golden.spec.training(Trained(lora=Lora(targets=targets)))
+        assert len([name for name in spec.trained_names(0) if name.endswith("lora_A")]) == adapted
+        assert len(spec.trained_names(0)) == 2 * adapted
+
+
 def test_fresh_weights_are_those_of_transformers_own_beginning(golden: Golden) -> None:
     fresh = SeededStates(golden.spec, seed=7)
     state = fresh.read_layer(0)
@@ -232,3 +242,64 @@ def replace_kernel(golden: Golden, kernel: str) -> Any:
     config = type(golden.spec.config).from_dict(golden.spec.config.to_dict())
     config._attn_implementation = kernel
     return config
+
+
+FLAT = {  # as Qwen2.5-VL is published: fields of the decoder beside those of the whole
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100,
+    "vision_config": {
+        "depth": 4,
+        "fullatt_block_indexes": [1, 3],
+        "hidden_size": 32,
+        "in_chans": 3,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "window_size": 56,
+    },
+}
+
+
+def test_a_config_in_one_piece_is_read() -> None:
+    spec = seeing(read_spec(Path(), FLAT))
+    assert spec.config.model_type == "qwen2_5_vl_text"
+    assert (spec.n_blocks, spec.tied, spec.is_part) == (3, True, True)
+    assert spec.family.sees and spec.family.sees.axes == 3
+    assert len([name for name in spec.shapes(0) if name.endswith("attn.qkv.weight")]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["internvl", "qwen3_5_moe"])
+def test_other_models_hold_too(model_type: str) -> None:
+    raw = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
+    assert seeing(read_spec(Path(), raw)).family.sees
+
+
+@pytest.mark.parametrize(
+    ("model_type", "missing"),
+    [
+        ("llava_next", "Input image size"),
+        ("paligemma", "gives images the width of text"),
+        ("deepseek_vl_hybrid", "get_image_features takes high_res_pixel_values; expected no more than pixel_values"),
+    ],
+)
+@pytest.mark.slow
+def test_what_is_missing_is_named(model_type: str, missing: str) -> None:
+    raw = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
+    with pytest.raises(CheckpointError, match=missing):
+        seeing(read_spec(Path(), raw))

@@ -157,14 +157,16 @@ _trained: dict[str, tuple[list[float], dict[str, Tensor]]] = {}
 
 
 def trained_by_transformers(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Take six steps of AdamW on all four samples with transformers' whole model: losses, and weights as it saves them."""
+    """Take six steps of AdamW with transformers' whole model: losses, and weights as it saves them."""
     if name not in _trained:
         folder = VISION / f"{name}-tiny"
         model: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa")
         processor: Any = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
         samples = json.loads((folder / "expected.json").read_text(encoding="utf-8"))["samples"]
         stored = load_file(folder / "expected.safetensors")
-        given = [inputs_of(model, processor, folder, stored, number, each["images"]) for number, each in enumerate(samples)]
+        given = [
+            inputs_of(model, processor, folder, stored, number, each["images"]) for number, each in enumerate(samples)
+        ]
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
         losses = []
         for _ in range(STEPS):
