@@ -14,6 +14,9 @@ from data.images.image import Image
 from data.images.opening import pixels_of, read_file
 from data.images.pictures import Pictures
 from data.sample_set import IGNORED, Sample
+from models.checkpoint.layout import Manifest, side_files
+from models.images.names import written_names
+from models.spec import ModelSpec
 from options.proof.samples import cut_short
 from training.config.keys import TrainConfig
 
@@ -68,6 +71,14 @@ class SmallImages:
         picture.thumbnail((SIDE, SIDE))
         picture.save(path)
         return self._pictures.look(path, self._folder)
+
+
+def name_weights(folder: Path, spec: ModelSpec) -> None:
+    """Write how transformers names a whole model's weights, as it reads an export under no other names."""
+    assert spec.family.sees is not None
+    names = written_names(spec.family.sees.config)
+    files, dtypes = {"model.safetensors": names}, dict.fromkeys(names, "F32")
+    Manifest(files=files, dtypes=dtypes, side_files=side_files(folder)).write(folder)
 
 
 def fit_length(config: TrainConfig, samples: list[Sample]) -> tuple[TrainConfig, list[str]]:

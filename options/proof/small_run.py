@@ -37,7 +37,7 @@ from models.images.small import VISION
 from models.images.small import small_fields as small_whole_fields
 from models.quantized_base import FP8
 from models.spec import ModelSpec
-from options.proof.images import SmallImages, fit_length
+from options.proof.images import SmallImages, fit_length, name_weights
 from options.proof.launches import LaunchedRun
 from options.proof.samples import LENGTH, distinct, fit_chunks, read_samples, shorten
 from training.config.deepspeed_config import training_dtype
@@ -115,6 +115,7 @@ class SmallRun:
             samples, evaluated = map(cut.shorten, (samples, evaluated))
             small, lines = fit_length(small, [*samples, *evaluated])
             differs += lines
+            name_weights(model, spec)
         else:
             samples, evaluated = (distinct(map(partial(shorten, words=words), each)) for each in (samples, evaluated))
         small, lines = fit_chunks(small, samples)
