@@ -58,7 +58,7 @@ def compare_exports(small: SmallRun, checkpoint: Path) -> list[Row]:
             for number, (document, logits) in enumerate(expected, 1):
                 ids, images = torch.tensor([document["input_ids"]]), reference.images(document)
                 if small.spec.family.sees:
-                    images |= token_types(model, ids)
+                    images |= token_types(model.get_base_model() if name == ADAPTER else model, ids)
                 with torch.no_grad():
                     found = model(input_ids=ids, **images).logits[0]
                 row.note(((found - logits).norm() / logits.norm()).item(), f"text {number}")

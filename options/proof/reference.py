@@ -28,7 +28,6 @@ from models.adapters import base_of, is_transposed, merged
 from models.api import read_spec
 from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
-from models.family import EYES
 from models.quantized_base import round_to_nf4
 from models.router import router_loss, top_k
 from training.config.deepspeed_config import router_loss_weight, training_dtype
@@ -48,7 +47,6 @@ class Step:
         gradients, before, weights: `<layer>.<name>` -> gradient, weight before and after the update; a tied model has
             only those of the embedding.
         noted: further means over the samples, as metrics name them (`Formula.noted`).
-        unseeing: weights of the tower that took no part, as none of the step's images goes through them.
     """
 
     loss: float
@@ -57,7 +55,6 @@ class Step:
     before: dict[str, Tensor]
     weights: dict[str, Tensor]
     noted: dict[str, float]
-    unseeing: set[str]
 
 
 class Reference:
@@ -93,7 +90,6 @@ class Reference:
         self._model, self._lora = model.float(), spec.trained.lora
         own = _named(self._model.named_parameters())
         self._weights = {name: own.get(name, value.clone()).requires_grad_() for name, value in trained.items()}
-        self._tower = [name for name in self._weights if name.startswith(f"0.{EYES}.")]
         self._adapted = [self._take_out(name) for name in self._weights if name.endswith("lora_A")]
         self._masters = {name: value.clone().requires_grad_() for name, value in trained.items()}
         self._optimizer = own_optimizer(config, self._masters, spec.tied_names)
@@ -110,7 +106,6 @@ class Reference:
         self._round()
         loss, noted, along = self._loss(self._loader.batch(number - 1), self._samples, self._begin[0])
         own = _gradients(loss, self._weights)
-        unseeing = _unreached(loss, {name: self._weights[name] for name in self._tower})
         if self._formula.along_as:
             learning = {name: weight for name, weight in self._weights.items() if self._formula.learns_along(name)}
             more = _gradients(self._formula.along_weight * along.mean, learning)
@@ -131,7 +126,7 @@ class Reference:
         means = dict(zip(self._formula.noted, noted.tolist(), strict=True))
         if self._formula.along_as:
             means[self._formula.along_as] = along.mean.item()
-        return Step(loss.item(), norm.item(), own, before, after, means, unseeing)
+        return Step(loss.item(), norm.item(), own, before, after, means)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -227,14 +222,6 @@ def _gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
         return {name: torch.zeros_like(weight) for name, weight in weights.items()}
     found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, materialize_grads=True)
     return dict(zip(weights, found, strict=True))
-
-
-def _unreached(loss: Tensor, weights: Mapping[str, Tensor]) -> set[str]:
-    """Name the weights without which a loss was computed."""
-    if not (weights and loss.requires_grad):
-        return {*weights}
-    found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, allow_unused=True)
-    return {name for name, gradient in zip(weights, found, strict=True) if gradient is None}
 
 
 def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
