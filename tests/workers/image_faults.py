@@ -43,7 +43,7 @@ def axis_short() -> None:
         found = make(self, *words)
         return torch.stack([found[0], found[1], found[1]])
 
-    SeeingCollation.axes = short  # type: ignore[method-assign]
+    SeeingCollation.axes = short  # type: ignore[method-assign, assignment]
 
 
 def features_reordered() -> None:
