@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,40 @@ def test_an_export_is_read_with_images(model: str, tmp_path: Path) -> None:
     (row,) = compare_exports(small, checkpoint)
     assert row.holds and row.count == len(small.evaluated), row
     assert {len(sample.get("images", [])) for sample in small.evaluated} == {0, 1, 2}
+
+
+LARGE_TEXT: dict[str, Any] = {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [24, 20, 20],
+        "rope_type": "default",
+        "rope_theta": 5e6,
+    },
+}
+LARGE_TOWER = {"hidden_size": 1024, "depth": 24, "num_heads": 16, "deepstack_visual_indexes": [5, 11, 17]}
+
+
+@NEEDED
+@pytest.mark.slow
+def test_a_large_model_shrinks_with_its_tower(tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    shutil.copytree(VISION / "qwen3_vl-tiny", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["text_config"] |= LARGE_TEXT
+    config["vision_config"] |= LARGE_TOWER | {"out_hidden_size": LARGE_TEXT["hidden_size"]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    keys: dict[str, Any] = {"data_path": str(folder / "records.json"), "train_batch_size": 4}
+    small, checkpoint = make_small_run(folder, tmp_path, model_topo=topology((2, 1), [20, 18]), **keys)
+    assert small.config.model_topo.parts == [4, 2]  # features are added behind three blocks
+    assert small.spec.config.vocab_size == 512 and "6 of 38 layers" in small.differs[0]
+    (row,) = compare_exports(small, checkpoint)
+    assert row.holds, row
 
 
 @NEEDED
