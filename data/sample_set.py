@@ -103,6 +103,10 @@ class InMemory:
     def values(self) -> NDArray[numpy.float32]:
         return numpy.array([sample.get("value", 0.0) for sample in self.samples], dtype=numpy.float32)
 
+    @property
+    def has_images(self) -> bool:
+        return bool(self.image_tokens.any())
+
     @cached_property
     def image_tokens(self) -> NDArray[numpy.int32]:
         return numpy.array([image_token_count(sample) for sample in self.samples], dtype=numpy.int32)

@@ -30,7 +30,7 @@ from training.distributed.processes import agreed, set_threads
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.job import Job, Task
-from training.option import options_of
+from training.option import model_for, options_of
 from training.preflight import check_model
 from training.topology import Division, even_parts
 from training.trained import (
@@ -92,8 +92,7 @@ class LanguageModel(Task):
         self.other_models = config.objective.other_models(spec, folder, self._read_spec)
         self.dataset, self.held_out = self._sets(config, reader)
         sets = [self.dataset] if self.held_out is None else [self.dataset, self.held_out]
-        for option in options_of(config):
-            spec = option.model(config, spec, sets)
+        spec = model_for(config, spec, sets)
         self.spec, self.model_folder, self._shows = spec, folder, not log.quiet
         self.make_batches(config)
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)

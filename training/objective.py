@@ -269,7 +269,9 @@ class Formula(ABC):
     def record(self, sample: Sample) -> dict[str, Any]:
         """Write a sample as a record in a file of token ids."""
         (document,) = documents(sample)
-        return dict(document)
+        record = dict(document)
+        images = record.pop("images", None)
+        return record | {"placed_images": images} if images else record
 
     def compared_logits(self, logits: Tensor) -> Tensor:
         """Return what of a document's logits [S, V] an export has to find, too."""

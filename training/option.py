@@ -17,6 +17,7 @@ from training.config.option_keys import Keys, OptionKeys
 
 if TYPE_CHECKING:
     from data.collation import Collation
+    from data.sample_set import InMemory
     from data.tokenized.dataset import Dataset
     from models.spec import ModelSpec
     from training.callbacks import Callback
@@ -167,7 +168,7 @@ class Option(OptionKeys[Keys]):
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     first_callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
-    model: Callable[[Keys, ModelSpec, Sequence[Dataset]], ModelSpec] = lambda config, spec, sets: spec
+    model: Callable[[Keys, ModelSpec, Sequence[Dataset | InMemory]], ModelSpec] = lambda config, spec, sets: spec
     collation: Callable[[Keys, LanguageModel, Collation], Collation] = lambda config, task, collation: collation
     trainer: Callable[[Keys, bool], type[Trainer] | None] = lambda config, in_stages: None
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
@@ -179,6 +180,13 @@ class Option(OptionKeys[Keys]):
 def options_of(config: TrainConfig | type[TrainConfig]) -> tuple[Option[Any], ...]:
     """List the options of a config, which itself knows no more of them than their keys."""
     return cast("tuple[Option[Any], ...]", config.options)
+
+
+def model_for(config: TrainConfig, spec: ModelSpec, sets: Sequence[Dataset | InMemory]) -> ModelSpec:
+    """Return the model as options make it for the samples: one that sees, where there are images."""
+    for option in options_of(config):
+        spec = option.model(config, spec, sets)
+    return spec
 
 
 def add_to_export(options: Sequence[Option[Any]], checkpoint: Path, folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from data.images.image import Image
 from data.prompt_texts import CHAT_CONTEXT, CHAT_INPUT, REFERENCE_TITLE
 from data.records.chat import Chat, Message, split_parts
 from data.records.fields import from_text
@@ -277,6 +278,7 @@ class ReadyTokens(RecordLayout):
         validation_alias=AliasChoices("loss_mask", "completion_mask", "assistant_masks", "assistant_mask"),
     )
     position_ids: list[int] | None = Field(None, fail_fast=True)
+    placed_images: tuple[Image, ...] = ()  # each as a sample keeps it, its tokens side by side from `begin` on
 
     @model_validator(mode="after")
     def _without_padding(self) -> ReadyTokens:
@@ -297,6 +299,11 @@ class ReadyTokens(RecordLayout):
         if self.position_ids is not None and self.position_ids != list(range(len(self.position_ids))):
             raise ValueError("position_ids: expected one document, counted from 0, as Pipetune packs by itself")
         record = Tokenized(input_ids=self.input_ids, labels=self.labels, attention_mask=self.attention_mask)
+        for image in self.placed_images:
+            own = record.input_ids[image.begin : image.begin + image.tokens]
+            if image.begin < 0 or len(own) != image.tokens or len(set(own)) != 1:
+                raise ValueError(f"placed_images: expected {image.tokens} equal ids for an image from {image.begin} on")
+        record.images = self.placed_images
         if self.loss_mask is None:
             return [record]
         labels = record.labels or record.input_ids

@@ -105,9 +105,7 @@ def encode_many(
     for given in records:
         try:
             record = given if isinstance(given, BaseModel) else _record(given)
-            made.append(
-                Tokens(*ready_made(record, tokenizer)) if isinstance(record, Tokenized) else writer.write(record)
-            )
+            made.append(_ready(record, tokenizer) if isinstance(record, Tokenized) else writer.write(record))
         except DataError as error:
             made.append(error)
         except SlowTemplate as error:
@@ -161,6 +159,11 @@ def encode_beginning(text: str, tokenizer: PreTrainedTokenizerBase, prompt_forma
     if not (ids := Writer(tokenizer, as_prompts(prompt_format)).beginning + _ids(text, tokenizer)):
         raise DataError("expected a text to go on with, found none")
     return ids
+
+
+def _ready(record: Tokenized, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    images = (Placed(image, image.begin, image.begin + image.tokens) for image in record.images)
+    return Tokens(*ready_made(record, tokenizer), images=tuple(images))
 
 
 def _with_images(tokens: Tokens, token: int) -> Tokens | DataError:

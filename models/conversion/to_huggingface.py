@@ -127,6 +127,8 @@ class Export:
             problem = f"{self.spec.family.name} has no layout without remote code, as transformers has no such model"
             raise CheckpointError(f"{folder}: {problem}; expected --layout original")
         self.source = merged_source(folder) if options.merge else PipelineSource(folder, self.spec)
+        if self.source.spec.family.sees:  # a tower in the layers of an adapter's base is none of the adapter's own
+            self.spec = self.source.spec
         paths_of(folder, side_files(folder))  # or the end of the export would refuse them
         self.manifest = Manifest.read(folder)
         self.carried = SafetensorsFile(folder / CARRIED) if (folder / CARRIED).is_file() else None

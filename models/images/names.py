@@ -56,6 +56,15 @@ def decoder_of(config: PreTrainedConfig) -> str:
     return next(f"{name}." for name, module in whole.named_modules() if module is whole.get_decoder())
 
 
+def written_names(config: PreTrainedConfig) -> list[str]:
+    """Name the tensors that transformers writes of a whole model that it did not read, a tied weight once."""
+    with torch.device("meta"):
+        whole = whole_class(config)(config)
+    kept, doubled = dict(whole.named_parameters()), dict(whole.named_parameters(remove_duplicate=False))
+    state = {name: each for name, each in whole.state_dict().items() if name in kept or name not in doubled}
+    return list(revert_weight_conversion(whole, state))
+
+
 def beginnings(disk: str, own: str) -> Pair:
     """Cut what two names end with alike, but for their first words, and put `*` in its place."""
     rest = own.split(".")[1:]

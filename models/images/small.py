@@ -38,24 +38,36 @@ def small_whole(raw: Mapping[str, Any], text: PreTrainedConfig, fields: dict[str
     Args:
         text: of the decoder, read from `fields`.
     """
+    config = type_of(raw).from_dict(small_fields(raw, text, fields, BLOCKS))
+    return whole_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def small_fields(
+    raw: Mapping[str, Any], text: PreTrainedConfig, fields: dict[str, Any], n_blocks: int, same_pictures: bool = False
+) -> dict[str, Any]:
+    """Shrink the config.json of a whole model.
+
+    Args:
+        text: of the decoder, read from `fields`.
+        same_pictures: keep the sizes of images, which are then those that the model's own processor makes.
+    """
     config = type_of(raw).from_dict(dict(raw))
-    small_text = shrunk_fields(text, fields, BLOCKS)
+    small_text = shrunk_fields(text, fields, n_blocks)
     width = type(text).from_dict(small_text).hidden_size
     # Blocks whose hidden states are the features, counted from either end.
     used = chain.from_iterable(_listed(getattr(config, name, None)) for name in FEATURES)
-    deepest = max(map(abs, used))
-    vision = shrunk_vision(config.vision_config.to_dict(), width, deepest)
-    small = config.to_dict() | {TEXT: small_text, VISION: vision}
-    if POOLED in small:
+    own = config.vision_config.to_dict()
+    small = config.to_dict() | {TEXT: small_text, VISION: shrunk_vision(own, width, max(map(abs, used)))}
+    if same_pictures:
+        small[VISION] |= {name: own[name] for name in ("image_size",) if name in own}
+    elif POOLED in small:
         small[POOLED] = 4
 
     # Tokens that stand for something lie at the end of the small vocabulary, each in a place of its own.
     last = int(small_text["vocab_size"]) - 1
     tokens = [name for name, value in small.items() if _is_token(name) and isinstance(value, int)]
     small = {name: value for name, value in small.items() if not _is_token(name)}
-    small |= {name: last - place for place, name in enumerate(tokens)}
-    config = type_of(raw).from_dict(small)
-    return whole_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    return small | {name: last - place for place, name in enumerate(tokens)}
 
 
 def _listed(value: int | list[int] | None) -> list[int]:

@@ -10,6 +10,7 @@ from training.option import Option
 
 if TYPE_CHECKING:
     from data.collation import Collation
+    from data.sample_set import InMemory
     from data.tokenized.dataset import Dataset
     from models.spec import ModelSpec
     from training.callbacks import Callback
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from training.language_model import LanguageModel
 
 
-def _model(config: VisionKeys, spec: ModelSpec, sets: Sequence[Dataset]) -> ModelSpec:
+def _model(config: VisionKeys, spec: ModelSpec, sets: Sequence[Dataset | InMemory]) -> ModelSpec:
     """Return the model with its part that sees, if there is something to see."""
     if not any(each.has_images for each in sets):
         return spec

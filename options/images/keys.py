@@ -58,7 +58,9 @@ class VisionKeys(TrainConfig):
         if self.weights_on_host:
             raise ConfigError(f"schedule: {self.schedule}: not with images in the records; expected another schedule")
         if self.model_topo.sequence > 1:
-            raise ConfigError("model_topo.sequence: not with images in the records, which lie in whole rows; expected 1")
+            raise ConfigError(
+                "model_topo.sequence: not with images in the records, as they lie in whole rows; expected 1"
+            )
         if not self.objective.sees:
             keys = " and ".join(self.objective_keys)
             raise ConfigError(f"{keys}: not with images in the records; expected records of text alone")

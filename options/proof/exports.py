@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from models.attention.positions import LINEAR
 from models.conversion.check_adapter import dense_beside_experts
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.images.small import token_types
 from models.spec import ModelSpec
 from options.proof.comparison import Row, choose_bounds
 from options.proof.reference import Reference
@@ -25,7 +26,7 @@ ADAPTER = "adapter"
 def plan_exports(spec: ModelSpec) -> tuple[dict[str, ExportOptions], list[str]]:
     """Choose the exports that are read back, by name, and say in a line which are not."""
     own_code, adapted = spec.family.translate is not None, spec.trained.lora is not None
-    if spec.is_part or (own_code and not spec.family.native):
+    if (spec.is_part and not spec.family.sees) or (own_code and not spec.family.native):
         return {}, ["exports: not read back, as transformers has no class for the small model"]
     whole = ExportOptions("native" if own_code else "original", merge=adapted)
     if not adapted:
@@ -43,7 +44,8 @@ def compare_exports(small: SmallRun, checkpoint: Path) -> list[Row]:
         values["lora"] |= {"start_from": str(checkpoint), "base": None}  # an export adds it to the base's own weights
     else:
         values["model_path"] = str(checkpoint)
-    expected = list(Reference(type(small.config).model_validate(values), small.samples, small.evaluated).logits())
+    reference = Reference(type(small.config).model_validate(values), small.samples, small.evaluated)
+    expected = list(reference.logits())
     bound = choose_bounds(torch.float32, small.spec.n_layers, LINEAR in small.spec.positions().kinds)[1]
 
     rows = []
@@ -53,9 +55,12 @@ def compare_exports(small: SmallRun, checkpoint: Path) -> list[Row]:
         try:
             pp_to_hg(checkpoint, folder, options=options)
             model = _load(small, folder, name)
-            for number, (ids, logits) in enumerate(expected, 1):
+            for number, (document, logits) in enumerate(expected, 1):
+                ids, images = torch.tensor([document["input_ids"]]), reference.images(document)
+                if small.spec.family.sees:
+                    images |= token_types(model.get_base_model() if name == ADAPTER else model, ids)
                 with torch.no_grad():
-                    found = model(input_ids=torch.tensor([ids])).logits[0]
+                    found = model(input_ids=ids, **images).logits[0]
                 row.note(((found - logits).norm() / logits.norm()).item(), f"text {number}")
         except Exception as error:  # whatever the libraries raise
             reason = (str(error).strip().splitlines() or [""])[0]
@@ -71,7 +76,8 @@ def _load(small: SmallRun, folder: Path, name: str) -> Any:
     whole, labels = folder, len(small.spec.labels)
     if name == ADAPTER:
         pp_to_hg(small.folder / MODEL, whole := folder.with_name("exported-base"))
-    kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    usual = AutoModelForImageTextToText if small.spec.family.sees else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if labels else usual
     options: dict[str, Any] = {"num_labels": labels} if labels else {}
     model = kind.from_pretrained(whole, dtype=torch.float32, attn_implementation="eager", **options)
     if name == ADAPTER:

@@ -21,6 +21,7 @@ import torch
 from lion_pytorch import Lion
 from torch import Tensor, nn
 
+from data.images.pictures import Pictures
 from data.loader import GlobalBatch
 from data.sample_set import InMemory, Sample, documents
 from models.adapters import base_of, is_transposed, merged
@@ -34,6 +35,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import build_loader, training_loader
 from training.errors import ConfigError
 from training.objective import NOTHING_ALONG, Along, Parts
+from training.option import model_for
 from training.trained import initial_states, with_trained
 
 
@@ -65,6 +67,8 @@ class Reference:
     def __init__(self, config: TrainConfig, samples: Sequence[Sample], evaluated: Sequence[Sample] = ()) -> None:
         folder, dtype, cpu = Path(config.model_path), training_dtype(config), torch.device("cpu")
         spec = with_trained(read_spec(folder), config)
+        spec = model_for(config, spec, [InMemory(samples), InMemory(evaluated)])
+        self._pictures = Pictures(folder, *config.pixels) if spec.family.sees else None
         spec.config._experts_implementation = "eager"
         self._config, self._samples, self._evaluated = config, samples, evaluated
         self._formula = config.objective.formula()
@@ -135,11 +139,20 @@ class Reference:
         return self._loss(everything, self._evaluated, self._begin[1], auxiliary=False)[0].item()
 
     @torch.no_grad()
-    def logits(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the ids of each document that is evaluated, and what an export has to find of its logits [S, V]."""
+    def logits(self) -> Iterator[tuple[Sample, Tensor]]:
+        """Yield each document that is evaluated, and what an export has to find of its logits [S, V]."""
         for sample in self._evaluated:
             for document in documents(sample):
-                yield document["input_ids"], self._formula.compared_logits(self._document(document)[0])
+                yield document, self._formula.compared_logits(self._document(document)[0])
+
+    def images(self, document: Sample) -> dict[str, Tensor]:
+        """Decode a document's images, and name the tensors that the model takes of them."""
+        images, sees = document.get("images"), self._model.spec.family.sees
+        if not images:
+            return {}
+        assert self._pictures is not None and sees is not None, "images, and a model without eyes"
+        tensors = self._pictures.tensors(images)
+        return {name: tensors[name] for name in sees.inputs}
 
     def _loss(
         self, batch: GlobalBatch, samples: Sequence[Sample], begin: Tensor, auxiliary: bool = True
@@ -173,7 +186,8 @@ class Reference:
 
         These are of the router, and of what is learnt along.
         """
-        hidden, _, *routed = self._model.activations(torch.tensor([document["input_ids"]]))
+        images = [*self.images(document).values()]
+        hidden, _, *routed = self._model.activations(torch.tensor([document["input_ids"]]), images=images)
         logits = self._model.head.project(self._model.head.norm(hidden))[0]
         along = self._formula.along(self._model, document, hidden)
         return logits, torch.tensor(document["labels"][1:]), sum(routed, torch.zeros(())), along

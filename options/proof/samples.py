@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import numpy
+from numpy.typing import NDArray
 from rich.console import Console
 
 from data.sample_set import IGNORED, Sample, documents
@@ -39,14 +42,25 @@ def read_samples(
     for step in range(loader.steps_per_epoch):
         if len(chosen) < count:
             chosen |= dict.fromkeys(loader.batch(step).samples)
-    first = [data.samples[number] for number in list(chosen)[:count]]
+    first = [data.samples[number] for number in with_images(list(chosen), data.image_tokens, count)]
     evaluated = data if held_out is None else held_out
     return first, [evaluated.samples[number] for number in range(min(EVALUATED, len(evaluated)))]
 
 
+def with_images(chosen: Sequence[int], image_tokens: NDArray[Any], count: int) -> list[int]:
+    """Take as many of the chosen samples, half of them with images where the set has some.
+
+    Args:
+        image_tokens: of all samples.
+    """
+    there = numpy.flatnonzero(image_tokens).tolist()
+    seeing = list(dict.fromkeys([*filter({*there}.__contains__, chosen), *there]))[: math.ceil(count / 2)]
+    return list(dict.fromkeys([*seeing, *chosen]))[:count]
+
+
 def shorten(sample: Sample, words: int) -> Sample:
     """Cut a sample's documents to `LENGTH` tokens around the first trained one of each, with ids modulo `words`."""
-    parts = [_shorten(each, words) for each in documents(sample)]
+    parts = [cut_short(each, words)[0] for each in documents(sample)]
     made = sample.copy()
     made["input_ids"] = list(chain.from_iterable(part["input_ids"] for part in parts))
     made["labels"] = list(chain.from_iterable(part["labels"] for part in parts))
@@ -76,10 +90,11 @@ def fit_chunks(config: TrainConfig, samples: Sequence[Sample]) -> tuple[TrainCon
     return type(config).model_validate(config.dump() | {KEY: fitting}), [line]
 
 
-def _shorten(sample: Sample, words: int) -> Sample:
+def cut_short(sample: Sample, words: int) -> tuple[Sample, int]:
+    """Cut a document as `shorten` does; also return the place of its first trained token."""
     ids, labels = list(map(int, sample["input_ids"])), list(map(int, sample["labels"]))
     first = next((place for place, label in enumerate(labels) if place and label != IGNORED), 0)
     begin = max(0, min(first - LENGTH // 4, len(ids) - LENGTH))
     kept = slice(begin, begin + LENGTH)
     labels = [each if each == IGNORED else each % words for each in labels[kept]]
-    return {"input_ids": [each % words for each in ids[kept]], "labels": labels}
+    return {"input_ids": [each % words for each in ids[kept]], "labels": labels}, first - begin

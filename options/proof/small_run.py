@@ -22,23 +22,29 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
-from data.sample_set import Sample
+from data.images.pictures import Pictures
+from data.sample_set import InMemory, Sample
 from models.adapters import ALL_LINEAR, is_factor
 from models.api import read_spec
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import layer_file, side_files
 from models.checkpoint.side_files import copy_files
 from models.checkpoint.tensor_files import save_state_dict
+from models.config_json import TEXT
 from models.derived.shrink import is_dropout, shrunk_fields
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from models.images.small import VISION
+from models.images.small import small_fields as small_whole_fields
 from models.quantized_base import FP8
 from models.spec import ModelSpec
+from options.proof.images import SmallImages, fit_length, name_weights
 from options.proof.launches import LaunchedRun
 from options.proof.samples import LENGTH, distinct, fit_chunks, read_samples, shorten
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.errors import ConfigError
+from training.option import model_for
 from training.trained import adapter_file, with_trained
 
 MODEL, ADAPTER, DATA, EVALUATION = "model", "adapter", "data.jsonl", "evaluation.jsonl"  # in the folder
@@ -87,19 +93,31 @@ class SmallRun:
         topo = small_topology(config, available_processes())
         small, differs = small_config(config, whole, topo, folder)
         samples, evaluated = read_samples(config, small, source, whole, log)
+        sets = [InMemory(samples), InMemory(evaluated)]
+        whole = model_for(config, whole, sets)
+        if topo.parts and topo.parts[0] < whole.first_layers:
+            topo = topo.model_copy(update={"parts": [whole.first_layers, *topo.parts[1:]]})
+            small = small.model_copy(update={"model_topo": topo})
         model = folder / MODEL
         model.mkdir()
         (folder / ADAPTER).mkdir()
         copy_files(source, model, side_files(source))
         begin = (whole.fresh and whole.language) or whole  # without layers that a run makes
-        fields = shrunk_fields(whole.config, begin.raw, small_depth(config, topo, whole.n_layers) - 2)
+        fields = small_fields(begin, small_depth(config, topo, whole.n_layers) - 2)
         (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         spec = read_spec(model)
         small, lines = small_trained(small, spec)
-        spec = with_trained(spec, small)
+        spec = model_for(small, with_trained(spec, small), sets)
         differs += lines
         words = int(spec.config.vocab_size)
-        samples, evaluated = (distinct(map(partial(shorten, words=words), each)) for each in (samples, evaluated))
+        if any(each.has_images for each in sets) and (sees := spec.family.sees):
+            cut = SmallImages(Pictures(source, *config.pixels), sees.image_token, words, folder)
+            samples, evaluated = map(cut.shorten, (samples, evaluated))
+            small, lines = fit_length(small, [*samples, *evaluated])
+            differs += lines
+            name_weights(model, spec)
+        else:
+            samples, evaluated = (distinct(map(partial(shorten, words=words), each)) for each in (samples, evaluated))
         small, lines = fit_chunks(small, samples)
         differs += lines
         formula = small.objective.formula()
@@ -110,7 +128,8 @@ class SmallRun:
         for name, meaning in (("hidden_size", "hidden"), ("vocab_size", "vocabulary")):
             sizes.append(f"{meaning} {getattr(spec.config, name):,} of {getattr(whole.config, name):,}")
         differs.insert(0, f"model: random weights, {', '.join(sizes)}; token ids modulo that")
-        if any(is_dropout(name) and value != fields[name] for name, value in whole.raw.items()):
+        before, after = (each.get(TEXT, each) for each in (begin.raw, fields))
+        if any(is_dropout(name) and value != after[name] for name, value in before.items()):
             differs.append("dropout: none, as each process draws other random numbers")
         made = cls(small, spec, samples, evaluated, differs, folder)
         made.write_weights(config.seed)
@@ -132,6 +151,15 @@ class SmallRun:
         values = self.config.dump() | {"save_path": str(start.folder)} | changes
         start.config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         return start
+
+
+def small_fields(spec: ModelSpec, n_blocks: int) -> dict[str, Any]:
+    """Shrink a model's config.json; of a model of images and text the tower too."""
+    if not spec.is_part:
+        return shrunk_fields(spec.config, spec.raw, n_blocks)
+    if VISION in spec.raw:
+        return small_whole_fields(spec.raw, spec.config, spec.fields, n_blocks, same_pictures=True)
+    return dict(spec.raw) | {TEXT: shrunk_fields(spec.config, spec.fields, n_blocks)}
 
 
 def available_processes() -> int:
@@ -290,5 +318,6 @@ def write_model(folder: Path, spec: ModelSpec, seed: int) -> None:
 def _random(tensor: Tensor) -> Tensor:
     """Randomize a tensor: matrices so that products keep their size, norms and biases around their start."""
     if tensor.dim() > 1:
-        return torch.randn_like(tensor) / tensor.shape[-1] ** 0.5
+        summed = tensor.shape[1:].numel() if tensor.dim() > 3 else tensor.shape[-1]  # of a convolution over pixels
+        return torch.randn_like(tensor) / summed**0.5
     return tensor + 0.1 * torch.randn_like(tensor) if tensor.is_floating_point() else tensor

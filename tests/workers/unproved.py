@@ -1,7 +1,7 @@
 """Run train_ds.py with a fault in its ranks, or in a proof's exports, that raises no error: only a proof finds it.
 
 usage: FAULT=<kind> unproved.py <arguments of train_ds.py>. The kinds are the functions below, and those of
-`preference_faults.py`.
+`preference_faults.py` and `image_faults.py`.
 """
 
 from __future__ import annotations
@@ -234,13 +234,13 @@ FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in KINDS}
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        from tests.workers import preference_faults
+        from tests.workers import image_faults, preference_faults
 
         fault = os.environ["FAULT"]
         if fault in preference_faults.FAULTS:
             preference_faults.FAULTS[fault]().__enter__()
         else:
-            FAULTS.get(fault, str)()
+            (FAULTS | image_faults.FAULTS).get(fault, str)()
     elif "--prove" in sys.argv:
         EXPORTS.get(os.environ["FAULT"], str)()
     train_ds.main()

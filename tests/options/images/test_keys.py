@@ -38,10 +38,13 @@ def staged(dims: tuple[int, ...], **more: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"row_chunk": 64}, "row_chunk: the records have images, which lie in whole rows; expected no row_chunk"),
     ({"schedule": "weight_streaming", **staged((2, 1))}, "schedule: weight_streaming: not with images in the records"),
-    (staged((1, 2), sequence=2), "model_topo.sequence: not with images in the records, which lie in whole rows"),
+    (staged((1, 2), sequence=2), "model_topo.sequence: not with images in the records, as they lie in whole rows"),
     ({"preference": {"loss": "dpo"}}, "preference: not with images in the records; expected records of text alone"),
     ({"mtp": {}}, "mtp: not with images in the records; expected records of text alone"),
-    (staged((2, 1), parts=[2, 3]), "model_topo.parts: .2, 3.: qwen3_vl_text adds features of images behind its first 2"),
+    (
+        staged((2, 1), parts=[2, 3]),
+        "model_topo.parts: .2, 3.: qwen3_vl_text adds features of images behind its first",
+    ),
     (staged((4, 1)), "4 stages: qwen3_vl_text needs its first 3 layers in one stage"),
 ]
 
