@@ -22,7 +22,7 @@ from models.config_json import read_json, write_json
 from models.conversion.check_adapter import MERGE, dense_beside_experts
 from models.errors import CheckpointError
 from models.images.names import decoder_of
-from models.images.small import type_of
+from models.images.small import whole_config
 from models.scores import LABELS
 from models.spec import ModelSpec
 
@@ -47,7 +47,7 @@ def write_adapter(folder: Path, target: Path) -> None:
     _check_modules(folder, spec)
 
     settings = read_json(folder / ADAPTER)
-    whole = decoder_of(type_of(spec.raw).from_dict(dict(spec.raw))) if settings.get(SAW) else ""
+    whole = decoder_of(whole_config(spec.raw)) if settings.get(SAW) else ""
     begin = PEFT_PREFIX + spec.family.prefix
     factors, saved = LayerFiles(folder), dict[str, Tensor]()
     for layer in range(spec.n_layers):

@@ -21,7 +21,7 @@ from models.images.eyes import Eyes
 from models.images.model import with_eyes
 from models.images.names import frozen_names
 from models.images.proof import ImageProof, prove
-from models.images.small import VISION, type_of
+from models.images.small import VISION
 from models.spec import ModelSpec
 
 logger = logging.getLogger("pipetune")
@@ -43,7 +43,7 @@ def seeing(spec: ModelSpec) -> ModelSpec:
     if spec.labels:
         raise CheckpointError(f"{name}: scores texts; expected a language model, as images are not scored")
     try:
-        config = type_of(spec.raw).from_dict(dict(spec.raw))
+        config = whole_config(spec.raw)
         proof = _proof_of(spec)
         found = with_eyes(spec, config, proof.traits)
         found.shapes(0)

@@ -51,7 +51,7 @@ def small_fields(
         text: of the decoder, read from `fields`.
         same_pictures: keep the sizes of images, which are then those that the model's own processor makes.
     """
-    config = type_of(raw).from_dict(dict(raw))
+    config = whole_config(raw)
     small_text = shrunk_fields(text, fields, n_blocks)
     width = type(text).from_dict(small_text).hidden_size
     # Blocks whose hidden states are the features, counted from either end.
@@ -72,6 +72,11 @@ def small_fields(
 
 def _listed(value: int | list[int] | None) -> list[int]:
     return value if isinstance(value, list) else [value or 0]
+
+
+def whole_config(raw: Mapping[str, Any]) -> Any:
+    """Make transformers' config of a whole model of its config.json."""
+    return type_of(raw).from_dict(dict(raw))
 
 
 def type_of(raw: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from data.images.pictures import Pictures
 from data.sample_set import IGNORED, Sample
 from models.checkpoint.layout import Manifest, side_files
 from models.images.names import written_names
+from models.images.small import whole_config
 from models.spec import ModelSpec
 from options.proof.samples import cut_short
 from training.config.keys import TrainConfig
@@ -75,8 +76,7 @@ class SmallImages:
 
 def name_weights(folder: Path, spec: ModelSpec) -> None:
     """Write how transformers names a whole model's weights, as it reads an export under no other names."""
-    assert spec.family.sees is not None
-    names = written_names(spec.family.sees.config)
+    names = written_names(whole_config(spec.raw))
     files, dtypes = {"model.safetensors": names}, dict.fromkeys(names, "F32")
     Manifest(files=files, dtypes=dtypes, side_files=side_files(folder)).write(folder)
 
