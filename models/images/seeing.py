@@ -21,7 +21,7 @@ from models.images.eyes import Eyes
 from models.images.model import with_eyes
 from models.images.names import frozen_names
 from models.images.proof import ImageProof, prove
-from models.images.small import VISION
+from models.images.small import VISION, whole_config
 from models.spec import ModelSpec
 
 logger = logging.getLogger("pipetune")
