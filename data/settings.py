@@ -45,12 +45,11 @@ COLUMNS = frozenset(
     "answer answers api_desc article assistant assistant_mask assistant_masks attention_mask background "
     "chat_template_kwargs chosen chosen_response chosen_score completion completion_mask completions content context "
     "context_text conversation conversations cot document functions generation generations history image image_path "
-    "image_paths images input input_ids "
-    "instances instruct instruction kto_tag label labels loss_mask margin messages non_preferred_output output outputs "
-    "paragraphs parent_id passage position_ids preferred_output prompt qas query query_text question rank ranks "
-    "ratings reasoning reasoning_content reference rejected rejected_messages rejected_response rejected_score "
-    "response responses role rounds score_chosen score_rejected scores segments system system_prompt target text "
-    "thinking thought tool tools type user".split()
+    "image_paths images input input_ids instances instruct instruction kto_tag label labels loss_mask margin messages "
+    "non_preferred_output output outputs paragraphs parent_id passage placed_images position_ids preferred_output "
+    "prompt qas query query_text question rank ranks ratings reasoning reasoning_content reference rejected "
+    "rejected_messages rejected_response rejected_score response responses role rounds score_chosen score_rejected "
+    "scores segments system system_prompt target text thinking thought tool tools type user".split()
 )
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # to a chat template, by Pipetune
 PAIRED = ("pairs", "rewards")  # the kinds whose samples are two documents; rewards are scores of both

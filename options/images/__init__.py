@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from options.images.keys import VisionKeys
+from options.images.keys import KEY, VisionKeys
+from training.config.changes import MayChange
 from training.option import Option
 
 if TYPE_CHECKING:
@@ -42,4 +43,11 @@ def _callbacks(config: VisionKeys, task: Task) -> Sequence[Callback]:
     return [TellImages(task)] if isinstance(task, LanguageModel) else []
 
 
-OPTION = Option(VisionKeys, before="freeze", callbacks=_callbacks, model=_model, collation=_collation)
+OPTION = Option(
+    VisionKeys,
+    before="freeze",
+    rules={KEY: MayChange(False)},
+    callbacks=_callbacks,
+    model=_model,
+    collation=_collation,
+)

@@ -18,7 +18,6 @@ from data.sample_set import IGNORED, Sample, documents
 from data.settings import Wanted
 from data.tokenized.tokenize import encode_question
 from data.tokenized.tokenizer import load_tokenizer
-from options.streamed_data.stream import open_stream
 from tests.data.images.conftest import LoadSeen
 from tests.data.images.dialogues import TWO, A, B, C, check, check_places, image_token, talk
 
@@ -172,14 +171,6 @@ def test_a_question_is_asked_as_it_was_trained(
     assert ids == list(sample["input_ids"])[: len(ids)]
     labels = numpy.asarray(sample["labels"])
     assert (labels[len(ids) + 1 :] != IGNORED).any() and (labels[: len(ids)] != IGNORED).any()
-
-
-def test_a_stream_takes_no_images(tmp_path: Path, vision: Path, load_seen: LoadSeen) -> None:
-    load_seen([TWO])
-    sources = str(tmp_path / "data" / "records.json"), vision / "qwen2_5_vl-tiny", 512, "chat_template"
-    stream = open_stream(*sources, gigabytes=0.1, folder=tmp_path / "stream")
-    with pytest.raises(DataError, match="record 1: stream_gb: not with images in the records; expected it absent"):
-        stream.take(0, 1)
 
 
 def test_ids_that_are_ready_made_have_no_place_for_images(load_seen: LoadSeen, vision: Path) -> None:

@@ -31,9 +31,8 @@ def test_what_settles_a_run_comes_first_and_what_measures_it_last(
     names = [type(each).__name__ for each in model_callbacks(config, language_model(config, PipelineTrainer))]
     begin, end = names.index("Reporting"), names.index("BoundedMemory")
     assert names[:3] == FIRST and len(names[3:begin]) == len(config.objective.callbacks(cast(Any, None)))
-    assert names[begin:end] == [*REPORTS, "StaleDrafts", "ProfiledSteps", *measured, "Totals"] and names[end + 1 :] == [
-        "ExportHF"
-    ]
+    assert names[begin:end] == [*REPORTS, "StaleDrafts", "TellImages", "ProfiledSteps", *measured, "Totals"]
+    assert names[end + 1 :] == ["ExportHF"]
 
 
 def test_without_stages_nothing_is_measured_and_a_scripts_layers_have_no_plan(tmp_path: Path) -> None:
