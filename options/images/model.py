@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.images.ahead import PictureSettings
 from data.images.collation import SeeingCollation
+from models.checkpoint.layout import layer_file
 from models.images import frozen, seeing
+from models.images.layer_files import eyes_in_layers
+from training.errors import ConfigError
 
 if TYPE_CHECKING:
     from data.collation import Collation
@@ -23,6 +27,10 @@ def seeing_model(config: VisionKeys, spec: ModelSpec) -> ModelSpec:
         CheckpointError: it has none that holds.
         ConfigError: the run is of a kind that takes no images.
     """
+    folder = Path(config.model_path)
+    if (folder / layer_file(0)).is_file() and not eyes_in_layers(folder):
+        what = "hg_to_pp has the tower beside the layers, and the records have images"
+        raise ConfigError(f"model_path: {folder}: {what}; expected the HuggingFace folder that it was made from")
     found = seeing(spec)
     config.check_model(found)
     if found.trained.lora:  # which trains no weight of the model's own
