@@ -6,7 +6,6 @@ no pixels are decoded for what is only counted. Nothing here imports torch: who 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
@@ -23,7 +22,7 @@ from common.terminal import reason_of
 from data.errors import DataError
 from data.images.image import Image
 from data.images.opening import pixels_of, read_file, size_of
-from data.images.processor import load_processor
+from data.images.processor import IMAGE_TOKEN, image_token_of, load_processor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +64,9 @@ class Pictures:
         self._processor = load_processor(folder)
         self._resize(min_pixels, max_pixels)
         self.placeholder = str(self._processor.image_token)
-        self.image_token = self._token()
+        if (token := image_token_of(folder)) is None:
+            raise DataError(f"{folder / 'config.json'}: no {IMAGE_TOKEN[0]}; expected a model of images and text")
+        self.image_token = token
         self._known: dict[tuple[int, int], Expansion] = {}
 
     def look(self, source: Path | bytes, keep: Path) -> Image:
@@ -134,17 +135,6 @@ class Pictures:
     def _call(self, pictures: list[PIL.Image.Image], **options: Any) -> Any:
         text = [self.placeholder * len(pictures)]
         return self._processor(images=pictures, text=text, return_tensors="np", **options)
-
-    def _token(self) -> int:
-        """Read from the model's config which token's places the features take."""
-        path = self.folder / "config.json"
-        try:
-            config = json.loads(path.read_bytes())
-            found = [config[name] for name in ("image_token_id", "image_token_index") if config.get(name) is not None]
-            return int(found[0])
-        except (OSError, ValueError, TypeError, IndexError) as error:
-            reason = reason_of(error) if isinstance(error, OSError) else "no image_token_id"
-            raise DataError(f"{path}: {reason}; expected a model of images and text") from None
 
     def _resize(self, least: int | None, most: int | None) -> None:
         """Change the sizes that the processor resizes to, where it takes images of any size."""

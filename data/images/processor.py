@@ -15,6 +15,7 @@ from typing import Any
 from common.terminal import reason_of
 from data.errors import DataError
 
+IMAGE_TOKEN = ("image_token_id", "image_token_index")  # in config.json: whose places features take
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")  # as transformers looks
 
 
@@ -36,6 +37,12 @@ def load_processor(folder: Path) -> Any:
         misfit = "; the installed torchvision does not fit torch: expected one that does, or none"
         hint = misfit if "torchvision::" in str(error) else ""
         raise DataError(f"{folder}: no usable processor of images: {reason_of(error)}{hint}") from None
+
+
+def image_token_of(folder: Path) -> int | None:
+    """Return the token in whose places features of images go; None for a model without one."""
+    config = _read(folder / "config.json")
+    return next((config[key] for key in IMAGE_TOKEN if type(config.get(key)) is int), None)
 
 
 def _class_name(folder: Path) -> str:

@@ -6,17 +6,15 @@ import os
 from functools import partial
 from pathlib import Path
 
-from data.chat.native.pieces import read_json
 from data.errors import DataError
 from data.images.beside_samples import OF_CACHE
 from data.images.expansion import STRAY
 from data.images.image import Image
 from data.images.in_records import Look
 from data.images.pictures import Pictures
+from data.images.processor import IMAGE_TOKEN, image_token_of
 from data.tokenized.recipe import Recipe
 from data.tokenized.tokenize import Tokens
-
-TOKEN_KEYS = ("image_token_id", "image_token_index")  # in config.json
 
 
 class ImageReader:
@@ -32,9 +30,7 @@ class ImageReader:
 
     def __init__(self, recipe: Recipe, keep: Path) -> None:
         self._folder, self._recipe, self._keep = Path(recipe.tokenizer), recipe, keep
-        config = read_json(self._folder / "config.json")
-        known = [config[key] for key in TOKEN_KEYS if type(config.get(key)) is int]
-        self._token = known[0] if known else None
+        self._token = image_token_of(self._folder)
         self.pictures: Pictures | None = None
         self.blind: DataError | None = None
 
@@ -66,7 +62,7 @@ class ImageReader:
 
     def _opened(self) -> Pictures:
         if self._token is None:
-            keys = " or ".join(TOKEN_KEYS)
+            keys = " or ".join(IMAGE_TOKEN)
             raise DataError(
                 f"{self._folder}/config.json: {keys}: missing; expected a model that sees this record's image"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,11 @@ def write_adapter(folder: Path, target: Path) -> None:
 
     settings = read_json(folder / ADAPTER)
     whole = decoder_of(whole_config(spec.raw)) if settings.get(SAW) else ""
-    begin = PEFT_PREFIX + spec.family.prefix
     factors, saved = LayerFiles(folder), dict[str, Tensor]()
     for layer in range(spec.n_layers):
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
-            known = peft_name(spec, layer, name)
-            if whole:
-                known = known.replace(begin, PEFT_PREFIX + whole, 1)
-            saved[known] = to_peft(name, tensor).clone()
+            path = peft_name(spec, layer, name).removeprefix(PEFT_PREFIX)
+            saved[PEFT_PREFIX + _in_whole(spec, whole, path)] = to_peft(name, tensor).clone()
 
     notes = {"format": "pt"} | {name: settings[name] for name in [DIGEST] if name in settings}
     if plain.labels:
@@ -71,23 +69,21 @@ def write_adapter(folder: Path, target: Path) -> None:
         print(what, file=sys.stderr, flush=True)
 
 
-def _targets_in_whole(spec: ModelSpec, whole: str) -> dict[str, Any]:
-    """Name what is trained as in the model of images and text, in full: its tower has modules of the same last names.
+def _in_whole(spec: ModelSpec, whole: str, path: str) -> str:
+    """Name a part of the decoder as in the model of images and text.
 
     Args:
-        whole: how names of the decoder begin there.
+        whole: how names of the decoder begin there; empty for a run without images, whose names stay.
     """
+    begin = spec.family.prefix
+    return whole + path.removeprefix(begin) if whole and path.startswith(begin) else path
 
-    def named(paths: list[str]) -> list[str]:
-        begin = spec.family.prefix
-        return [whole + path.removeprefix(begin) if path.startswith(begin) else path for path in paths]
 
-    modules, weights = adapted_paths(spec)
-    return {
-        "target_modules": named(modules),
-        "target_parameters": named(weights) or None,
-        "modules_to_save": named(trained_in_full(spec)) or None,
-    }
+def _targets_in_whole(spec: ModelSpec, whole: str) -> dict[str, Any]:
+    """Name what is trained in the whole model in full: its tower has modules of the same last names."""
+    modules, weights = (list(map(partial(_in_whole, spec, whole), paths)) for paths in adapted_paths(spec))
+    saved = list(map(partial(_in_whole, spec, whole), trained_in_full(spec)))
+    return {"target_modules": modules, "target_parameters": weights or None, "modules_to_save": saved or None}
 
 
 def _check_modules(folder: Path, spec: ModelSpec) -> None:

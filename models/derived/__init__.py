@@ -11,11 +11,12 @@ import json
 import logging
 import os
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -25,7 +26,7 @@ from transformers import PreTrainedConfig
 from common.whole_files import kept, replace_checked
 from models.derived.derive import BLOCKS, derive
 from models.derived.outline import Underivable
-from models.derived.proof import Proof, apart_from_callers, prove
+from models.derived.proof import Compared, Proof, apart_from_callers, prove
 from models.derived.shrink import shrunk_fields
 from models.errors import CheckpointError
 from models.family import Family
@@ -34,6 +35,7 @@ logger = logging.getLogger("pipetune")
 
 ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 _families: dict[str, Family] = {}  # by config.json
+Result = TypeVar("Result", bound=Compared)
 
 
 def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None, whole: str | None) -> Family:
@@ -84,13 +86,24 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
 def proof_of(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | None = None) -> Proof:
     """Get the kept proof of a config's family, or prove it now."""
     small = shrunk_fields(config, fields, BLOCKS)
-    traits = {name: value for name, value in small.items() if name not in ABOUT_FILES}
+    return known_or_proven(config.model_type, small, Proof, lambda: prove(config, fields, declared))
+
+
+def known_or_proven(name: str, fields: dict[str, Any], kind: type[Result], prove: Callable[[], Result]) -> Result:
+    """Get the kept result of a comparison, or make it now and keep it.
+
+    Args:
+        name: of what is compared.
+        fields: that the result depends on, beside the versions and the code; what is said of files does not count.
+        kind: of the result; its text and its `seconds` are logged.
+    """
+    traits = {key: value for key, value in fields.items() if key not in ABOUT_FILES}
     known = json.dumps([traits, transformers.__version__, torch.__version__, code()], sort_keys=True)
-    path = folder() / f"{config.model_type}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
-    if before := kept(path, Proof.model_validate_json):
+    path = folder() / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    if before := kept(path, kind.model_validate_json):
         return before
-    found = prove(config, fields, declared)
-    logger.info("%s: %s (%.1f s)", config.model_type, found, found.seconds)
+    found = prove()
+    logger.info("%s: %s (%.1f s)", name, found, found.seconds)
     with suppress(OSError):  # without a place to keep it, it is proven again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_checked(path, found.model_dump_json(indent=1))

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from typing_extensions import Self
 
 from models.attention.cache import KeyValueCache
 from models.attention.chunks import chunks_of
@@ -64,8 +65,33 @@ OPTIONAL = {GENERATION, ROUTING, PARTS, CHUNKS}  # which training can do without
 Figures = dict[str, float]  # the largest difference of each comparison, as a share of the largest number in it
 
 
-class Proof(BaseModel):
-    """The result of a comparison that holds.
+class Compared(BaseModel):
+    """The result of a comparison with transformers that holds.
+
+    Attributes:
+        linear: whether there is linear attention, which sees the documents of a packed row one by one.
+    """
+
+    figures: Figures
+    linear: bool
+    seconds: float
+
+    @model_validator(mode="after")
+    def _check_figures(self) -> Self:
+        """Refuse a kept proof that shows nothing, whatever its checksum."""
+        within = all(figure <= bound(name, self.linear) for name, figure in self.figures.items())  # not so for a NaN
+        if not self.figures or not within:
+            raise ValueError("expected figures within their bounds")
+        return self
+
+    def __str__(self) -> str:
+        worst = max(self.figures, key=lambda name: self.figures[name])
+        text = f"compared with transformers in {len(self.figures)} ways"
+        return f"{text}; largest difference: {self.figures[worst]:.0e} ({worst})"
+
+
+class Proof(Compared):
+    """The result of a family's comparison.
 
     Attributes:
         attention: the kernels with which the family is exact, the default first.
@@ -73,30 +99,22 @@ class Proof(BaseModel):
         routes: whether the loss of its router is transformers', where it has one.
         shares_rows: whether tokens meet in attention only, so that several processes may share rows.
         chunks_rows: whether rows may come in chunks, as all that joins tokens can be handed on.
-        linear: whether it has linear attention, which sees the documents of a packed row one by one.
     """
 
     attention: tuple[str, ...]
-    figures: Figures
     generates: bool
     routes: bool
     shares_rows: bool
     chunks_rows: bool
-    linear: bool
-    seconds: float
 
     @model_validator(mode="after")
-    def _check(self) -> Proof:
-        """Refuse a kept proof that shows nothing, whatever its checksum."""
-        within = all(figure <= bound(name, self.linear) for name, figure in self.figures.items())  # not so for a NaN
-        if not self.figures or not within or self.attention not in (ALL, (EAGER,)):
-            raise ValueError("expected figures within their bounds, and known kernels")
+    def _check_kernels(self) -> Self:
+        if self.attention not in (ALL, (EAGER,)):
+            raise ValueError("expected known kernels")
         return self
 
     def __str__(self) -> str:
-        worst = max(self.figures, key=lambda name: self.figures[name])
-        text = f"compared with transformers in {len(self.figures)} ways"
-        text += f"; largest difference: {self.figures[worst]:.0e} ({worst})"
+        text = super().__str__()
         if self.attention[0] == EAGER:
             text += "; attention is the layer's own arithmetic, as torch's kernels do not compute it"
         if self.linear:

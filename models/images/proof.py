@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, model_validator
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -32,6 +31,7 @@ from models.derived.outline import Underivable
 from models.derived.proof import (
     CPU,
     GRADIENTS,
+    Compared,
     Figures,
     apart,
     apart_from_callers,
@@ -52,25 +52,13 @@ LENGTH = 24  # tokens of text in a row, at least
 FIRST = 3  # words are numbered from here on
 
 
-class ImageProof(BaseModel):
-    """The result of a comparison that holds."""
+class ImageProof(Compared):
+    """The result of the comparison of a whole model."""
 
     traits: Traits
-    figures: Figures
-    linear: bool
-    seconds: float
-
-    @model_validator(mode="after")
-    def _check(self) -> ImageProof:
-        """Refuse a kept proof that shows nothing, whatever its checksum."""
-        if not self.figures or not all(figure <= bound(name, self.linear) for name, figure in self.figures.items()):
-            raise ValueError("expected figures within their bounds")
-        return self
 
     def __str__(self) -> str:
-        worst = max(self.figures, key=lambda name: self.figures[name])
-        text = f"images compared with transformers in {len(self.figures)} ways"
-        return f"{text}; largest difference: {self.figures[worst]:.0e} ({worst})"
+        return f"images {super().__str__()}"
 
 
 class Rows:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
-import torch
-import transformers
-
-from common.whole_files import kept, replace_checked
 from models.config_json import TEXT
-from models.derived import ABOUT_FILES, code, folder
+from models.derived import known_or_proven
 from models.errors import CheckpointError
 from models.family import EYES
 from models.images.eyes import Eyes
@@ -23,8 +15,6 @@ from models.images.names import frozen_names
 from models.images.proof import ImageProof, prove
 from models.images.small import VISION, whole_config
 from models.spec import ModelSpec
-
-logger = logging.getLogger("pipetune")
 
 Train = Literal["nothing", "projector", "all"]
 
@@ -44,7 +34,7 @@ def seeing(spec: ModelSpec) -> ModelSpec:
         raise CheckpointError(f"{name}: scores texts; expected a language model, as images are not scored")
     try:
         config = whole_config(spec.raw)
-        proof = _proof_of(spec)
+        proof = known_or_proven(f"{name}-images", spec.raw, ImageProof, lambda: prove(spec))
         found = with_eyes(spec, config, proof.traits)
         found.shapes(0)
     except CheckpointError as error:
@@ -53,21 +43,6 @@ def seeing(spec: ModelSpec) -> ModelSpec:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(f"{name} with images: its seams do not hold: {reason}") from None
     return replace(found, family=replace(found.family, proof=f"{spec.family.proof}; {proof}"))
-
-
-def _proof_of(spec: ModelSpec) -> ImageProof:
-    """Get the kept proof of a model, or prove it now."""
-    traits = {name: value for name, value in spec.raw.items() if name not in ABOUT_FILES}
-    known = json.dumps([traits, transformers.__version__, torch.__version__, code()], sort_keys=True)
-    path = folder() / f"{spec.raw['model_type']}-images-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
-    if before := kept(path, ImageProof.model_validate_json):
-        return before
-    found = prove(spec)
-    logger.info("%s: %s (%.1f s)", spec.raw["model_type"], found, found.seconds)
-    with suppress(OSError):  # without a place to keep it, it is proven again the next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_checked(path, found.model_dump_json(indent=1))
-    return found
 
 
 def frozen(spec: ModelSpec, train: Train) -> tuple[str, ...]:

@@ -90,9 +90,7 @@ def fake_layer(spec: ModelSpec, case: LayerCase, part: PartOfRows | None = None)
     layer, rows, length, dtype = case.layer, case.rows, case.length, case.dtype
     config = copy.deepcopy(spec.config)
     config._experts_implementation = EXPERTS
-    if spec.family.sees:  # transformers cannot initialise a tower of fake tensors
-        spec = replace(spec, family=replace(spec.family, embeds=None))
-    spec = replace(spec, config=config, _shapes={})
+    spec = replace(spec.blind, config=config, _shapes={})  # transformers cannot initialise a tower of fake tensors
     spec.set_attention(SCORELESS if case.flash else spec.attention[0])
 
     # Masks and angles are computed for a few real tokens, and resized.

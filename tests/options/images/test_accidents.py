@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from models.checkpoint.layout import layer_file
 from tests.conftest import SHARED
-from tests.launching import metrics, start, topology, write_config
-from tests.models.helpers import assert_same_bits
+from tests.launching import topology, write_config
 from tests.ranks import Ranks
-from training.checkpoint.folder import step_folder
+from tests.restarts import check_a_kill_changes_no_bit
 
 VISION = SHARED / "golden" / "vision"
 pytestmark = [
@@ -40,33 +35,11 @@ def keys_of(name: str) -> dict[str, Any]:
     }
 
 
-def layers(run: Path) -> dict[str, Tensor]:
-    folder, found = step_folder(run, STEPS), dict[str, Tensor]()
-    for number in range(4):
-        layer = torch.load(folder / layer_file(number), weights_only=True)
-        found |= {f"{number}.{name}": weight for name, weight in layer.items()}
-    return found
-
-
 def test_a_kill_changes_no_bit_and_other_pixels_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     keys = keys_of("qwen2_5_vl")
-    straight = write_config(tmp_path / "straight.yml", **keys)
-    disturbed = write_config(tmp_path / "disturbed.yml", max_restarts=1, **keys)
-    assert ranks.train(2, straight)["error"] is None
-
     # The stage with the tower, whose worker has decoded the next step's images.
-    fault = {"FAULT": f"dies:0:{SAVED + 1}"}
-    result = start(sys.executable, "tests/workers/faulty.py", "--config", disturbed, **fault).end()
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "restart 1 of 1: this machine: a process was killed by SIGKILL" in result.stderr
+    straight = check_a_kill_changes_no_bit(ranks, tmp_path, f"dies:0:{SAVED + 1}", **keys)
 
-    runs = [path.with_suffix("") for path in (disturbed, straight)]
-    found, expected = ([(line["step"], line["loss"]) for line in metrics(run)] for run in runs)
-    assert found == expected and len(found) == STEPS
-    assert_same_bits(*map(layers, runs))
-
-    other = write_config(
-        tmp_path / "other.yml", **keys | {"vision": keys["vision"] | {"max_pixels": 3136}, "save_path": str(runs[1])}
-    )
-    refused = ranks.train(2, other)["error"]
+    changed = {"vision": keys["vision"] | {"max_pixels": 3136}, "save_path": str(straight.with_suffix(""))}
+    refused = ranks.train(2, write_config(tmp_path / "other.yml", **keys | changed))["error"]
     assert refused is not None and "vision.max_pixels" in json.dumps(refused)
