@@ -58,6 +58,7 @@ class Stream:
         self.first_supervised: Any = _Column(self, "first_supervised")
         self.values: Any = _Column(self, "values")
         self.image_tokens: Any = _Column(self, "image_tokens")
+        self.has_images = False  # `data.tokenized.image_reader` refuses records with images
         self._seed = seed
         self._ends: list[int] = []  # [windows that were made], samples up to the end of each
         self._held: dict[int, _Held] = {}
