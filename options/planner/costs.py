@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 
@@ -136,7 +137,11 @@ class LayerTime:
 
 
 def layer_times(basis: Basis) -> list[LayerTime]:
-    """Return the times of all layers, the embedding first."""
+    """Return the times of all layers, the embedding first; on devices of several kinds that of the slowest for each."""
+    if basis.device.each:
+        of_kinds = [layer_times(replace(basis, device=kind)) for kind in basis.device.kinds]
+        slowest = partial(max, key=lambda time: time.step(basis.micro_batches).total)
+        return list(map(slowest, zip(*of_kinds, strict=True)))
     config, kinds, calibrated, work = basis.config, layer_kinds(basis.spec), basis.calibration, basis.share
     device = this_device() if calibrated else basis.device  # a calibration holds for the device that it was made on
     chunks = basis.row_chunks
@@ -182,6 +187,12 @@ def layer_times(basis: Basis) -> list[LayerTime]:
         forward, backward = forward + Spent(replicas=gathered), backward + Spent(replicas=chunks * reduced)
         times.append(LayerTime(forward, backward, once))
     return times
+
+
+def times_of_stages(basis: Basis) -> list[list[LayerTime]]:
+    """Return for each stage the times that all layers would take on its devices."""
+    times = {device: layer_times(replace(basis, device=device)) for device in set(basis.of_stages)}
+    return list(map(times.__getitem__, basis.of_stages))
 
 
 def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:

@@ -235,8 +235,9 @@ class MemoryModel:
         )
 
     def fits(self, rank: int, ranges: Sequence[LayerRange]) -> bool:
-        """Say whether the device has the memory; always, where that is not known."""
-        return self._device.memory is None or self.rank(rank, ranges).peak <= self._device.memory
+        """Say whether the rank's device has the memory; always, where that is not known."""
+        memory = self._basis.of_stages[rank].memory
+        return memory is None or self.rank(rank, ranges).peak <= memory
 
     def fewest_recomputed(self, rank: int, ranges: Sequence[LayerRange]) -> frozenset[int]:
         """Return the fewest blocks, the first ones, that a rank recomputes so that these layers fit."""
