@@ -225,8 +225,9 @@ def update_time(config: TrainConfig, device: Device) -> float:
     """Return the optimizer's seconds for a parameter, before it is sharded over the replicas."""
     if not config.zero_optimization.offloads:
         return UPDATE / device.bandwidth
-    moved = StateBytes.of(config).sum * (2 if config.offload_gradients else 1) + training_dtype(config).itemsize
-    return (UPDATE + CLIPPED) / HOST + moved / HOST_LINK
+    states = StateBytes.of(config)
+    moved = states.sum * (2 if config.offload_gradients else 1) + training_dtype(config).itemsize
+    return (UPDATE + CLIPPED - states.spared) / HOST + moved / HOST_LINK
 
 
 def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
