@@ -25,7 +25,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
-from training.schedule.instructions import WORK, Meaning, read_schedule
+from training.schedule.instructions import PASSES, WORK, Meaning, read_schedule
 from training.schedule.walk import Program, walk
 
 if TYPE_CHECKING:
@@ -119,6 +119,25 @@ def time_turns(trainer: Trainer, slots: Slots, micro_batches: int) -> Callable[[
         return work, simulate_turns(timed, ranks, micro_batches, slots.a_round, math.inf).seconds
 
     return figures
+
+
+def slowed(trainer: Trainer, times: float) -> Trainer:
+    """Let each pass of the second process take so many times as long, as on a slower device."""
+    plain = trainer.engine._INSTRUCTION_MAP
+    if times == 1 or trainer.stage != 1:
+        return trainer
+
+    def slower(execute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> None:
+            begin = now()
+            execute(*arguments, **named)
+            time.sleep((times - 1) * (now() - begin))
+
+        return run
+
+    passes = {kind: slower(execute) for kind, execute in plain.items() if kind.__name__ in PASSES}
+    trainer.engine._INSTRUCTION_MAP = plain | passes
+    return trainer
 
 
 def time_passes(trainer: Trainer) -> Callable[[], tuple[float, float]]:

@@ -9,6 +9,8 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `rows`: micro-batches of several sizes in two stages against transformers' Trainer in one process with both cores,
   and which of them `auto` chooses.
 - `division`: `parts: auto` against divisions by hand, for a model whose head is 40 % of the work.
+- `unequal`: the same where each pass of the second stage takes twice as long, as on a card of half the speed;
+  "simulated" is the step that the schedule makes of the mean times of the passes.
 - `schedules`: dualpipev against 1f1b with four micro-batches.
 - `replicas`: gradients summed during the last backward pass against DeepSpeed's sums after it; the least bytes
   of the loopback interface, which others may use.
@@ -101,6 +103,7 @@ class Case:
         ideal: how many times as fast as the first way the others could be.
         records: whether the rows are records instead of random words.
         simulated: whether the passes of each step are recorded, and the step simulated with their times.
+        slowed: times as long as otherwise the passes of the second process take.
     """
 
     model: dict[str, Any]
@@ -111,6 +114,7 @@ class Case:
     ideal: float = 1.0
     records: bool = False
     simulated: bool = False
+    slowed: float = 1.0
 
 
 def against_one(rows: int, length: int, model: dict[str, Any]) -> Case:
@@ -188,6 +192,7 @@ CASES = {
     "large_head": against_one(16, 256, LARGE_HEAD),
     "rows": Case(LARGE_HEAD, 16, 256, 3, MICRO_BATCHES),
     "division": Case(LARGE_HEAD, 8, 256, 5, {}),  # see `with_divisions`
+    "unequal": Case(SMALL, 16, 512, 5, {}, simulated=True, slowed=2.0),
     "schedules": Case(WIDER, 4, 256, 9, SCHEDULES),
     "replicas": Case(SMALL, 4, 128, 7, SUMS),
     "lora": Case(MODEL, 4, 512, 5, TRAINED),
@@ -264,10 +269,12 @@ def with_divisions(case: Case, folder: Path) -> Case:
     from models.api import read_spec
     from options.planner.inputs import Basis, Workload
     from options.planner.plan import best_parts
-    from training.metrics.devices import this_device
+    from training.metrics.devices import mixed, this_device
 
-    config = run_config(folder, case.rows, case.length, **PLAIN, **topology(2, 1))
-    auto = best_parts(Basis(config, read_spec(folder), Workload.assumed(config), this_device()))
+    config, device = run_config(folder, case.rows, case.length, **PLAIN, **topology(2, 1)), this_device()
+    speeds = {name: getattr(device, name) / case.slowed for name in ("half", "single", "bandwidth")}
+    devices = mixed([device, replace(device, **speeds)])
+    auto = best_parts(Basis(config, read_spec(folder), Workload.assumed(config), devices))
     layers = sum(auto)
     tried = dict.fromkeys((auto[0], auto[0] - 1, auto[0] + 1, layers // 2))
     ways = {f"[{each}, {layers - each}]": Way(PLAIN, (2, 1), {"parts": [each, layers - each]}) for each in tried}
@@ -313,7 +320,16 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     import psutil
     import torch
 
-    from benchmarks.steps import joined, run_config, time_passes, time_turns, topology, train, train_by_transformers
+    from benchmarks.steps import (
+        joined,
+        run_config,
+        slowed,
+        time_passes,
+        time_turns,
+        topology,
+        train,
+        train_by_transformers,
+    )
     from models.api import read_spec
     from options.multi_token.drafting import Drafting
     from options.planner.planning import divide
@@ -359,7 +375,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         if slots := getattr(division, "slots", None):  # of weight streaming
             timed = time_turns(trainer, slots, asked.rows)
         if asked.simulated:
-            timed = time_passes(trainer)
+            timed = time_passes(slowed(trainer, asked.slowed))
         if way.engine == "reference":
             loss_of(trainer).recorded = []
             trainer.train_step = trainer.eval_loss  # type: ignore[method-assign]

@@ -293,6 +293,6 @@ def _turns_of(layers: Sequence[int]) -> str:
 
 def cut(costs: Sequence[float], slots: int) -> list[int]:
     """Cut layers into as many slots, the largest sum of their costs as small as possible."""
-    parts = best_split([round(cost / RESOLUTION) for cost in costs], slots, lambda *_: True)
+    parts = best_split(slots * [[round(cost / RESOLUTION) for cost in costs]], lambda *_: True)
     assert parts is not None
     return parts
