@@ -148,12 +148,13 @@ def open_model(
         raise CheckpointError(f"{adapter}: {reason}; expected the merged model (pp_to_hg --merge)")
     if ahead:
         spec = with_stored_ahead(folder, spec)
+    source = open_source(folder, spec)
+    adapter = resolve(adapter, adapter=True) if adapter else None
     if adapter:
-        adapter = resolve(adapter, adapter=True)
-        check_base(adapter, open_source(folder, spec))
+        check_base(adapter, source)
     if sees:
         spec = seeing(spec)
-    source = open_source(folder, spec)
+        source = open_source(folder, spec)
     if adapter is None:
         return spec, source
     spec = adapted_spec(adapter, spec)

@@ -52,7 +52,7 @@ class KeyValueCache:
         return self._positions
 
     def along_axes(self, positions: Tensor) -> Tensor | None:
-        """Give the positions of next tokens [rows, count] along three axes, [3, rows, count]; None where these are plain."""
+        """Give positions [rows, count] behind images along three axes, [3, rows, count]; None where they are plain."""
         if not any(self.shifts):
             return None
         return (positions + torch.tensor(self.shifts, device=positions.device)[:, None]).expand(AXES, -1, -1)
