@@ -35,6 +35,7 @@ class ChatSession:
 
     Attributes:
         said: the opening and the turns.
+        images: that marks in these are numbers of.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ChatSession:
         self._tools = list(tools)
         self._call_form = model.call_form() if tools else None
         self.said: tuple[Said, ...] = self._opening
-        self._paths, self._images = pictures, tuple[Image, ...]()
+        self._paths, self.images = pictures, tuple[Image, ...]()
         self._illustrated("?")  # a file that is no image ends the chat before it begins
 
     def reset(self) -> None:
@@ -71,7 +72,7 @@ class ChatSession:
         while results:
             answer = Answer(self._model.tokenizer, self._options.stop)
             said, prompt = self._fit_context(said)
-            yield from self._model.write(prompt, self._options, answer, shown(said, self._images))
+            yield from self._model.write(prompt, self._options, answer, shown(said, self.images))
             message = self._read_answer(answer.text, sum(len(each.calls) for each in said))
             results = [self._ask_result(call) for call in message.calls]
             said = (*said, message)
@@ -89,7 +90,7 @@ class ChatSession:
         if self.said == self._opening:
             raise DataError("nothing was said yet; expected a question first")
         record: JSON = {"messages": as_record(self.said)} | ({"tools": self._tools} if self._tools else {})
-        if images := shown(self.said, self._images):
+        if images := shown(self.said, self.images):
             record["images"] = [image.path for image in images]
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -100,7 +101,7 @@ class ChatSession:
     def _illustrated(self, text: str) -> str:
         """Put the images into the first question."""
         if self._paths and self._model.pictures and self.said == self._opening:
-            text, self._images = illustrated(text, self._paths, self._model.pictures.looking_from(Path()))
+            text, self.images = illustrated(text, self._paths, self._model.pictures.looking_from(Path()))
         return text
 
     def _read_answer(self, text: str, calls_before: int) -> Said:
@@ -126,7 +127,7 @@ class ChatSession:
     def _fit_context(self, said: tuple[Said, ...]) -> tuple[tuple[Said, ...], list[int]]:
         """Drop the oldest rounds until prompt and answer fit the context; return the rest and its prompt."""
         context, dropped = self._model.context, 0
-        prompt = self._model.encode(said, self._tools, self._images)
+        prompt = self._model.encode(said, self._tools, self.images)
         while context is not None and len(prompt) + self._options.max_new_tokens > context:
             asked = [place for place, each in enumerate(said) if each.role == "user"]
             if len(asked) == 1:
@@ -135,7 +136,7 @@ class ChatSession:
                 break
             said = said[: asked[0]] + said[asked[1] :]
             dropped += 1
-            prompt = self._model.encode(said, self._tools, self._images)
+            prompt = self._model.encode(said, self._tools, self.images)
         if dropped:
             self._notify(
                 f"{dropped} of the oldest questions and answers are left out: the context has {context} tokens"
