@@ -173,7 +173,7 @@ class ChatModel:
         self, prompt: list[int], options: AnswerOptions, answer: Answer, images: Sequence[Image] = ()
     ) -> Iterator[str]:
         """Yield the answer to a prompt in pieces."""
-        for request, token in self.generate([self.request(prompt, options, images=images)]):
+        for request, token in self.generate([self.request(prompt, options, None, images)]):
             if token is not None:
                 yield answer.add(token)
                 request.done = request.done or answer.stopped
