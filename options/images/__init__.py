@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 def _model(config: VisionKeys, spec: ModelSpec, sets: Sequence[Dataset | InMemory]) -> ModelSpec:
     """Return the model with its part that sees, if there is something to see."""
-    if not any(each.has_images for each in sets):
+    seen = any(each.has_images for each in sets)
+    if not (seen or spec.family.sees):
         return spec
-    from options.images.model import seeing_model
+    from options.images.model import seeing_model, training_tower
 
-    return seeing_model(config, spec)
+    return seeing_model(config, spec) if seen else training_tower(spec, "nothing")
 
 
 def _collation(config: VisionKeys, task: LanguageModel, collation: Collation) -> Collation:

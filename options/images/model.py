@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.images.ahead import PictureSettings
 from data.images.collation import SeeingCollation
-from models.checkpoint.layout import layer_file
 from models.images import frozen, seeing
-from models.images.layer_files import eyes_in_layers
-from training.errors import ConfigError
+from models.images.seeing import Train
 
 if TYPE_CHECKING:
     from data.collation import Collation
@@ -27,16 +24,16 @@ def seeing_model(config: VisionKeys, spec: ModelSpec) -> ModelSpec:
         CheckpointError: it has none that holds.
         ConfigError: the run is of a kind that takes no images.
     """
-    folder = Path(config.model_path)
-    if (folder / layer_file(0)).is_file() and not eyes_in_layers(folder):
-        what = "hg_to_pp has the tower beside the layers, and the records have images"
-        raise ConfigError(f"model_path: {folder}: {what}; expected the HuggingFace folder that it was made from")
     found = seeing(spec)
     config.check_model(found)
-    if found.trained.lora:  # which trains no weight of the model's own
-        return found
-    patterns = frozen(found, config.vision.train)
-    return found.training(replace(found.trained, freeze=(*found.trained.freeze, *patterns)))
+    return training_tower(found, config.vision.train)
+
+
+def training_tower(spec: ModelSpec, train: Train) -> ModelSpec:
+    """Return a model with its tower, trained as far as is said."""
+    if spec.trained.lora:  # which trains no weight of the model's own
+        return spec
+    return spec.training(replace(spec.trained, freeze=(*spec.trained.freeze, *frozen(spec, train))))
 
 
 def seeing_collation(config: VisionKeys, task: LanguageModel, collation: Collation) -> Collation:

@@ -24,7 +24,7 @@ class TellImages(Callback):
     def on_start(self, run: Run) -> None:
         config, log = run.config, run.progress.log
         assert isinstance(config, VisionKeys)
-        if self._model.spec.family.sees is None:
+        if self._model.spec.family.sees is None or not self._model.dataset.has_images:
             if KEY in config.model_fields_set:
                 log.print(f"images: none in the records; {KEY} has no effect")
             return

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from models.api import read_spec
-from models.conversion.to_pipeline import hg_to_pp
 from models.images import seeing
 from models.spec import ModelSpec
 from options import RunConfig
@@ -63,12 +62,6 @@ def test_the_config_says_what_of_the_tower_is_trained(train: str, deep: ModelSpe
     every = [name for name in deep.trained_names(0) if name.startswith("eyes.")]
     wanted = {"nothing": [], "projector": [name for name in every if "merger" in name], "all": every}
     assert trained == wanted[train]
-
-
-def test_a_folder_of_hg_to_pp_is_refused(deep: ModelSpec, shared: Path, tmp_path: Path) -> None:
-    hg_to_pp(shared / "golden" / "vision" / "qwen3_vl-tiny", tmp_path / "layers")
-    with pytest.raises(ConfigError, match="expected the HuggingFace folder that it was made from"):
-        seeing_model(config(model_path=str(tmp_path / "layers")), deep)
 
 
 def test_contradictions_of_its_keys() -> None:
