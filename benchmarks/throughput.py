@@ -192,7 +192,7 @@ CASES = {
     "large_head": against_one(16, 256, LARGE_HEAD),
     "rows": Case(LARGE_HEAD, 16, 256, 3, MICRO_BATCHES),
     "division": Case(LARGE_HEAD, 8, 256, 5, {}),  # see `with_divisions`
-    "unequal": Case(SMALL, 16, 512, 5, {}, simulated=True, slowed=2.0),
+    "unequal": Case(SMALL, 8, 256, 5, {}, simulated=True, slowed=2.0),
     "schedules": Case(WIDER, 4, 256, 9, SCHEDULES),
     "replicas": Case(SMALL, 4, 128, 7, SUMS),
     "lora": Case(MODEL, 4, 512, 5, TRAINED),

@@ -125,8 +125,11 @@ def test_memory_is_checked_by_stage(tmp_path: Path) -> None:
 
 
 def test_blocks_recompute_only_where_a_card_has_no_room(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"use_grad_ckpt": "auto", "train_micro_batch_size_per_gpu": 8}
-    plan = Plan.make(with_parts(basis(tmp_path, "1xA100-80G,1xRTX4090", **keys), [5, 3]))
+    known = with_parts(basis(tmp_path, PAIR, use_grad_ckpt="auto"), [4, 4])
+    first, second = map(room, known.device.each)
+    least = Plan(replace(known, recompute=frozenset({4, 5, 6})), [4, 4]).stages[1].memory
+    second = replace(second, memory=least.peak)
+    plan = Plan.make(replace(known, device=mixed([first, second])))
     assert plan.fits and plan.basis.recomputed and not plan.basis.recomputed & set(plan.stages[0].layers)
 
 
