@@ -125,12 +125,13 @@ def test_memory_is_checked_by_stage(tmp_path: Path) -> None:
 
 
 def test_blocks_recompute_only_where_a_card_has_no_room(tmp_path: Path) -> None:
-    known = with_parts(basis(tmp_path, PAIR, use_grad_ckpt="auto"), [4, 4])
+    keys: dict[str, Any] = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "use_grad_ckpt": "auto"}
+    known = with_parts(basis(tmp_path, PAIR, **keys), [4, 4])
     first, second = map(room, known.device.each)
-    least = Plan(replace(known, recompute=frozenset({4, 5, 6})), [4, 4]).stages[1].memory
-    second = replace(second, memory=least.peak)
+    least = Plan(replace(known, recompute=frozenset({1, 2, 3})), [4, 4]).stages[0].memory
+    first = replace(first, memory=least.peak)
     plan = Plan.make(replace(known, device=mixed([first, second])))
-    assert plan.fits and plan.basis.recomputed and not plan.basis.recomputed & set(plan.stages[0].layers)
+    assert plan.fits and plan.basis.recomputed and not plan.basis.recomputed & set(plan.stages[1].layers)
 
 
 def test_a_message_takes_the_slower_ends_time(tmp_path: Path) -> None:
