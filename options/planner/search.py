@@ -176,8 +176,8 @@ def _lower_bound(basis: Basis) -> float:
     of_kinds = [layer_times(replace(basis, device=device)) for device in basis.device.kinds]
 
     def least(part: str) -> float:
-        alike = zip(*([getattr(layer, part).total for layer in times] for times in of_kinds), strict=True)
-        return sum(map(min, alike)) / topo.stages
+        of_layers = zip(*of_kinds, strict=True)
+        return sum(min(getattr(time, part).total for time in alike) for alike in of_layers) / topo.stages
 
     forward, backward, update = map(least, ("forward", "backward", "update"))
     if basis.schedule == "1f1b":
