@@ -175,11 +175,12 @@ def _lower_bound(basis: Basis) -> float:
     topo, number = basis.config.model_topo, basis.micro_batches
     of_kinds = [layer_times(replace(basis, device=device)) for device in basis.device.kinds]
 
-    def least(part: str) -> float:
-        of_layers = zip(*of_kinds, strict=True)
-        return sum(min(getattr(time, part).total for time in alike) for alike in of_layers) / topo.stages
-
-    forward, backward, update = map(least, ("forward", "backward", "update"))
+    forward = backward = update = 0.0
+    for alike in zip(*of_kinds, strict=True):  # a layer on each kind of device
+        forward += min(time.forward.total for time in alike)
+        backward += min(time.backward.total for time in alike)
+        update += min(time.update.total for time in alike)
+    forward, backward, update = forward / topo.stages, backward / topo.stages, update / topo.stages
     if basis.schedule == "1f1b":
         return (number + (topo.stages - 1) / basis.row_chunks) * (forward + backward) + update
     most = min(number, 4 * topo.stages)  # more only repeat the middle
