@@ -297,11 +297,8 @@ def with_cards(case: Case, folder: Path) -> Case:
     for parts in (auto, even_parts(sum(auto), 2, 1)):
         plan, lasting = Plan(basis, parts), []
         for begin, end in layer_ranges(parts):
-            of_stage = plan.times[begin:end]
-            forward, backward = (
-                sum(time.forward.total for time in of_stage),
-                sum(time.backward.total for time in of_stage),
-            )
+            forward = sum(time.forward.total for time in plan.times[begin:end])
+            backward = sum(time.backward.total for time in plan.times[begin:end])
             lasting.append((unit * forward, unit * backward))
         planned = unit * plan.simulated(case.rows).seconds
         ways[f"{parts}, planned {planned:.2f} s"] = Way(PLAIN, (2, 1), {"parts": parts}, lasting=tuple(lasting))
