@@ -21,14 +21,15 @@ from options.planner.inputs import Basis
 from options.planner.measurements import Calibration
 from options.planner.memory import MemoryModel
 from options.planner.plan import Plan, best_parts
-from options.planner.planning import choose, loss_of_parts
+from options.planner.planning import Planning, choose, loss_of_parts
 from options.planner.search import more_stages, search
 from options.planner.tables import plan_summary
 from tests.options.planner.auto.helpers import UNTRAINED, auto, outline
 from tests.options.planner.helpers import basis_of, config_of, llama
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.metrics.devices import devices_here, mixed, parse_devices
+from training.language_model import split_as_configured
+from training.metrics.devices import Device, devices_here, mixed, parse_devices
 from training.topology import Division
 
 OWN = "2x{tflops: 119, memory_gib: 24, bandwidth_gb_s: 864, link_gb_s: 25}"
@@ -184,6 +185,28 @@ def test_a_run_says_what_other_parts_than_autos_lose(tmp_path: Path) -> None:
         f"parts: [4, 4] on 1xRTX4090-24G,1xRTX3090-24G: a step takes {even.seconds / best.seconds - 1:.0%}"
     )
     assert f"with {auto_parts}, those of parts: auto" in line
+
+
+@pytest.mark.parametrize("parts", [None, [4, 4]])
+def test_a_run_asks_every_process_for_its_card(
+    parts: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = basis(tmp_path, PAIR, train_micro_batch_size_per_gpu=1)
+    cards = list(known.device.each)
+    gathered = "options.planner.planning.gather"
+    monkeypatch.setattr(gathered, lambda value: cards if isinstance(value, Device) else [value])
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    job: Any = SimpleNamespace(config=with_parts(known, parts or []).config, progress=SimpleNamespace(known=None))
+    job.division = split_as_configured(job.config, known.spec, in_stages=True)
+    lines: list[str] = []
+    for choice in Planning(cast(Any, SimpleNamespace(spec=known.spec, in_stages=True, known_loader=None))).on_divide(
+        job
+    ):
+        job.division = choice.division or job.division
+        lines += choice.report
+    told = [line for line in lines if line.startswith("parts: [")]
+    assert len(told) == (1 if parts else 0)
+    assert job.division.topology.parts == (parts or best_parts(known))
 
 
 def test_a_calibration_of_one_card_is_passed_over(tmp_path: Path) -> None:
