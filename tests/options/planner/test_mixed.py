@@ -199,9 +199,8 @@ def test_a_run_asks_every_process_for_its_card(
     job: Any = SimpleNamespace(config=with_parts(known, parts or []).config, progress=SimpleNamespace(known=None))
     job.division = split_as_configured(job.config, known.spec, in_stages=True)
     lines: list[str] = []
-    for choice in Planning(cast(Any, SimpleNamespace(spec=known.spec, in_stages=True, known_loader=None))).on_divide(
-        job
-    ):
+    task: Any = SimpleNamespace(spec=known.spec, in_stages=True, known_loader=None)
+    for choice in Planning(task).on_divide(job):
         job.division = choice.division or job.division
         lines += choice.report
     told = [line for line in lines if line.startswith("parts: [")]
