@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
@@ -25,7 +25,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import build_loader
 from training.distributed import processes
 from training.engine.trainer import Trainer
-from training.schedule.instructions import PASSES, WORK, Meaning, read_schedule
+from training.schedule.instructions import WORK, Meaning, read_schedule
 from training.schedule.walk import Program, walk
 
 if TYPE_CHECKING:
@@ -121,21 +121,25 @@ def time_turns(trainer: Trainer, slots: Slots, micro_batches: int) -> Callable[[
     return figures
 
 
-def slowed(trainer: Trainer, times: float) -> Trainer:
-    """Let each pass of the second process take so many times as long, as on a slower device."""
-    plain = trainer.engine._INSTRUCTION_MAP
-    if times == 1 or trainer.stage != 1:
-        return trainer
+def lasting(trainer: Trainer, seconds: Sequence[Sequence[float]]) -> Trainer:
+    """Let this process sleep so that each pass lasts as long as on a slower device.
 
-    def slower(execute: Callable[..., Any]) -> Callable[..., Any]:
+    Args:
+        seconds: of a forward and a backward pass, by stage; nothing changes without.
+    """
+    plain = trainer.engine._INSTRUCTION_MAP
+
+    def lasts(execute: Callable[..., Any], least: float) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> None:
             begin = now()
             execute(*arguments, **named)
-            time.sleep((times - 1) * (now() - begin))
+            time.sleep(max(0.0, least - (now() - begin)))
 
         return run
 
-    passes = {kind: slower(execute) for kind, execute in plain.items() if kind.__name__ in PASSES}
+    kinds = {kind.__name__: kind for kind in plain}
+    of_stage = zip(("ForwardPass", "BackwardPass"), seconds[trainer.stage] if seconds else (), strict=False)
+    passes = {kinds[name]: lasts(plain[kinds[name]], least) for name, least in of_stage}
     trainer.engine._INSTRUCTION_MAP = plain | passes
     return trainer
 

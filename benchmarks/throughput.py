@@ -9,8 +9,8 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `rows`: micro-batches of several sizes in two stages against transformers' Trainer in one process with both cores,
   and which of them `auto` chooses.
 - `division`: `parts: auto` against divisions by hand, for a model whose head is 40 % of the work.
-- `unequal`: the same where each pass of the second stage takes twice as long, as on a card of half the speed;
-  "simulated" is the step that the schedule makes of the mean times of the passes.
+- `unequal`: two stages whose passes last as long as a plan says of two cards, the second of half the speed; what a pass
+  does not compute it sleeps. `parts: auto` against an even split, each named with its planned step.
 - `schedules`: dualpipev against 1f1b with four micro-batches.
 - `replicas`: gradients summed during the last backward pass against DeepSpeed's sums after it; the least bytes
   of the loopback interface, which others may use.
@@ -73,6 +73,7 @@ DUALPIPEV: dict[str, Any] = {"schedule": "dualpipev"}
 ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "stage3_prefetch_bucket_size": 50_000_000}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 ONE = "one process, one thread"
+LASTING = 10.0  # seconds of a step with `parts: auto`, of `unequal`
 COPIES = "one of two copies", "the other copy"
 
 
@@ -85,6 +86,7 @@ class Way:
         topology: keys of its `model_topo`.
         threads: of each process.
         beside: whether its steps run at the same time as those of the way before.
+        lasting: seconds that a forward and a backward pass of each stage take at least.
     """
 
     keys: dict[str, Any]
@@ -92,6 +94,7 @@ class Way:
     topology: dict[str, Any] | None = None
     threads: int = 1
     beside: bool = False
+    lasting: tuple[tuple[float, float], ...] = ()
     engine: Literal["pipeline", "zero", "trainer", "reference"] = "pipeline"
 
 
@@ -103,7 +106,6 @@ class Case:
         ideal: how many times as fast as the first way the others could be.
         records: whether the rows are records instead of random words.
         simulated: whether the passes of each step are recorded, and the step simulated with their times.
-        slowed: times as long as otherwise the passes of the second process take.
     """
 
     model: dict[str, Any]
@@ -114,7 +116,6 @@ class Case:
     ideal: float = 1.0
     records: bool = False
     simulated: bool = False
-    slowed: float = 1.0
 
 
 def against_one(rows: int, length: int, model: dict[str, Any]) -> Case:
@@ -192,7 +193,7 @@ CASES = {
     "large_head": against_one(16, 256, LARGE_HEAD),
     "rows": Case(LARGE_HEAD, 16, 256, 3, MICRO_BATCHES),
     "division": Case(LARGE_HEAD, 8, 256, 5, {}),  # see `with_divisions`
-    "unequal": Case(SMALL, 16, 512, 5, {}, simulated=True, slowed=2.0),
+    "unequal": Case(SMALL, 8, 32, 5, {}, simulated=True),  # see `with_cards`
     "schedules": Case(WIDER, 4, 256, 9, SCHEDULES),
     "replicas": Case(SMALL, 4, 128, 7, SUMS),
     "lora": Case(MODEL, 4, 512, 5, TRAINED),
@@ -220,7 +221,7 @@ def measure(name: str, folder: Path) -> Report:
 
         save_random_model(folder)
     if not case.ways:
-        case = with_divisions(case, folder)
+        case = with_cards(case, folder) if case.simulated else with_divisions(case, folder)
     with Turns(folder) as turns:
         for way, asked in case.ways.items():
             processes = None if asked.engine == "trainer" else math.prod(asked.dims)  # which takes ranks for its own
@@ -269,15 +270,38 @@ def with_divisions(case: Case, folder: Path) -> Case:
     from models.api import read_spec
     from options.planner.inputs import Basis, Workload
     from options.planner.plan import best_parts
-    from training.metrics.devices import mixed, this_device
+    from training.metrics.devices import this_device
 
-    config, device = run_config(folder, case.rows, case.length, **PLAIN, **topology(2, 1)), this_device()
-    speeds = {name: getattr(device, name) / case.slowed for name in ("half", "single", "bandwidth")}
-    devices = mixed([device, replace(device, **speeds)])
-    auto = best_parts(Basis(config, read_spec(folder), Workload.assumed(config), devices))
+    config = run_config(folder, case.rows, case.length, **PLAIN, **topology(2, 1))
+    auto = best_parts(Basis(config, read_spec(folder), Workload.assumed(config), this_device()))
     layers = sum(auto)
     tried = dict.fromkeys((auto[0], auto[0] - 1, auto[0] + 1, layers // 2))
     ways = {f"[{each}, {layers - each}]": Way(PLAIN, (2, 1), {"parts": [each, layers - each]}) for each in tried}
+    return replace(case, ways=ways)
+
+
+def with_cards(case: Case, folder: Path) -> Case:
+    """Add `parts: auto` on two cards, of which the second has half the speed, and an even split."""
+    from benchmarks.steps import run_config, topology
+    from models.api import read_spec
+    from options.planner.inputs import Basis, Workload
+    from options.planner.plan import Plan, best_parts
+    from training.metrics.devices import mixed, this_device
+    from training.topology import even_parts, layer_ranges
+
+    config, card = run_config(folder, case.rows, case.length, **PLAIN, **topology(2, 1)), this_device()
+    slower = replace(card, half=card.half / 2, single=card.single / 2, bandwidth=card.bandwidth / 2)
+    basis = Basis(config, read_spec(folder), Workload.assumed(config), mixed([card, slower]))
+    auto, ways = best_parts(basis), {}
+    unit = LASTING / Plan(basis, auto).simulated(case.rows).seconds
+    for parts in (auto, even_parts(sum(auto), 2, 1)):
+        plan, lasting = Plan(basis, parts), []
+        for begin, end in layer_ranges(parts):
+            forward = sum(time.forward.total for time in plan.times[begin:end])
+            backward = sum(time.backward.total for time in plan.times[begin:end])
+            lasting.append((unit * forward, unit * backward))
+        planned = unit * plan.simulated(case.rows).seconds
+        ways[f"{parts}, planned {planned:.2f} s"] = Way(PLAIN, (2, 1), {"parts": parts}, lasting=tuple(lasting))
     return replace(case, ways=ways)
 
 
@@ -322,8 +346,8 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
 
     from benchmarks.steps import (
         joined,
+        lasting,
         run_config,
-        slowed,
         time_passes,
         time_turns,
         topology,
@@ -375,7 +399,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         if slots := getattr(division, "slots", None):  # of weight streaming
             timed = time_turns(trainer, slots, asked.rows)
         if asked.simulated:
-            timed = time_passes(slowed(trainer, asked.slowed))
+            timed = time_passes(lasting(trainer, way.lasting))
         if way.engine == "reference":
             loss_of(trainer).recorded = []
             trainer.train_step = trainer.eval_loss  # type: ignore[method-assign]

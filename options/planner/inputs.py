@@ -276,7 +276,7 @@ class Basis:
             return [link.seconds(size) for link in self.measured_links.stages]
         if self.device.each and not self.named:
             ends = [Fabric.of(device).inside for device in self.of_stages]
-            return [max(link.seconds(size) for link in both) for both in pairwise(ends)]
+            return [max(one.seconds(size), next_.seconds(size)) for one, next_ in pairwise(ends)]
         return [link.seconds(size) for link in self.fabric.to_next(self.config.model_topo)]
 
     @property

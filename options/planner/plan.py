@@ -90,11 +90,9 @@ class Plan:
     @cached_property
     def times(self) -> list[LayerTime]:
         """By layer, on its stage's devices."""
-        times = {
-            layer: of_stage[layer]
-            for of_stage, held in zip(times_of_stages(self.basis), self.held, strict=True)
-            for layer in layers_of(held)
-        }
+        times: dict[int, LayerTime] = {}
+        for of_stage, held in zip(times_of_stages(self.basis), self.held, strict=True):
+            times |= {layer: of_stage[layer] for layer in layers_of(held)}
         return [times[layer] for layer in sorted(times)]
 
     def simulated(self, micro_batches: int) -> Simulation:
@@ -207,8 +205,9 @@ def fitting_parts(basis: Basis, within: float = math.inf) -> list[int] | None:
 
 
 def _split(basis: Basis, fits: Fits, within: float = math.inf) -> list[int] | None:
-    costs = [
-        [round(time.step(basis.micro_batches).total / RESOLUTION) for time in times] for times in times_of_stages(basis)
-    ]
+    def cost(time: LayerTime) -> int:
+        return round(time.step(basis.micro_batches).total / RESOLUTION)
+
+    costs = [list(map(cost, times)) for times in times_of_stages(basis)]
     config, first = basis.config, basis.spec.first_layers
     return best_split(costs, fits, config.v_schedule, within / RESOLUTION, first)

@@ -172,14 +172,13 @@ def _may_fit(basis: Basis) -> bool:
 
 def _lower_bound(basis: Basis) -> float:
     """Return seconds of a step if layers could be divided evenly."""
-    topo, number = basis.config.model_topo, basis.micro_batches
+    topo, number, forward, backward, update = basis.config.model_topo, basis.micro_batches, 0.0, 0.0, 0.0
     of_kinds = [layer_times(replace(basis, device=device)) for device in basis.device.kinds]
-
-    def least(part: str) -> float:
-        alike = zip(*([getattr(layer, part).total for layer in times] for times in of_kinds), strict=True)
-        return sum(map(min, alike)) / topo.stages
-
-    forward, backward, update = map(least, ("forward", "backward", "update"))
+    for alike in zip(*of_kinds, strict=True):  # a layer on each kind of device
+        forward += min(time.forward.total for time in alike)
+        backward += min(time.backward.total for time in alike)
+        update += min(time.update.total for time in alike)
+    forward, backward, update = forward / topo.stages, backward / topo.stages, update / topo.stages
     if basis.schedule == "1f1b":
         return (number + (topo.stages - 1) / basis.row_chunks) * (forward + backward) + update
     most = min(number, 4 * topo.stages)  # more only repeat the middle
@@ -277,9 +276,9 @@ def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
 
 def more_stages(basis: Basis) -> Plan | None:
     """Plan the fewest stages with which the run fits as it is, if there are such."""
+    topo = basis.config.model_topo
     if basis.device.each:  # of which kind more of them would be, nobody has said
         return None
-    topo = basis.config.model_topo
     more = range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.v_schedule else 1) + 1)
     for stages in each_of(more, "numbers of stages"):
         spread = topo.spread(stages, topo.replicas)

@@ -144,9 +144,11 @@ def parse_devices(text: str) -> tuple[int, Device]:
     Raises:
         ConfigError: a device is unknown, or comes in several sizes and none is given.
     """
+    kinds = list(map(_parse_kind, re.split(r",(?![^{]*\})", text)))
+    if len(kinds) == 1:
+        return kinds[0]
     devices: list[Device] = []
-    for part in re.split(r",(?![^{]*\})", text):
-        count, device = _parse_kind(part)
+    for count, device in kinds:
         devices += count * [device]
     return len(devices), mixed(devices)
 

@@ -62,7 +62,7 @@ class Machine:
         if hosts:
             slots = sum(map(len, hosts.values()))
             if kind.each:
-                kind = mixed([kind.each[number % gpus] for numbers in hosts.values() for number in numbers])
+                kind = mixed([kind.each[number % gpus] for number in chain.from_iterable(hosts.values())])
             return cls(kind, (slots,), memory, f"{slots} slots on {', '.join(hosts)}, taken to be like here: {what}")
         counts = (gpus,) if gpus else tuple(n for n in range(1, min(cores, MOST) + 1) if cores % n == 0)
         return cls(kind, counts, memory, what)

@@ -21,14 +21,15 @@ from options.planner.inputs import Basis
 from options.planner.measurements import Calibration
 from options.planner.memory import MemoryModel
 from options.planner.plan import Plan, best_parts
-from options.planner.planning import choose, loss_of_parts
+from options.planner.planning import Planning, choose, loss_of_parts
 from options.planner.search import more_stages, search
 from options.planner.tables import plan_summary
 from tests.options.planner.auto.helpers import UNTRAINED, auto, outline
 from tests.options.planner.helpers import basis_of, config_of, llama
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.metrics.devices import devices_here, mixed, parse_devices
+from training.language_model import split_as_configured
+from training.metrics.devices import Device, devices_here, mixed, parse_devices
 from training.topology import Division
 
 OWN = "2x{tflops: 119, memory_gib: 24, bandwidth_gb_s: 864, link_gb_s: 25}"
@@ -125,9 +126,13 @@ def test_memory_is_checked_by_stage(tmp_path: Path) -> None:
 
 
 def test_blocks_recompute_only_where_a_card_has_no_room(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"use_grad_ckpt": "auto", "train_micro_batch_size_per_gpu": 8}
-    plan = Plan.make(with_parts(basis(tmp_path, "1xA100-80G,1xRTX4090", **keys), [5, 3]))
-    assert plan.fits and plan.basis.recomputed and not plan.basis.recomputed & set(plan.stages[0].layers)
+    keys: dict[str, Any] = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "use_grad_ckpt": "auto"}
+    known = with_parts(basis(tmp_path, PAIR, **keys), [4, 4])
+    first, second = map(room, known.device.each)
+    least = Plan(replace(known, recompute=frozenset({1, 2, 3})), [4, 4]).stages[0].memory
+    first = replace(first, memory=least.peak)
+    plan = Plan.make(replace(known, device=mixed([first, second])))
+    assert plan.fits and plan.basis.recomputed and not plan.basis.recomputed & set(plan.stages[1].layers)
 
 
 def test_a_message_takes_the_slower_ends_time(tmp_path: Path) -> None:
@@ -180,6 +185,27 @@ def test_a_run_says_what_other_parts_than_autos_lose(tmp_path: Path) -> None:
         f"parts: [4, 4] on 1xRTX4090-24G,1xRTX3090-24G: a step takes {even.seconds / best.seconds - 1:.0%}"
     )
     assert f"with {auto_parts}, those of parts: auto" in line
+
+
+@pytest.mark.parametrize("parts", [None, [4, 4]])
+def test_a_run_asks_every_process_for_its_card(
+    parts: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = basis(tmp_path, PAIR, train_micro_batch_size_per_gpu=1)
+    cards = list(known.device.each)
+    gathered = "options.planner.planning.gather"
+    monkeypatch.setattr(gathered, lambda value: cards if isinstance(value, Device) else [value])
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    job: Any = SimpleNamespace(config=with_parts(known, parts or []).config, progress=SimpleNamespace(known=None))
+    job.division = split_as_configured(job.config, known.spec, in_stages=True)
+    lines: list[str] = []
+    task: Any = SimpleNamespace(spec=known.spec, in_stages=True, known_loader=None)
+    for choice in Planning(task).on_divide(job):
+        job.division = choice.division or job.division
+        lines += choice.report
+    told = [line for line in lines if line.startswith("parts: [")]
+    assert len(told) == (1 if parts else 0)
+    assert job.division.topology.parts == (parts or best_parts(known))
 
 
 def test_a_calibration_of_one_card_is_passed_over(tmp_path: Path) -> None:

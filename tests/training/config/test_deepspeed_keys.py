@@ -168,8 +168,10 @@ def test_keys_below_stage_3_are_not_read_by_stage_3() -> None:
         (
             {"bf16": BF16_STATES, "zero_optimization": OFFLOAD, "optimizer": BF16_MOMENTS},
             "",
-            "bf16.bf16_optimizer_states",
+            "",
         ),
+        ({"bf16": BF16_STATES, "zero_optimization": {"stage": 2}}, "", "bf16.bf16_optimizer_states"),
+        ({"zero_optimization": {"offload_optimizer": {"super_offload": False}}}, "", ""),
         ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast", ""),
         ({"fp16": {"enabled": True, "hysteresis": 4}}, "", ""),
         ({}, "", ""),
