@@ -18,7 +18,7 @@ takes longer than that counts. `options.planner.timing` measures single layers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -31,6 +31,7 @@ from options.planner.communication import layer_messages
 from options.planner.inputs import Basis, layer_kinds
 from options.planner.layer_costs import LayerCase, LayerWork, Operation, product, work_of
 from options.planner.memory import StateBytes, kept_bytes, sent_bytes
+from options.planner.tower import tower_work
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import HOST_LINK, Device, this_device
@@ -62,6 +63,7 @@ class Spent:
     attention: float = 0.0  # attention kernels; where scores lie in memory they are products and traffic
     traffic: float = 0.0  # norms, rotary angles, activation functions and residuals; the embedding
     launches: float = 0.0  # the device waits for the host to launch kernels
+    tower: float = 0.0  # the part of the first layer that sees images
     sums: float = 0.0  # gradients are added up over the micro-batches
     loss: float = 0.0  # the projection to the vocabulary and the cross-entropy, forward and backward
     optimizer: float = 0.0  # the gradient's norm and the optimizer's step
@@ -232,11 +234,25 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     roofline = Roofline(device, dtype, min(math.ceil(work.length), window), min(work.attended, window))
     counted = _layer_work(basis, layer, dtype, device)
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
+    if layer == 0 and work.images.number and spec.family.sees:
+        of_tower, times = tower_work(basis)
+        forward += Spent(tower=times * _tower_pass(of_tower.forward, dtype, device))
+        backward += Spent(tower=times * _tower_pass(of_tower.backward, dtype, device))
     if layer == spec.n_layers - 1:
         forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
         head = basis.shapes(layer)[HEAD_WEIGHT].numel() if HEAD_WEIGHT in basis.trained_names[layer] else 0
         backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
     return forward, backward
+
+
+def _tower_pass(operations: Sequence[Operation], dtype: torch.dtype, device: Device) -> float:
+    """Return the seconds of a pass through the tower, whose attention no causal mask hides a part of."""
+    seconds = 0.0
+    for each in operations:
+        keys = each.shape[2]
+        whole = replace(each, flops=each.flops / PAIRS) if each.kind == "attention" else each
+        seconds += Roofline(device, dtype, keys, keys).seconds(whole)
+    return max(seconds, len(operations) * device.launch)
 
 
 def _layer_work(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:
