@@ -30,6 +30,7 @@ from options.planner import zero
 from options.planner.communication import layer_messages
 from options.planner.inputs import Basis, layer_kinds
 from options.planner.layer_costs import LayerCase, LayerWork, Operation, product, work_of
+from options.planner.measurements import TOWER
 from options.planner.memory import StateBytes, kept_bytes, sent_bytes
 from options.planner.tower import tower_work
 from training.config.deepspeed_config import training_dtype
@@ -123,6 +124,15 @@ class Roofline:
             launches += self.device.launch
         return Spent(**seconds, launches=max(0.0, launches - sum(seconds.values())))
 
+    def tower(self, operations: Sequence[Operation]) -> float:
+        """Return the seconds of one pass through a tower, of whose attention no causal mask hides a part."""
+        seconds = 0.0
+        for each in operations:
+            keys = each.shape[2]
+            whole = replace(each, flops=each.flops / PAIRS) if each.kind == "attention" else each
+            seconds += replace(self, length=keys, document=keys).seconds(whole)
+        return max(seconds, len(operations) * self.device.launch)
+
 
 @dataclass(frozen=True)
 class LayerTime:
@@ -159,6 +169,9 @@ def layer_times(basis: Basis) -> list[LayerTime]:
         if calibrated:
             factors = calibrated.layers[str(kind)]
             forward, backward = forward.times(factors[0]), backward.times(factors[1])
+        if number == 0:
+            seen = tower_passes(basis, device)
+            forward, backward = forward + seen[0], backward + seen[1]
         forward, backward = forward + sent[kind][0], backward + sent[kind][1]
 
         if basis.measured:
@@ -234,10 +247,6 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     roofline = Roofline(device, dtype, min(math.ceil(work.length), window), min(work.attended, window))
     counted = _layer_work(basis, layer, dtype, device)
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
-    if layer == 0 and work.images.number and spec.family.sees:
-        of_tower, times = tower_work(basis)
-        forward += Spent(tower=times * _tower_pass(of_tower.forward, dtype, device))
-        backward += Spent(tower=times * _tower_pass(of_tower.backward, dtype, device))
     if layer == spec.n_layers - 1:
         forward += Spent(loss=sum(roofline.seconds(each) for each in loss_work(basis, dtype, device)))
         head = basis.shapes(layer)[HEAD_WEIGHT].numel() if HEAD_WEIGHT in basis.trained_names[layer] else 0
@@ -245,14 +254,16 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
     return forward, backward
 
 
-def _tower_pass(operations: Sequence[Operation], dtype: torch.dtype, device: Device) -> float:
-    """Return the seconds of a pass through the tower, whose attention no causal mask hides a part of."""
-    seconds = 0.0
-    for each in operations:
-        keys = each.shape[2]
-        whole = replace(each, flops=each.flops / PAIRS) if each.kind == "attention" else each
-        seconds += Roofline(device, dtype, keys, keys).seconds(whole)
-    return max(seconds, len(operations) * device.launch)
+def tower_passes(basis: Basis, device: Device) -> tuple[Spent, Spent]:
+    """Estimate the forward and backward pass of the tower for the images of a micro-batch, if there are any."""
+    if not (basis.spec.family.sees and basis.share.images.number):
+        return Spent(), Spent()
+    factors = basis.calibration.layers[TOWER] if basis.calibration else (1.0, 1.0)
+    work, times = tower_work(basis)
+    roofline = Roofline(device, training_dtype(basis.config), 1, 1)
+    passes = [roofline.tower(operations) for operations in (work.forward, work.backward)]
+    forward, backward = (factor * times * seconds for factor, seconds in zip(factors, passes, strict=True))
+    return Spent(tower=forward), Spent(tower=backward)
 
 
 def _layer_work(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:

@@ -21,7 +21,7 @@ from models.attention.positions import attention_kind
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from options.planner.communication import Fabric
-from options.planner.measurements import ESTIMATES, MEASURED_FILE, Calibration, Measured, digest
+from options.planner.measurements import MEASURED_FILE, Calibration, Measured, digest, model_digest
 from options.planner.row_chunks import chunk_of, cut
 from options.row_chunks.keys import KEY
 from training.config.keys import TrainConfig
@@ -189,7 +189,7 @@ class Basis:
         return {
             "device": self.device.name,
             "torch": torch.__version__,
-            "model": digest([ESTIMATES, self.spec.raw]),
+            "model": model_digest(self.spec),
             "calibration": digest(vars(self.calibration) if self.calibration else None),
             "rows": self.workload.rows,
             "length": ceil(self.workload.length),

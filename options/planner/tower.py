@@ -32,7 +32,7 @@ from options.planner.layer_costs import LayerWork, Operation, OperationRecorder
 from training.config.deepspeed_config import training_dtype
 
 TOGETHER = "planned_flash_tower"  # transformers hands on where images and windows begin to what is named flash
-MOST = 64  # images that are counted; of more, each takes as much
+MOST = 8  # images that are counted; of more, each takes as much
 LARGE = 2**20  # numbers of a mask that is made of nothing, from which on it is fake, too
 
 
@@ -93,7 +93,7 @@ def _work(spec: ModelSpec, case: TowerCase) -> TowerWork:
         with OperationRecorder() as forward:
             features = run()
         with OperationRecorder() as backward:
-            _go_back(features)
+            go_back(features)
     passes = tuple(forward.noted), tuple(backward.noted)
     if calls:
         passes = tuple(_apart(passes[0], calls)), tuple(_apart(passes[1], calls[::-1]))
@@ -104,11 +104,12 @@ def _memory(spec: ModelSpec, case: TowerCase) -> tuple[TowerMemory, int]:
     with _fake_tower(spec, case) as (run, pixels, _), LiveBytes() as live:
         features = run()
         kept = live.now if features[0].requires_grad else 0
-        _go_back(features)
+        go_back(features)
     return TowerMemory(pixels, kept, live.most), len(features[0])
 
 
-def _go_back(features: Sequence[Tensor]) -> None:
+def go_back(features: Sequence[Tensor]) -> None:
+    """Run the backward pass of a tower, if anything of it is trained."""
     if features[0].requires_grad:
         torch.autograd.backward(features, [torch.empty_like(each) for each in features])
 
