@@ -71,7 +71,7 @@ class TowerMemory:
 def tower_work(basis: Basis) -> tuple[LayerWork, float]:
     """Return the kernels for some images, and how often they count for a micro-batch on average."""
     images = basis.share.images
-    found = basis.once(_work, _case(basis, images.number))
+    found = basis.once(work_of, _case(basis, images.number))
     return found.kernels, images.number * images.tokens / found.tokens
 
 
@@ -80,7 +80,7 @@ def tower_memory(basis: Basis) -> TowerMemory:
     images = basis.share.images
     if not (basis.spec.family.sees and images.most):
         return TowerMemory()
-    found, tokens = basis.once(_memory, _case(basis, images.most / images.tokens))
+    found, tokens = basis.once(memory_of, _case(basis, images.most / images.tokens))
     return TowerMemory(*(images.most / tokens * each for each in vars(found).values()))
 
 
@@ -88,7 +88,8 @@ def _case(basis: Basis, images: float) -> TowerCase:
     return TowerCase(min(MOST, ceil(images)), round(basis.share.images.tokens), training_dtype(basis.config))
 
 
-def _work(spec: ModelSpec, case: TowerCase) -> TowerWork:
+def work_of(spec: ModelSpec, case: TowerCase) -> TowerWork:
+    """Record the kernels of a forward and a backward pass."""
     with _fake_tower(spec, case) as (run, _, calls):
         with OperationRecorder() as forward:
             features = run()
@@ -100,7 +101,8 @@ def _work(spec: ModelSpec, case: TowerCase) -> TowerWork:
     return TowerWork(LayerWork(*passes), len(features[0]))
 
 
-def _memory(spec: ModelSpec, case: TowerCase) -> tuple[TowerMemory, int]:
+def memory_of(spec: ModelSpec, case: TowerCase) -> tuple[TowerMemory, int]:
+    """Measure the memory of a forward and a backward pass; return also the tokens that the images take."""
     with _fake_tower(spec, case) as (run, pixels, _), LiveBytes() as live:
         features = run()
         kept = live.now if features[0].requires_grad else 0
