@@ -195,12 +195,12 @@ def plan_and_train(folder: Path, keys: dict[str, Any], length: int = LENGTH, ima
             assert spec.family.sees is not None
             collation = RandomPixels(data, spec.family.sees)
         loader = build_loader(data, config, collation=collation)
-        workload = Workload.of(loader if images else None, config)
-        plan = Plan.make(Basis(config, spec, workload, this_device(), in_stages=in_stages))
+        planned = loader if images else None
+        plan = Plan.make(Basis(config, spec, Workload.of(planned, config), this_device(), in_stages=in_stages))
         _load_libraries(training_dtype(config))
         _forget_peak()
         before = peak_memory()
-        trainer = trainer_kind(config, in_stages).build(config, spec, folder, divide(config, spec))
+        trainer = trainer_kind(config, in_stages).build(config, spec, folder, divide(config, spec, loader=planned))
         _forget_peak()  # pages of the weights' file count while they are read
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))

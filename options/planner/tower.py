@@ -166,13 +166,13 @@ def _together(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Run the attention of all images or windows, [1, heads, S, D], in one call that has as many pairs."""
-    seen = key.shape[2]
     if cu_seq_lens_q is not None:
         lengths = cu_seq_lens_q.diff().double()
         seen = round(float(lengths.square().sum() / lengths.sum()))
+        key, value = key[:, :, :seen], value[:, :, :seen]
         calls.append(len(lengths))
-    output = F.scaled_dot_product_attention(query, key[:, :, :seen], value[:, :, :seen], scale=scaling)
-    return output.transpose(1, 2).contiguous(), None
+    output = F.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2).contiguous()
+    return output if cu_seq_lens_q is None else output.clone(), None  # what several calls give is joined
 
 
 def _apart(operations: Sequence[Operation], calls: Sequence[int]) -> Iterator[Operation]:

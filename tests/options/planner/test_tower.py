@@ -81,20 +81,27 @@ def test_kernels_are_those_of_a_real_pass(golden: Golden) -> None:
 def test_bytes_are_those_of_a_real_pass(train: str, golden: Golden) -> None:
     spec = golden.spec if train == "all" else at_rest(golden.spec)
     tower, images = real_tower(golden, spec)
-    for weight in tower.parameters():
+    for weight in (each for each in tower.parameters() if each.requires_grad):
         weight.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
-    with LiveBytes() as live, saved_tensors() as saved:
+    with LiveBytes() as live:
         features = tower.features(images)
-        kept = live.now
+        kept = live.now if train == "all" else 0
         go_back(features)
     found, tokens = memory_of(spec, CASE)
     assert (tokens, found.pixels) == (len(features[0]), sum(each.nbytes for each in images))
-    assert found.peak == pytest.approx(live.most, rel=0.05)
+    # At rest, what several calls of attention give is there until their block is done.
+    assert found.peak == pytest.approx(live.most, rel=0.02 if train == "all" else 0.1)
+    assert found.kept == pytest.approx(kept, rel=0.02)
 
-    weights = sizes([*tower.parameters(), *images])
-    own = sum(size for storage, size in sizes(saved).items() if storage not in weights)
-    assert found.kept == pytest.approx(kept if train == "all" else 0, rel=0.05)
-    assert own <= kept if train == "all" else not saved
+    # The features themselves are there besides.
+    with saved_tensors() as saved:
+        features = tower.features(images)
+    given = sizes([*tower.parameters(), *images])
+    own = sum(size for storage, size in sizes([*saved, *features]).items() if storage not in given)
+    if golden.folder.name == "llava-tiny":  # of whose last block nobody needs the result
+        assert own >= kept
+    else:
+        assert own == pytest.approx(kept, rel=0.02) if train == "all" else not saved
 
 
 def test_a_tower_at_rest_goes_forward_alone(llava: Golden) -> None:
