@@ -10,6 +10,8 @@ fast as they are done, the device waits for it.
 Where rows pass in chunks, a micro-batch is all of its chunks: each kind of work takes as long as for whole rows, and at
 least what so many rows of a chunk's length take; gradients are added up once a chunk.
 
+The tower of images is a part of the first layer (`options.planner.tower`).
+
 Recomputation adds a forward pass to the backward pass. Once a step the replicas sum their gradients and the optimizer
 runs, in main memory where it is offloaded. Of gradients and activations that move while a layer is computed only what
 takes longer than that counts. `options.planner.timing` measures single layers, `options.planner.feedback` whole steps.
@@ -258,7 +260,8 @@ def tower_passes(basis: Basis, device: Device) -> tuple[Spent, Spent]:
     """Estimate the forward and backward pass of the tower for the images of a micro-batch, if there are any."""
     if not (basis.spec.family.sees and basis.share.images.number):
         return Spent(), Spent()
-    factors = basis.calibration.layers[TOWER] if basis.calibration else (1.0, 1.0)
+    measured = basis.calibration.layers if basis.calibration else {}
+    factors = measured.get(TOWER) or measured.get("1", (1.0, 1.0))  # or a block's, if no image was there to be timed
     work, times = tower_work(basis)
     roofline = Roofline(device, training_dtype(basis.config), 1, 1)
     passes = [roofline.tower(operations) for operations in (work.forward, work.backward)]

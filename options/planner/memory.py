@@ -7,6 +7,7 @@ what autograd saves of its layers (`options.planner.layer_costs`); with recomput
 inside of one block during its backward pass. The last stage adds the loss (`models.loss.lean`): a chunk of logits, and
 the gradient of the head in fp32. Under sequence and tensor parallelism a rank's shards count. Of rows in chunks a stage
 keeps that of the chunks in flight, and keys and values of whole rows with, on the way back, sums of their gradients.
+The first stage keeps the pixels of its micro-batches, and what their tower saves (`options.planner.tower`).
 
 Bytes per parameter are those of DeepSpeed 0.19.8, more than the textbook's 16 (`runtime/bf16_optimizer.py` and
 `runtime/zero/stage_1_and_2.py` there). Master weights and states are sharded over the replicas, in bf16 at stage 0 too.
