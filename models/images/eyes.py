@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from models.attention.packed import Documents
 from models.derived.derive import FEW_WORDS, compute_buffers
 from models.family import Rule
 from models.images.sees import Sees
+from models.images.tensors import GRIDS, pictures
 
-GRIDS = "image_grid_thw"  # how many patches images have along time, height and width, by transformers' name
 TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
 
 
@@ -69,6 +70,10 @@ class Eyes(Sees):
 
     def _whole(self) -> Any:
         return MODEL_MAPPING[type(self.config)](without_blocks(self.config))
+
+    def pictures(self, images: int, tokens: int, pixels: Callable[..., Tensor]) -> list[Tensor]:
+        high = max(1, isqrt(tokens))
+        return pictures(self.config, self.inputs, [(high, max(1, round(tokens / high)))] * images, pixels)
 
     def axes_of(self, input_ids: Tensor, images: Mapping[str, Tensor]) -> Tensor:
         if "eyes" not in self._kept:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,14 @@ class Sees(ABC):
     @abstractmethod
     def build(self) -> Any:
         """Build tower and projector, on torch's default device."""
+
+    @abstractmethod
+    def pictures(self, images: int, tokens: int, pixels: Callable[..., Tensor]) -> list[Tensor]:
+        """Make the tensors of so many images, of about so many tokens each where the model takes any size.
+
+        Args:
+            pixels: makes them of their shape.
+        """
 
     @abstractmethod
     def axes_of(self, input_ids: Tensor, images: Mapping[str, Tensor]) -> Tensor:

@@ -33,5 +33,3 @@ class TellImages(Callback):
         share = f"in {counted(seeing, 'sample')} of {len(tokens):,}"
         trained = TRAINED[config.vision.train]
         log.print(f"images: {share}, {int(tokens.sum()):,} tokens, seen by the model's own tower, {trained}")
-        if config.is_planned:
-            log.print("images: what the tower computes is in no plan, its weights are")

@@ -47,6 +47,7 @@ from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.errors import ConfigError
 from training.metrics.devices import Device, devices_here, parse_devices
+from training.option import model_for
 from training.trained import check_start, with_trained
 
 DOES_NOT_FIT = 1
@@ -90,7 +91,8 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
         check_start(config, spec)
         _check_other_models(config, spec, folder, log)
 
-    workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
+    assumed = spec, Workload.assumed(config), Workload.assumed
+    spec, workload, feed = assumed if shape else _feed(config, spec, folder, log)
     for key, choose in () if arguments.search else ((ROWS, choose_rows), (KEY, choose_chunk)):
         if getattr(config, key, None) == "auto":
             chosen, line = choose(config, spec, device, feed, in_stages)
@@ -215,14 +217,20 @@ def _check_other_models(config: TrainConfig, spec: ModelSpec, folder: Path, log:
         log.print(f"not compared: {reason_of(error)}")
 
 
-def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> tuple[Workload, Feed]:
-    """Measure the workload, and those of other configs, from the records where they can be read, else assume them."""
+def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> tuple[ModelSpec, Workload, Feed]:
+    """Measure the workload, and those of other configs, from the records where they can be read, else assume them.
+
+    Returns:
+        The model as it is trained on them, with eyes where there are images, and the workloads.
+    """
     if not config.windows_key:
         try:
             dataset, _ = RecordReader(config, folder, Console(quiet=True)).read_sets()
             assert isinstance(dataset, Dataset)
             feed = feed_of(dataset, spec)
-            return feed(config), feed
+            workload = feed(config)
         except (DataError, CheckpointError, OSError, ValueError) as error:
             log.print(f"data_path is not used: {reason_of(error)}")
-    return Workload.assumed(config), Workload.assumed
+        else:
+            return model_for(config, spec, [dataset]), workload, feed
+    return spec, Workload.assumed(config), Workload.assumed

@@ -7,6 +7,7 @@ what autograd saves of its layers (`options.planner.layer_costs`); with recomput
 inside of one block during its backward pass. The last stage adds the loss (`models.loss.lean`): a chunk of logits, and
 the gradient of the head in fp32. Under sequence and tensor parallelism a rank's shards count. Of rows in chunks a stage
 keeps that of the chunks in flight, and keys and values of whole rows with, on the way back, sums of their gradients.
+The first stage keeps the pixels of its micro-batches, and what their tower saves (`options.planner.tower`).
 
 Bytes per parameter are those of DeepSpeed 0.19.8, more than the textbook's 16 (`runtime/bf16_optimizer.py` and
 `runtime/zero/stage_1_and_2.py` there). Master weights and states are sharded over the replicas, in bf16 at stage 0 too.
@@ -34,6 +35,7 @@ from options.planner.inputs import Basis
 from options.planner.partition import LayerRange, layers_of
 from options.planner.saved import BACKWARD, block_peaks, carried_numbers, saved_tensors
 from options.planner.simulation import chunks_in_flight, moments_in_flight
+from options.planner.tower import tower_memory
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.engine import host_sums
@@ -129,6 +131,8 @@ def kept_bytes(basis: Basis) -> tuple[list[int], list[int]]:
     tokens = work.rows * max(basis.longest_chunks)
     hidden = tokens * basis.spec.config.hidden_size * training_dtype(basis.config).itemsize
     kept = [hidden if layer in basis.recomputed else each.inside for layer, each in enumerate(saved_tensors(basis))]
+    tower = tower_memory(basis)
+    kept[0] += int(tower.pixels + tower.kept)
     if not (basis.config.offload_activations and basis.device.reserves):
         return kept, [0] * len(kept)
     return [kept[0], *[0] * (last - 1), kept[last]], [0, *kept[1:last], 0]
@@ -191,6 +195,7 @@ class MemoryModel:
             # Without stages a row goes back before the next one comes.
             passing = chunks_in_flight(cuts, ranks, basis.micro_batches if basis.in_stages else 1)
             self._moments = [numpy.array(each) / (max(cuts), 1, 1) for each in passing]
+        self._tower = tower_memory(basis)
         self._of_chunk = cache(self._chunk)
 
     def rank(self, rank: int, ranges: Sequence[LayerRange]) -> StageMemory:
@@ -270,7 +275,13 @@ class MemoryModel:
             kept += self._beside_chunk(end)
         plain = range(begin, end if not self._config.offload_activations else begin)
         waiting = sum(self._saved[layer].waiting for layer in plain if layer not in self._basis.recomputed)
-        return kept, waiting, self._temporary(begin, end), max(self._offloaded[begin:end])
+        temporary = self._temporary(begin, end)
+        if begin == 0 and (tower := self._tower).pixels:
+            # The tower runs before the blocks of its micro-batch keep anything, and goes back when they are done. On a
+            # CPU what the loader made of the pixels stays until it makes the next.
+            temporary = max(temporary, int(tower.pixels + tower.peak) - kept)
+            temporary += 0 if self._device.reserves else int(tower.pixels)
+        return kept, waiting, temporary, max(self._offloaded[begin:end])
 
     def _beside_chunk(self, end: int) -> int:
         """Return what is kept of a chunk besides what is kept of a micro-batch.

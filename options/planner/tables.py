@@ -79,6 +79,7 @@ def plan_summary(plan: Plan) -> list[str]:
         f"step: {a_step} x {work.length:.0f} tokens a replica, {work.supervised:.0%} of them supervised; "
         f"{config.schedule if basis.in_stages else 'no pipeline'}",
         *_chunks(basis),
+        *_images(basis),
         f"bubble: {plan.bubble:.1%} of the devices' time" if basis.in_stages else zero.describe_sharing(basis),
     ]
 
@@ -110,6 +111,15 @@ def _chunks(basis: Basis) -> list[str]:
     if len(cuts) == 1:
         return []
     return [f"rows: at most {sum(cuts):,} tokens, in {len(cuts)} chunks of {min(cuts):,} to {max(cuts):,}"]
+
+
+def _images(basis: Basis) -> list[str]:
+    """Say how many images a micro-batch has, if any."""
+    images = basis.workload.images
+    if not images.number:
+        return []
+    most = f"at most {images.most:,} tokens of them"
+    return [f"images: {images.number:.3g} a micro-batch, of {images.tokens:,.0f} tokens each; {most}"]
 
 
 def speed(plan: Plan) -> str:

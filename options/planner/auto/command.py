@@ -42,6 +42,7 @@ from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.data_setup import RecordReader
 from training.errors import ConfigError
+from training.option import model_for
 from training.preflight import check_writable
 
 FILE = "auto.yml"
@@ -148,6 +149,7 @@ def choose_config(choices: Choices, machine: Machine, log: Console, trains: bool
     reader = RecordReader(config, folder, log)
     data = reader.read("data", config.data_path)
     check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), data)
+    spec = model_for(config, spec, [data])
     log.print(f"records:\n{summary.table(data)}")
     if texts := text_length(data, config.max_seq_len):
         choices.add("max_seq_len", *texts)
