@@ -44,6 +44,10 @@ def seeing_collation(config: VisionKeys, task: LanguageModel, collation: Collati
     sees = task.spec.family.sees
     assert sees is not None
     settings = PictureSettings(task.model_folder, *config.pixels)
-    axes = sees.axes_of if sees.axes else None
-    both_ways = sees.image_token if sees.both_ways else None
-    return SeeingCollation(collation, settings, sees.inputs, axes, both_ways)
+    mark = sees.marks_of if sees.axes or sees.both_ways else None
+
+    def distrust() -> None:
+        for data in filter(None, (task.dataset, task.held_out)):
+            data.samples.distrust()
+
+    return SeeingCollation(collation, settings, sees.inputs, mark, distrust)

@@ -13,12 +13,12 @@ import numpy
 from data.images.image import Image
 from data.images.opening import pixels_of, read_file
 from data.images.pictures import Pictures
-from data.sample_set import IGNORED, Sample
+from data.sample_set import IGNORED, Sample, documents
 from models.checkpoint.layout import Manifest, side_files
 from models.images.names import written_names
 from models.images.small import whole_config
 from models.spec import ModelSpec
-from options.proof.samples import cut_short
+from options.proof.samples import cut_short, joined
 from training.config.keys import TrainConfig
 
 SIDE = 64  # most pixels of a copy along a side
@@ -43,14 +43,15 @@ class SmallImages:
         """Cut a set's samples short; those behind the first `SEEN` with images lose theirs."""
         left, made = SEEN, []
         for sample in samples:
-            images = sample.get("images", [])[-IN_ONE:] if left else []
-            left -= min(1, len(images))
-            made.append(self._shorten(sample, images))
+            most = IN_ONE if left else 0
+            made.append(joined(sample, [self._shorten(each, most) for each in documents(sample)]))
+            left -= "images" in made[-1]
         return made
 
-    def _shorten(self, sample: Sample, images: list[Image]) -> Sample:
-        """Cut one sample short; its images come right before what is trained, with a word between two."""
-        ids, labels = numpy.asarray(sample["input_ids"]), numpy.asarray(sample["labels"])
+    def _shorten(self, document: Sample, most: int) -> Sample:
+        """Cut a document short; its last images come right before what is trained, with a word between two."""
+        images = document.get("images", [])[-most:] if most else []
+        ids, labels = numpy.asarray(document["input_ids"]), numpy.asarray(document["labels"])
         kept = ids != self._pictures.image_token
         text, trained = cut_short({"input_ids": ids[kept].tolist(), "labels": labels[kept].tolist()}, self._words)
         made: Sample = {"input_ids": [], "labels": []}

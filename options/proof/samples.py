@@ -12,6 +12,7 @@ import numpy
 from numpy.typing import NDArray
 from rich.console import Console
 
+from data.images.image import Image
 from data.sample_set import IGNORED, Sample, documents
 from data.tokenized.dataset import check_vocabulary
 from models.spec import ModelSpec
@@ -60,13 +61,20 @@ def with_images(chosen: Sequence[int], image_tokens: NDArray[Any], count: int) -
 
 def shorten(sample: Sample, words: int) -> Sample:
     """Cut a sample's documents to `LENGTH` tokens around the first trained one of each, with ids modulo `words`."""
-    parts = [cut_short(each, words)[0] for each in documents(sample)]
-    made = sample.copy()
+    return joined(sample, [cut_short(each, words)[0] for each in documents(sample)])
+
+
+def joined(sample: Sample, parts: Sequence[Sample]) -> Sample:
+    """Put other documents in the place of a sample's own."""
+    made, images = sample.copy(), list[Image]()
+    made.pop("images", None)
     made["input_ids"] = list(chain.from_iterable(part["input_ids"] for part in parts))
     made["labels"] = list(chain.from_iterable(part["labels"] for part in parts))
     if len(parts) > 1:
         made["first"] = len(parts[0]["input_ids"])
-    return made
+    for part, begin in zip(parts, (0, len(parts[0]["input_ids"])), strict=False):
+        images += [image._replace(begin=image.begin + begin) for image in part.get("images", [])]
+    return made | {"images": images} if images else made
 
 
 def distinct(samples: Iterable[Sample]) -> list[Sample]:

@@ -15,6 +15,8 @@ from data.images.collation import SeeingCollation
 from data.images.image import Image
 from data.loader import Loader
 from data.sample_set import InMemory, Sample
+from models.api import read_spec
+from models.images import seeing
 from tests.data.images import golden
 from tests.data.images.golden import needs_golden
 
@@ -131,22 +133,16 @@ def test_other_stages_decode_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(len(inputs) == 2 for inputs, _ in cut.tensors(cut.batch(step), 0))
 
 
-def axes_of(ids: Tensor, shapes: dict[str, Tensor]) -> Tensor:
-    """Take the golden positions of the sample with these ids and this grid."""
-    for number in SAMPLES:
-        if golden.tensors("qwen2_5_vl")[f"s{number}.input_ids"].flatten().tolist() == ids.tolist():
-            grids = [
-                golden.tensors("qwen2_5_vl")[f"s{number}.image_grid_thw.{place}"].flatten().tolist()
-                for place in range(len(shapes["image_grid_thw"]))
-            ]
-            assert shapes["image_grid_thw"].tolist() == grids
-            return golden.tensors("qwen2_5_vl")[f"s{number}.position_ids"].reshape(3, -1)
-    raise AssertionError("no such sample")
+def marking(name: str) -> Any:
+    """What says of a golden model's micro-batches what all stages have to know."""
+    sees = seeing(read_spec(golden.folder(name))).family.sees
+    assert sees is not None
+    return sees.marks_of
 
 
 @pytest.mark.parametrize("packing", [False, "batch"])
 def test_positions_along_axes_are_those_of_each_document(packing: Any) -> None:
-    cut = loader(packing=packing, axes=axes_of)
+    cut = loader(packing=packing, mark=marking("qwen2_5_vl"))
     cut.feeds_embedding = False  # the other stages need them too
     for step in range(2):
         batch = cut.batch(step)
@@ -171,7 +167,7 @@ def test_positions_along_axes_are_those_of_each_document(packing: Any) -> None:
 
 @pytest.mark.parametrize("packing", [False, "batch"])
 def test_images_are_numbered_where_their_tokens_see_each_other(packing: Any) -> None:
-    cut = loader("gemma3", packing, inputs=("pixel_values",), both_ways=golden.pictures("gemma3").image_token)
+    cut = loader("gemma3", packing, inputs=("pixel_values",), mark=marking("gemma3"))
     token = golden.pictures("gemma3").image_token
     packed = 0
     for step in range(2):
