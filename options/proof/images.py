@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy
+from numpy.typing import NDArray
 
 from data.images.image import Image
 from data.images.opening import pixels_of, read_file
@@ -43,17 +44,22 @@ class SmallImages:
         """Cut a set's samples short; those behind the first `SEEN` with images lose theirs."""
         left, made = SEEN, []
         for sample in samples:
-            most = IN_ONE if left else 0
-            made.append(joined(sample, [self._shorten(each, most) for each in documents(sample)]))
+            most, own = IN_ONE if left else 0, documents(sample)
+            shortest = min(int(self._is_text(each).sum()) for each in own)
+            made.append(joined(sample, [self._shorten(each, most, shortest) for each in own]))
             left -= "images" in made[-1]
         return made
 
-    def _shorten(self, document: Sample, most: int) -> Sample:
+    def _is_text(self, document: Sample) -> NDArray[numpy.bool_]:
+        return numpy.asarray(document["input_ids"]) != self._pictures.image_token
+
+    def _shorten(self, document: Sample, most: int, shortest: int) -> Sample:
         """Cut a document short; its last images come right before what is trained, with a word between two."""
         images = document.get("images", [])[-most:] if most else []
         ids, labels = numpy.asarray(document["input_ids"]), numpy.asarray(document["labels"])
-        kept = ids != self._pictures.image_token
-        text, trained = cut_short({"input_ids": ids[kept].tolist(), "labels": labels[kept].tolist()}, self._words)
+        kept = self._is_text(document)
+        words: Sample = {"input_ids": ids[kept].tolist(), "labels": labels[kept].tolist()}
+        text, trained = cut_short(words, self._words, shortest)
         made: Sample = {"input_ids": [], "labels": []}
         placed, begin = [], 0
         for behind, image in zip(reversed(range(len(images))), images, strict=True):
