@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 def _model(config: VisionKeys, spec: ModelSpec, sets: Sequence[Dataset | InMemory]) -> ModelSpec:
     """Return the model with its part that sees, if there is something to see."""
     if not any(each.has_images for each in sets):
+        if config.adapts_beside:
+            from training.trained import check_names
+
+            check_names(spec)
         return spec
     from options.images.model import seeing_model
 

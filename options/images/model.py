@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from data.images.ahead import PictureSettings
 from data.images.collation import SeeingCollation
 from models.checkpoint.layout import layer_file
-from models.images import frozen, seeing
+from models.family import EYES
+from models.images import frozen, reached, seeing
 from models.images.layer_files import eyes_in_layers
 from training.errors import ConfigError
+from training.trained import check_names
 
 if TYPE_CHECKING:
     from data.collation import Collation
@@ -33,7 +35,12 @@ def seeing_model(config: VisionKeys, spec: ModelSpec) -> ModelSpec:
         raise ConfigError(f"model_path: {folder}: {what}; expected the HuggingFace folder that it was made from")
     found = seeing(spec)
     config.check_model(found)
-    if found.trained.lora:  # which trains no weight of the model's own
+    if lora := found.trained.lora:
+        found = found.training(replace(found.trained, lora=replace(lora, beside=reached(found, config.vision.train))))
+        check_names(found)
+        if config.adapts_beside and not any(name.startswith(f"{EYES}.") for name in found.trained_names(0)):
+            what = f"vision.train: {config.vision.train}: lora.targets names no linear layer there"
+            raise ConfigError(f"{what} of {found.family.name}; expected other targets, or vision.train: nothing")
         return found
     patterns = frozen(found, config.vision.train)
     return found.training(replace(found.trained, freeze=(*found.trained.freeze, *patterns)))

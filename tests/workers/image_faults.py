@@ -44,7 +44,7 @@ def axis_short() -> None:
         for axes, together in make(self, *words):
             yield Marks(None if axes is None else axes[[0, 1, 1]], together)
 
-    SeeingCollation.marks = short  # type: ignore[method-assign]
+    SeeingCollation.marks = short  # type: ignore[method-assign, assignment]
 
 
 def features_reordered() -> None:

@@ -214,7 +214,7 @@ def test_the_images_of_a_pairs_documents_come_in_their_order() -> None:
     one, other = sample("llava", 0), sample("llava", 1)
     first = len(one["input_ids"])
     moved = [image._replace(begin=image.begin + first) for image in other["images"]]
-    ids, labels = (one[key] + other[key] for key in ("input_ids", "labels"))  # type: ignore[literal-required]
+    ids, labels = (one[key] + other[key] for key in ("input_ids", "labels"))
     pair: Sample = {"input_ids": ids, "labels": labels, "first": first, "images": one["images"] + moved}
     data = InMemory([pair])
     seeing = SeeingCollation(JudgedCollation(data), PictureSettings(golden.folder("llava")), ("pixel_values",))
