@@ -54,8 +54,7 @@ def by_transformers(model: Any, golden: Golden, sample: int) -> Tensor:
     ids = golden.ids(sample)[None]
     inputs = dict(zip(golden.sees.inputs, golden.images(sample), strict=True))
     types = token_types(model.get_base_model() if isinstance(model, PeftModel) else model, ids)
-    with torch.no_grad():
-        found: Tensor = model(input_ids=ids, **inputs, **types, use_cache=False).logits[0]
+    found: Tensor = model(input_ids=ids, **inputs, **types, use_cache=False).logits[0]
     return found
 
 
@@ -87,10 +86,24 @@ def test_peft_and_the_merged_model_see_what_a_run_saw(
     pp_to_hg(run, tmp_path / "adapter")
     whole: Any = transformers.AutoModelForImageTextToText
     beside = PeftModel.from_pretrained(whole.from_pretrained(golden.folder), tmp_path / "adapter").eval()
-    torch.testing.assert_close(by_transformers(beside, golden, 0), wanted, rtol=0, atol=5e-5)
+    torch.testing.assert_close(by_transformers(beside, golden, 0).detach(), wanted, rtol=0, atol=5e-5)
+    ours.zero_grad()
+    ours(golden.ids(0)[None], images=golden.images(0)).square().mean().backward()
+    trainable = PeftModel.from_pretrained(
+        whole.from_pretrained(golden.folder), tmp_path / "adapter", is_trainable=True
+    ).eval()
+    by_transformers(trainable, golden, 0).square().mean().backward()
+    gradients = {name: weight.grad for name, weight in trainable.named_parameters()}
+    for each in of_tower:
+        path = f"base_model.model.model.{each.removeprefix('eyes.')}.default.weight"
+        found, expected = ours.layers[0].get_parameter(each).grad, gradients[path]
+        assert (found is None) == (expected is None), each
+        if found is not None and expected is not None:
+            assert (found - expected).norm() <= 1e-4 * expected.norm() + 1e-8, each
+
     pp_to_hg(run, tmp_path / "merged", options=ExportOptions(merge=True))
     merged = whole.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(by_transformers(merged, golden, 0), wanted, rtol=0, atol=5e-5)
+    torch.testing.assert_close(by_transformers(merged, golden, 0).detach(), wanted, rtol=0, atol=5e-5)
 
 
 def test_an_adapter_is_read_again_with_its_part_of_the_tower(shared: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from data.settings import Wanted
 from data.tokenized.dataset import load_dataset
 from models.conversion.to_huggingface import pp_to_hg
 from tests.launching import metrics, topology
-from tests.options.images.test_runs import EPS, LR, VISION, inputs_of, saved
+from tests.options.images.test_runs import EPS, LR, VISION, inputs_of, layers, saved
 from tests.ranks import Ranks, job
 from tests.training.starts import STEPS, TAKEN_UP_AT, steps
 from training.checkpoint.folder import step_folder
@@ -189,9 +189,4 @@ def test_six_steps_of_dpo_are_those_of_transformers(name: str, runs: Path, tmp_p
 def test_a_resumed_run_is_the_same_to_the_bit(name: str, runs: Path) -> None:
     assert told(runs, name)["error"] is None
     assert "reference: log-probabilities of the data are known" in told(runs, name)["printed"]
-    found, before = (step_folder(runs / each, STEPS) for each in (name, CASES[name][0]))
-    layers = sorted(path.name for path in before.glob("layer_*"))
-    assert layers
-    for each in layers:
-        states = [torch.load(folder / each, weights_only=True) for folder in (found, before)]
-        torch.testing.assert_close(*states, rtol=0, atol=0)
+    torch.testing.assert_close(layers(runs / name), layers(runs / CASES[name][0]), rtol=0, atol=0)
