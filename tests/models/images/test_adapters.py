@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models import CausalLM
@@ -31,7 +33,7 @@ from tests.models.adapters import RandomFactors
 from tests.models.images.conftest import golden_of
 from tests.models.images.golden import Golden
 from training.errors import ConfigError
-from training.trained import adapter_file, in_checkpoint, with_trained
+from training.trained import adapter_file, check_same_base, in_checkpoint, with_trained
 
 
 def adapted(golden: Golden, train: Any, targets: Any = "all-linear") -> ModelSpec:
@@ -106,7 +108,7 @@ def test_peft_and_the_merged_model_see_what_a_run_saw(
     torch.testing.assert_close(by_transformers(merged, golden, 0).detach(), wanted, rtol=0, atol=5e-5)
 
 
-def test_an_adapter_is_read_again_with_its_part_of_the_tower(shared: Path, tmp_path: Path) -> None:
+def test_only_the_part_of_the_tower_that_is_trained_has_adapters(shared: Path) -> None:
     golden = golden_of(shared, "llava-tiny")
     spec = adapted(golden, "projector", ("q_proj", "linear_1"))
     assert [name for name in spec.trained_names(0) if name.startswith("eyes.")] == [
@@ -114,6 +116,8 @@ def test_an_adapter_is_read_again_with_its_part_of_the_tower(shared: Path, tmp_p
         "eyes.multi_modal_projector.linear_1.lora_B",
     ], "the tower's own q_proj is not the projector's"
     assert spec.trained.lora
+    quantized = spec.training(Trained(replace(spec.trained.lora, base="nf4")))
+    assert quantized.packed_names(1) and not quantized.packed_names(0), "the tower keeps its bits"
     without = spec.training(Trained(replace(spec.trained.lora, beside=(), modules_to_save=("q_proj",))))
     assert not [name for name in without.trained_names(0) if name.startswith("eyes.")]
 
@@ -127,6 +131,23 @@ def test_an_adapter_is_refused_beside_another_tower(shared: Path, tmp_path: Path
     (run / ADAPTER).write_text(text[:begin] + other + text[begin + 1 :], encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"not the tower of images that the adapter in .* was trained with"):
         pp_to_hg(run, tmp_path / "merged", options=ExportOptions(merge=True))
+
+
+def test_a_run_does_not_go_on_beside_another_tower(shared: Path, tmp_path: Path) -> None:
+    golden = golden_of(shared, "llava-tiny")
+    spec = adapted(golden, "projector")
+    run = save_run(spec, golden.folder, tmp_path / "run")
+    other = shutil.copytree(golden.folder, tmp_path / "other", copy_function=shutil.copyfile)
+    for path in (other, *other.rglob("*")):
+        path.chmod(0o755)
+    check_same_base(run, other, spec, tmp_path / "notes")
+    state = load_file(other / "model.safetensors")
+    (name,) = [each for each in state if each.endswith("encoder.layers.0.mlp.fc1.bias")]
+    save_file(state | {name: state[name] + 1e-3}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"model_path: .*: not the tower of images that the adapter in .* was trained"
+    ):
+        check_same_base(run, other, spec, tmp_path / "notes")
 
 
 def config(folder: Path, **keys: Any) -> RunConfig:

@@ -42,11 +42,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl", PIPE),
     "replicas": ("qwen2_5_vl", {**PIPE, "dims": (1, 2)}),
     "unpacked": ("gemma3", {**PIPE, "packing": False}),
+    "kto": ("qwen2_5_vl", {**PIPE, "preference": {"loss": "kto", "beta": BETA}}),
+    "apo": ("llava", {**PIPE, "preference": {"loss": "apo_zero_unpaired", "beta": BETA}}),
     "resumed": ("qwen2_5_vl", {**PIPE, "resume": "qwen2_5_vl"}),
 }
 OFTEN = ("qwen2_5_vl", "resumed")
 LATER = {name: pytest.mark.longest for name in CASES if name not in OFTEN}
-EXACT = [name for name in CASES if name != "resumed"]
+MARKED = ("kto", "apo")
+EXACT = [name for name in CASES if name not in ("resumed", *MARKED)]
 
 
 def cases(*names: str) -> list[Any]:
@@ -89,7 +92,10 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, asked: set[str]
 
 def describe(folder: Path, name: str) -> dict[str, Any]:
     model, keys = CASES[name]
-    (file := folder / f"pairs-{model}.json").write_text(json.dumps(pairs(VISION / f"{model}-tiny")), encoding="utf-8")
+    made = pairs(VISION / f"{model}-tiny")
+    made = made[:-1] if name in MARKED else made  # of the last pair one prompt is both good and bad
+    file = folder / f"{'marked' if name in MARKED else 'pairs'}-{model}.json"
+    file.write_text(json.dumps(made), encoding="utf-8")
     own: dict[str, Any] = {
         "model_path": str(VISION / f"{model}-tiny"),
         "data_path": str(file),
@@ -183,6 +189,14 @@ def test_six_steps_of_dpo_are_those_of_transformers(name: str, runs: Path, tmp_p
     assert found.keys() == wanted.weights.keys()
     for each, weight in wanted.weights.items():
         assert (found[each] - weight).norm() <= 1e-4 * weight.norm() + 1e-7, each
+
+
+@pytest.mark.parametrize("name", cases(*MARKED))
+def test_marked_answers_with_images_are_learnt(name: str, runs: Path) -> None:
+    assert told(runs, name)["error"] is None
+    done = steps(runs / name)
+    assert done[1]["loss"] == pytest.approx(0.5, abs=1e-5)  # the model is its own reference
+    assert done[STEPS]["rewards/margins"] > 0
 
 
 @pytest.mark.parametrize("name", cases("resumed"))
