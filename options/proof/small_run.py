@@ -12,7 +12,6 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,8 @@ class SmallRun:
             differs += lines
             name_weights(model, spec)
         else:
-            samples, evaluated = (distinct(map(partial(shorten, words=words), each)) for each in (samples, evaluated))
+            samples, evaluated = ([shorten(each, words) for each in its] for its in (samples, evaluated))
+        samples, evaluated = map(distinct, (samples, evaluated))
         small, lines = fit_chunks(small, samples)
         differs += lines
         formula = small.objective.formula()
