@@ -107,7 +107,8 @@ class Workload:
         shapes: list[tuple[int, int]] = []
         for batch, replica in product(batches, range(loader.replicas)):
             shapes += loader.shapes(batch, replica)
-        micro_batches = [list(chain(*each)) for batch in batches for each in chain(*batch.micro_batches)]
+        of_replicas = chain.from_iterable(batch.micro_batches for batch in batches)
+        micro_batches = [list(chain(*rows)) for rows in chain(*of_replicas)]
         padded, rows = sum(map(prod, shapes)), max(rows for rows, _ in shapes)  # smaller where the schedule needs more
         return cls(
             rows=rows,

@@ -180,7 +180,8 @@ def _apart(operations: Sequence[Operation], calls: Sequence[int]) -> Iterator[Op
     left = iter(calls)
     for each in operations:
         times = next(left, 1) if each.kind == "attention" else 1
-        reads, writes = ({at: size // times for at, size in sizes.items()} for sizes in (each.reads, each.writes))
+        reads = {storage: size // times for storage, size in each.reads.items()}
+        writes = {storage: size // times for storage, size in each.writes.items()}
         yield from times * [replace(each, reads=reads, writes=writes, flops=each.flops / times)]
 
 
