@@ -7,6 +7,7 @@
 - `chunks`: rows of growing length, whole and in chunks of one size, in blocks that recompute; beside them what keys and
   values take: of a row on its way back with the sums of their gradients, and of the row behind it. `chunks_error` is
   that of the rows in chunks.
+- `images`: models of images and text (`benchmarks.image_memory`), whose tower learns nothing, or all; `images_error`.
 - `quickstart`: the quickstart run whole; `quickstart_gb` is the largest sum of the proportional set sizes of all its
   processes (a page shared by several counts once), looked at twice a second.
 """
@@ -135,16 +136,43 @@ def measure_chunks(folder: Path) -> Report:
     return Report({"chunks_error": max(errors), "chunks_cases": found}, table_of(title, columns, rows))
 
 
+def measure_images(folder: Path) -> Report:
+    """Measure models whose tower takes as much as their blocks, at rest and trained."""
+    import torch
+
+    from benchmarks.image_memory import MODELS, write_model
+
+    stages = 1 if torch.cuda.is_available() else 2
+    found, rows = {}, []
+    for name, train in product(MODELS, ("nothing", "all")):
+        write_model(folder, name)
+        peaks = run_workers(stages, "benchmarks.memory", folder, "plan", keys={"vision": {"train": train}}, images=True)
+        found[f"{name}, {train}"] = peaks
+        for rank, (plan, peak) in enumerate(peaks):
+            figures = f"{plan / 1e6:,.0f}", f"{peak / 1e6:,.0f}", f"{plan / peak - 1:+.1%}"
+            rows.append((name, train, str(rank), *figures))
+    error = max(abs(plan / peak - 1) for plan, peak in chain.from_iterable(found.values()))
+    columns = ("layout of", "trained of the tower", "rank", "planned, MB", "measured, MB", "error")
+    title = f"peak memory of {MICRO_BATCHES} rows of {LENGTH} tokens with images; images_error {error:.3f}"
+    return Report({"images_error": error, "images_cases": found}, table_of(title, columns, rows))
+
+
 def keys_and_values(length: int) -> int:
     """Count the bytes of a row's keys and values in all layers, in fp32."""
     head = GROUPED["hidden_size"] // GROUPED["num_attention_heads"]
     return int(2 * 4 * length * GROUPED["num_key_value_heads"] * head * GROUPED["num_hidden_layers"])
 
 
-def plan_and_train(folder: Path, keys: dict[str, Any], length: int = LENGTH) -> None:
-    """Plan, build and train on one rank; leave both peaks of every rank."""
+def plan_and_train(folder: Path, keys: dict[str, Any], length: int = LENGTH, images: bool = False) -> None:
+    """Plan, build and train on one rank; leave both peaks of every rank.
+
+    Args:
+        images: whether the rows have some.
+    """
+    from benchmarks.image_memory import RandomPixels, with_images
     from benchmarks.steps import joined, random_rows, run_config, topology
     from models.api import read_spec
+    from options.images.model import seeing_model
     from options.planner.inputs import Basis, Workload
     from options.planner.plan import Plan
     from options.planner.planning import divide
@@ -160,13 +188,19 @@ def plan_and_train(folder: Path, keys: dict[str, Any], length: int = LENGTH) -> 
     dims = (ranks, 1) if in_stages else (1, ranks)
     config = run_config(folder, MICRO_BATCHES if in_stages else 2 * ranks, length, **keys, **topology(*dims))
     with patch.object(freed_memory, "keep", _give_back_memory), joined(config):
-        spec = with_trained(read_spec(folder), config)
-        plan = Plan.make(Basis(config, spec, Workload.assumed(config), this_device(), in_stages=in_stages))
-        loader = build_loader(random_rows(spec.config.vocab_size, config.train_batch_size, length), config)
+        spec, collation = with_trained(read_spec(folder), config), None
+        data = random_rows(spec.config.vocab_size, config.train_batch_size, length)
+        if images:
+            spec, data = seeing_model(config, spec), with_images(data)
+            assert spec.family.sees is not None
+            collation = RandomPixels(data, spec.family.sees)
+        loader = build_loader(data, config, collation=collation)
+        planned = loader if images else None
+        plan = Plan.make(Basis(config, spec, Workload.of(planned, config), this_device(), in_stages=in_stages))
         _load_libraries(training_dtype(config))
         _forget_peak()
         before = peak_memory()
-        trainer = trainer_kind(config, in_stages).build(config, spec, folder, divide(config, spec))
+        trainer = trainer_kind(config, in_stages).build(config, spec, folder, divide(config, spec, loader=planned))
         _forget_peak()  # pages of the weights' file count while they are read
         for step in range(STEPS):
             trainer.train_step(loader, loader.batch(step))
@@ -219,6 +253,7 @@ if __name__ == "__main__":
         "lora": partial(measure, "lora", LORA_CASES),
         "zero": partial(measure, "zero", ZERO_CASES),
         "chunks": measure_chunks,
+        "images": measure_images,
         "quickstart": quickstart,
     }
     run_parts("Memory: peaks, predicted and measured.", parts, {"plan": plan_and_train})

@@ -103,12 +103,16 @@ def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
         base = base.scoring(labels_of_adapter(folder))
     if ahead := ahead_in_layers(folder, base):
         base = looking_ahead(base, ahead)
+    if eyes_in_layers(folder):
+        base = seeing(base)
     return with_adapter(base, folder)
 
 
 def base_source(source: PipelineSource | HuggingFaceSource, spec: ModelSpec) -> PipelineSource | HuggingFaceSource:
-    """Open a base with the layers ahead that an adapter of it has."""
-    return source if spec.family.ahead == source.spec.family.ahead else open_source(source.folder, spec.base)
+    """Open a base with the layers ahead and the tower that an adapter of it has."""
+    own, other = spec.family, source.spec.family
+    alike = own.ahead == other.ahead and own.sees == other.sees
+    return source if alike else open_source(source.folder, spec.base)
 
 
 def with_stored_ahead(folder: Path, spec: ModelSpec) -> ModelSpec:

@@ -7,7 +7,7 @@ evaluation mode, and autograd keeps nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,20 +41,25 @@ class SeeingEmbedding(Embedding):
             return super().embedded(input_ids, position_ids)
 
         self._check(position_ids, images)
-        dtype = next(self.eyes.parameters()).dtype
-        # A pipeline asks for gradients of all inputs that are not integers.
-        given = [each.detach().to(dtype) if each.is_floating_point() else each for each in images]
-        found = self.eyes.get_image_features(**dict(zip(self.sees.inputs, given, strict=True)), return_dict=True)
-        features = flat_features(found.pooler_output)
+        features, *deep = self.features(images)
         if len(features) != count:
             raise ValueError(f"{count} image tokens ({self.sees.image_token}) and {len(features)} features of images")
 
         # The id of an image may lie outside of the vocabulary.
         hidden = super().embedded(input_ids.masked_fill(at_image, 0), position_ids)
-        if self.sees.deep and self._positions:
+        if deep and self._positions:
             places = at_image.flatten().nonzero().squeeze(-1)
-            self._positions.set_deep(Deep(places, [flat_features(each) for each in found.deepstack_features]))
+            self._positions.set_deep(Deep(places, deep))
         return hidden.masked_scatter(at_image[..., None], features.to(hidden.dtype))
+
+    def features(self, images: Sequence[Tensor]) -> list[Tensor]:
+        """Compute what images are at the places of their tokens, [T, H], and what is added behind the first blocks."""
+        dtype = next(self.eyes.parameters()).dtype
+        # A pipeline asks for gradients of all inputs that are not integers.
+        given = [each.detach().to(dtype) if each.is_floating_point() else each for each in images]
+        found = self.eyes.get_image_features(**dict(zip(self.sees.inputs, given, strict=True)), return_dict=True)
+        deep = found.deepstack_features if self.sees.deep else ()
+        return [flat_features(each) for each in (found.pooler_output, *deep)]
 
     def _check(self, position_ids: Tensor, images: tuple[Tensor, ...]) -> None:
         """Refuse images without what the blocks have to know of them."""

@@ -43,7 +43,8 @@ from models.derived.proof import (
 )
 from models.images.eyes import flat_features
 from models.images.model import with_eyes
-from models.images.small import picture, pictures, small_whole, token_types
+from models.images.small import small_whole, token_types
+from models.images.tensors import picture, pictures
 from models.images.traits import Traits, traits_of
 from models.spec import ModelSpec
 

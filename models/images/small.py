@@ -1,7 +1,6 @@
-"""A small whole model of images and text with the traits of a large one, and pictures for it.
+"""A small whole model of images and text with the traits of a large one.
 
-Depths, heads and widths shrink (`models.derived.shrink`); what decides which code runs stays. The pictures are random
-numbers in the form that the model's image processor gives: one square size, sizes in pixels, or grids of patches.
+Depths, heads and widths shrink (`models.derived.shrink`); what decides which code runs stays.
 """
 
 from __future__ import annotations
@@ -18,18 +17,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.config_json import TEXT
 from models.derived.derive import BLOCKS
-from models.derived.outline import Underivable
 from models.derived.shrink import shrunk_fields, shrunk_vision
-from models.images.eyes import GRIDS, TYPES, whole_class
+from models.images.eyes import TYPES, whole_class
 
-PIXELS, SIZES = "pixel_values", "image_sizes"
-KNOWN = (PIXELS, SIZES, GRIDS)
 VISION = "vision_config"
 FEATURES = ("vision_feature_layer", "vision_feature_layers")
 POOLED = "mm_tokens_per_image"  # Gemma's
 TOKEN_TYPES = (TYPES, "token_type_ids")  # what models call 1 for image tokens and 0 for text
-SIDES = ((2, 5), (3, 2))  # of two images, in features
-VARIOUS = inspect.Parameter.VAR_KEYWORD
 
 
 def small_whole(raw: Mapping[str, Any], text: PreTrainedConfig, fields: dict[str, Any]) -> Any:
@@ -86,44 +80,6 @@ def type_of(raw: Mapping[str, Any]) -> Any:
 
 def _is_token(name: str) -> bool:
     return name.endswith(("_token_id", "_token_index"))
-
-
-def inputs_of(base: Any) -> tuple[str, ...]:
-    """Name the tensors that a base model makes features of; refuse what no picture is made for here."""
-    parameters = inspect.signature(base.get_image_features).parameters
-    needed = [name for name, each in parameters.items() if each.default is each.empty and each.kind is not VARIOUS]
-    if strange := set(needed) - set(KNOWN):
-        raise Underivable(f"get_image_features takes {min(strange)}; expected no more than {', '.join(KNOWN)}")
-    if GRIDS in parameters:
-        return PIXELS, GRIDS
-    tower = getattr(base, "vision_tower", None)
-    by_size = tower is not None and SIZES in inspect.signature(tower.forward).parameters
-    return (PIXELS, SIZES) if SIZES in needed or by_size else (PIXELS,)
-
-
-def pictures(config: PreTrainedConfig, inputs: tuple[str, ...]) -> list[Tensor]:
-    """Make the tensors of two images, of unequal sizes where the model takes any."""
-    vision = config.vision_config.to_dict()
-    channels = next(vision[name] for name in ("num_channels", "in_channels", "in_chans") if name in vision)
-    patch = vision["patch_size"]
-    merge = vision.get("spatial_merge_size") or getattr(config, "spatial_merge_size", 1)
-    if GRIDS in inputs:
-        grids = torch.tensor([[1, high * merge, wide * merge] for high, wide in SIDES])
-        numbers = channels * vision.get("temporal_patch_size", 1) * patch**2
-        return [torch.randn(int(grids.prod(dim=1).sum()), numbers), grids]
-    if SIZES in inputs:
-        sizes = torch.tensor(SIDES) * merge * patch
-        return [torch.randn(len(SIDES), channels, *map(int, sizes.amax(dim=0))), sizes]
-    size = vision["image_size"]
-    return [torch.randn(len(SIDES), channels, *(size if isinstance(size, list) else [size, size]))]
-
-
-def picture(pictures: list[Tensor], inputs: tuple[str, ...], number: int) -> list[Tensor]:
-    """Take the tensors of one of the images."""
-    rows = [1] * len(pictures[-1])
-    if GRIDS in inputs:
-        return [pictures[0].split(pictures[1].prod(dim=1).tolist())[number], pictures[1][number : number + 1]]
-    return [each.split(rows)[number] for each in pictures]
 
 
 def token_types(whole: Any, ids: Tensor) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from models.derived.outline import Underivable
 from models.images.eyes import flat_features
-from models.images.small import inputs_of, pictures, token_types
+from models.images.small import token_types
+from models.images.tensors import inputs_of, pictures
 
 ROUNDING = 1e-4  # of the largest number: experts that get other tokens round otherwise
 BEFORE, BEHIND = [3, 4, 5], [6, 7]  # words around an image

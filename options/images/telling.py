@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from training.loop import Run
 
 TRAINED = {"nothing": "which stays as it is", "projector": "whose projector is trained", "all": "which is trained"}
+ADAPTED = TRAINED | {"projector": "whose projector has adapters", "all": "which has adapters"}
 
 
 class TellImages(Callback):
@@ -31,7 +32,5 @@ class TellImages(Callback):
         tokens = self._model.dataset.image_tokens
         seeing = int((tokens > 0).sum())
         share = f"in {counted(seeing, 'sample')} of {len(tokens):,}"
-        trained = TRAINED[config.vision.train]
+        trained = (ADAPTED if config.lora else TRAINED)[config.vision.train]
         log.print(f"images: {share}, {int(tokens.sum()):,} tokens, seen by the model's own tower, {trained}")
-        if config.is_planned:
-            log.print("images: what the tower computes is in no plan, its weights are")

@@ -46,7 +46,8 @@ from training.config.gpu import check_gpu, check_numbers
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.errors import ConfigError
-from training.metrics.devices import parse_devices, this_device
+from training.metrics.devices import Device, devices_here, parse_devices
+from training.option import model_for
 from training.trained import check_start, with_trained
 
 DOES_NOT_FIT = 1
@@ -68,9 +69,11 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     spec = with_trained(read_spec(folder, shape[1] if shape else None), config)
 
     check_device(config)
-    count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
+    count, device = None, devices_here(config.model_topo.processes)
     if arguments.devices:
-        check_numbers(config, device.name, device.ampere, device.fp8 > 0)
+        count, device = parse_devices(arguments.devices)
+        for kind in device.kinds:
+            check_numbers(config, kind.name, kind.ampere, kind.fp8 > 0)
     else:
         check_gpu(config)
     check_fp8(config, spec)
@@ -88,7 +91,8 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
         check_start(config, spec)
         _check_other_models(config, spec, folder, log)
 
-    workload, feed = (Workload.assumed(config), Workload.assumed) if shape else _feed(config, spec, folder, log)
+    assumed = spec, Workload.assumed(config), Workload.assumed
+    spec, workload, feed = assumed if shape else _feed(config, spec, folder, log)
     for key, choose in () if arguments.search else ((ROWS, choose_rows), (KEY, choose_chunk)):
         if getattr(config, key, None) == "auto":
             chosen, line = choose(config, spec, device, feed, in_stages)
@@ -97,8 +101,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
             workload = feed(config)
 
     if arguments.calibrate:
-        if arguments.devices and not torch.cuda.is_available():
-            raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
+        _check_calibration(arguments, device)
         log.print(f"calibrated: {calibrate(config, spec, workload).write(Path(config.save_path))}")
 
     # Measurements on this machine do not hold for other devices, unless the user says that they are the same.
@@ -107,7 +110,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     basis = replace(basis, named=fabric, in_stages=in_stages)
 
     processes = count or config.model_topo.processes
-    where = f"{processes} x {device.name}" if device.memory else f"{counted(processes, 'process')} on a {device.name}"
+    where = device.counted(processes) if device.memory else f"{counted(processes, 'process')} on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
     known = [f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, full rows"] if shape else []
     for line in [*known, *ignored, *describe_ignored_keys(config, in_stages, plan=True)]:
@@ -115,6 +118,14 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     main_memory = None if arguments.devices else psutil.virtual_memory().total
     with searching(log):
         _show(basis, processes, feed if arguments.search else None, main_memory, log)
+
+
+def _check_calibration(arguments: argparse.Namespace, device: Device) -> None:
+    """Refuse to measure here what a plan is not for."""
+    if device.each:
+        raise ConfigError(f"--calibrate: measures one kind of device, and the plan is for {device.name}")
+    if arguments.devices and not torch.cuda.is_available():
+        raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
 
 
 def _show(basis: Basis, processes: int, feed: Feed | None, main_memory: int | None, log: Console) -> None:
@@ -206,14 +217,20 @@ def _check_other_models(config: TrainConfig, spec: ModelSpec, folder: Path, log:
         log.print(f"not compared: {reason_of(error)}")
 
 
-def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> tuple[Workload, Feed]:
-    """Measure the workload, and those of other configs, from the records where they can be read, else assume them."""
+def _feed(config: TrainConfig, spec: ModelSpec, folder: Path, log: Console) -> tuple[ModelSpec, Workload, Feed]:
+    """Measure the workload, and those of other configs, from the records where they can be read, else assume them.
+
+    Returns:
+        The model as it is trained on them, with eyes where there are images, and the workloads.
+    """
     if not config.windows_key:
         try:
             dataset, _ = RecordReader(config, folder, Console(quiet=True)).read_sets()
             assert isinstance(dataset, Dataset)
             feed = feed_of(dataset, spec)
-            return feed(config), feed
+            workload = feed(config)
         except (DataError, CheckpointError, OSError, ValueError) as error:
             log.print(f"data_path is not used: {reason_of(error)}")
-    return Workload.assumed(config), Workload.assumed
+        else:
+            return model_for(config, spec, [dataset]), workload, feed
+    return spec, Workload.assumed(config), Workload.assumed

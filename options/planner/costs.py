@@ -10,6 +10,8 @@ fast as they are done, the device waits for it.
 Where rows pass in chunks, a micro-batch is all of its chunks: each kind of work takes as long as for whole rows, and at
 least what so many rows of a chunk's length take; gradients are added up once a chunk.
 
+The tower of images is a part of the first layer (`options.planner.tower`).
+
 Recomputation adds a forward pass to the backward pass. Once a step the replicas sum their gradients and the optimizer
 runs, in main memory where it is offloaded. Of gradients and activations that move while a layer is computed only what
 takes longer than that counts. `options.planner.timing` measures single layers, `options.planner.feedback` whole steps.
@@ -18,8 +20,9 @@ takes longer than that counts. `options.planner.timing` measures single layers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 
@@ -30,7 +33,9 @@ from options.planner import zero
 from options.planner.communication import layer_messages
 from options.planner.inputs import Basis, layer_kinds
 from options.planner.layer_costs import LayerCase, LayerWork, Operation, product, work_of
+from options.planner.measurements import TOWER
 from options.planner.memory import StateBytes, kept_bytes, sent_bytes
+from options.planner.tower import tower_work
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.metrics.devices import HOST_LINK, Device, this_device
@@ -62,6 +67,7 @@ class Spent:
     attention: float = 0.0  # attention kernels; where scores lie in memory they are products and traffic
     traffic: float = 0.0  # norms, rotary angles, activation functions and residuals; the embedding
     launches: float = 0.0  # the device waits for the host to launch kernels
+    tower: float = 0.0  # the part of the first layer that sees images
     sums: float = 0.0  # gradients are added up over the micro-batches
     loss: float = 0.0  # the projection to the vocabulary and the cross-entropy, forward and backward
     optimizer: float = 0.0  # the gradient's norm and the optimizer's step
@@ -121,6 +127,15 @@ class Roofline:
             launches += self.device.launch
         return Spent(**seconds, launches=max(0.0, launches - sum(seconds.values())))
 
+    def tower(self, operations: Sequence[Operation]) -> float:
+        """Return the seconds of one pass through a tower, of whose attention no causal mask hides a part."""
+        seconds = 0.0
+        for each in operations:
+            keys = each.shape[2]
+            whole = replace(each, flops=each.flops / PAIRS) if each.kind == "attention" else each
+            seconds += replace(self, length=keys, document=keys).seconds(whole)
+        return max(seconds, len(operations) * self.device.launch)
+
 
 @dataclass(frozen=True)
 class LayerTime:
@@ -136,7 +151,11 @@ class LayerTime:
 
 
 def layer_times(basis: Basis) -> list[LayerTime]:
-    """Return the times of all layers, the embedding first."""
+    """Return the times of all layers, the embedding first; on devices of several kinds that of the slowest for each."""
+    if basis.device.each:
+        of_kinds = [layer_times(replace(basis, device=kind)) for kind in basis.device.kinds]
+        slowest = partial(max, key=lambda time: time.step(basis.micro_batches).total)
+        return list(map(slowest, zip(*of_kinds, strict=True)))
     config, kinds, calibrated, work = basis.config, layer_kinds(basis.spec), basis.calibration, basis.share
     device = this_device() if calibrated else basis.device  # a calibration holds for the device that it was made on
     chunks = basis.row_chunks
@@ -157,6 +176,9 @@ def layer_times(basis: Basis) -> list[LayerTime]:
         if calibrated:
             factors = calibrated.layers[str(kind)]
             forward, backward = forward.times(factors[0]), backward.times(factors[1])
+        if number == 0:
+            seen = tower_passes(basis, device)
+            forward, backward = forward + seen[0], backward + seen[1]
         forward, backward = forward + sent[kind][0], backward + sent[kind][1]
 
         if basis.measured:
@@ -182,6 +204,12 @@ def layer_times(basis: Basis) -> list[LayerTime]:
         forward, backward = forward + Spent(replicas=gathered), backward + Spent(replicas=chunks * reduced)
         times.append(LayerTime(forward, backward, once))
     return times
+
+
+def times_of_stages(basis: Basis) -> list[list[LayerTime]]:
+    """Return for each stage the times that all layers would take on its devices."""
+    times = {device: layer_times(replace(basis, device=device)) for device in set(basis.of_stages)}
+    return list(map(times.__getitem__, basis.of_stages))
 
 
 def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
@@ -214,8 +242,9 @@ def update_time(config: TrainConfig, device: Device) -> float:
     """Return the optimizer's seconds for a parameter, before it is sharded over the replicas."""
     if not config.zero_optimization.offloads:
         return UPDATE / device.bandwidth
-    moved = StateBytes.of(config).sum * (2 if config.offload_gradients else 1) + training_dtype(config).itemsize
-    return (UPDATE + CLIPPED) / HOST + moved / HOST_LINK
+    states = StateBytes.of(config)
+    moved = states.sum * (2 if config.offload_gradients else 1) + training_dtype(config).itemsize
+    return (UPDATE + CLIPPED - states.spared) / HOST + moved / HOST_LINK
 
 
 def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
@@ -237,6 +266,19 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
         head = basis.shapes(layer)[HEAD_WEIGHT].numel() if HEAD_WEIGHT in basis.trained_names[layer] else 0
         backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
     return forward, backward
+
+
+def tower_passes(basis: Basis, device: Device) -> tuple[Spent, Spent]:
+    """Estimate the forward and backward pass of the tower for the images of a micro-batch, if there are any."""
+    if not (basis.spec.family.sees and basis.share.images.number):
+        return Spent(), Spent()
+    measured = basis.calibration.layers if basis.calibration else {}
+    factors = measured.get(TOWER) or measured.get("1", (1.0, 1.0))  # or a block's, if no image was there to be timed
+    work, times = tower_work(basis)
+    roofline = Roofline(device, training_dtype(basis.config), 1, 1)
+    passes = [roofline.tower(operations) for operations in (work.forward, work.backward)]
+    forward, backward = (factor * times * seconds for factor, seconds in zip(factors, passes, strict=True))
+    return Spent(tower=forward), Spent(tower=backward)
 
 
 def _layer_work(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> LayerWork:

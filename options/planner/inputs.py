@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from math import ceil, prod
 from pathlib import Path
 from statistics import mean
@@ -16,11 +16,12 @@ import torch
 from common.quantities import counted
 from common.whole_files import kept, read_regular
 from data.loader import Loader
+from data.sample_set import SampleSet
 from models.attention.positions import attention_kind
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from options.planner.communication import Fabric
-from options.planner.measurements import ESTIMATES, MEASURED_FILE, Calibration, Measured, digest
+from options.planner.measurements import FILE, MEASURED_FILE, Calibration, Measured, digest, model_digest
 from options.planner.row_chunks import chunk_of, cut
 from options.row_chunks.keys import KEY
 from training.config.keys import TrainConfig
@@ -39,6 +40,29 @@ DEPENDS = (
 
 
 @dataclass(frozen=True)
+class Images:
+    """The images of micro-batches."""
+
+    number: float = 0.0  # in a micro-batch, on average
+    tokens: float = 0.0  # that an image takes, on average
+    most: int = 0  # tokens that the images of a micro-batch take
+
+    @classmethod
+    def measured(cls, data: SampleSet, micro_batches: Sequence[Sequence[int]]) -> Images:
+        """Count those of micro-batches, each a list of samples; none of the others may have more than a sample has."""
+        if not data.image_tokens.any():
+            return cls()
+        tokens = [int(data.image_tokens[list(numbers)].sum()) for numbers in micro_batches]
+        images = sum(len(data.samples[number].get("images", ())) for number in chain(*micro_batches))
+        most = max(*tokens, int(data.image_tokens.max()))
+        return cls(images / len(tokens), sum(tokens) / max(1, images), most)
+
+    def times(self, factor: float) -> Images:
+        """Return those of larger or smaller micro-batches."""
+        return replace(self, number=factor * self.number, most=ceil(factor * self.most))
+
+
+@dataclass(frozen=True)
 class Workload:
     """The micro-batches of a step."""
 
@@ -51,6 +75,7 @@ class Workload:
     tokens: float  # in a step, without padding, over all replicas
     steps: int | None  # of the whole run; None where the data are not known
     source: str  # of these numbers, for the log
+    images: Images = Images()
 
     @classmethod
     def of(cls, loader: Loader | None, config: TrainConfig) -> Workload:
@@ -82,6 +107,7 @@ class Workload:
         shapes: list[tuple[int, int]] = []
         for batch, replica in product(batches, range(loader.replicas)):
             shapes += loader.shapes(batch, replica)
+        micro_batches = [list(chain(*each)) for batch in batches for each in chain(*batch.micro_batches)]
         padded, rows = sum(map(prod, shapes)), max(rows for rows, _ in shapes)  # smaller where the schedule needs more
         return cls(
             rows=rows,
@@ -93,6 +119,7 @@ class Workload:
             tokens=mean(batch.tokens for batch in batches),
             steps=config.max_steps or config.n_epoches * loader.steps_per_epoch,
             source=f"measured on {counted(len(batches), 'batch')} of data_path",
+            images=Images.measured(loader.data, micro_batches),
         )
 
     def shared(self, sequence: int) -> Workload:
@@ -144,6 +171,9 @@ class Basis:
         basis, lines = cls(config, spec, workload, device), list[str]()
         if calibrated:
             calibration = Calibration.read(folder, config, spec, lines.append)
+            if calibration and device.each:
+                lines.append(f"{FILE}: ignored: measured on {calibration.device}, and here are {device.name}")
+                calibration = None
             basis = replace(basis, calibration=calibration, links=Links.read(folder, lines.append))
         measured = kept(folder / MEASURED_FILE, Measured.model_validate_json, read_regular, lines.append)
         if measured is None:
@@ -155,6 +185,14 @@ class Basis:
             return basis, [*lines, f"{MEASURED_FILE}: ignored: measured with another {key}{values}"]
         return replace(basis, measured=measured), lines
 
+    @cached_property
+    def of_stages(self) -> list[Device]:
+        """The device of each stage's processes, or their devices where they differ."""
+        ranks: list[list[int]] = [[] for _ in range(self.config.model_topo.stages)]
+        for rank in range(self.config.model_topo.processes):
+            ranks[self.config.model_topo.stage_of(rank)].append(rank)
+        return list(map(self.device.of, ranks))
+
     @property
     def conditions(self) -> dict[str, Any]:
         """What measured steps depend on, in JSON's types."""
@@ -162,10 +200,11 @@ class Basis:
         return {
             "device": self.device.name,
             "torch": torch.__version__,
-            "model": digest([ESTIMATES, self.spec.raw]),
+            "model": model_digest(self.spec),
             "calibration": digest(vars(self.calibration) if self.calibration else None),
             "rows": self.workload.rows,
             "length": ceil(self.workload.length),
+            "images": [ceil(self.workload.images.number), ceil(self.workload.images.tokens)],
             "compile": self.config.compiles(self.device.ampere, self.spec.has_experts),
             "optimizer": self.config.optimizer.type,
             "sharing": [self.config.model_topo.sequence, self.config.model_topo.tensor],
@@ -263,6 +302,9 @@ class Basis:
         """Return seconds of a message of `size` bytes from each stage to the next."""
         if self.measured_links:
             return [link.seconds(size) for link in self.measured_links.stages]
+        if self.device.each and not self.named:
+            ends = [Fabric.of(device).inside for device in self.of_stages]
+            return [max(one.seconds(size), next_.seconds(size)) for one, next_ in pairwise(ends)]
         return [link.seconds(size) for link in self.fabric.to_next(self.config.model_topo)]
 
     @property
@@ -288,10 +330,14 @@ class Basis:
                 longest=min(work.longest, config.sample_limit),
                 attended=min(work.attended, config.max_seq_len),
                 micro_batches=max(1, round(work.micro_batches / ratio)),
+                images=work.images.times(ratio),
             )
             return replace(self, config=config, workload=shorter)
         rows, micro_batches = divide_rows(work.rows * work.micro_batches * self.config.model_topo.row_replicas, config)
-        return replace(self, config=config, workload=replace(work, rows=rows, micro_batches=micro_batches))
+        images = work.images.times(rows / work.rows)
+        return replace(
+            self, config=config, workload=replace(work, rows=rows, micro_batches=micro_batches, images=images)
+        )
 
 
 def layer_kinds(spec: ModelSpec) -> list[int]:

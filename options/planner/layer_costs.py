@@ -226,7 +226,8 @@ class Operation:
     reads: Sizes
     writes: Sizes
     flops: float = 0.0  # of a product or of attention, whose causal half that a kernel may skip is included
-    shape: tuple[int, int, int] = (1, 1, 1)  # of a product's result: products at a time, rows, columns
+    # Of a product's result: products at a time, rows, columns. Of attention: 1, queries, keys.
+    shape: tuple[int, int, int] = (1, 1, 1)
     fp8: bool = False  # whether a product's factors are of 8 bits
 
     @property
@@ -317,7 +318,7 @@ class OperationRecorder(TorchDispatchMode):
             backward = "backward" in name
             query, key = inputs[1:3] if backward else inputs[:2]
             flops = 4.0 * query.numel() * key.shape[-2] * (ATTENTION_BACKWARD if backward else 1.0)
-            self.noted.append(Operation("attention", reads, writes, flops))
+            self.noted.append(Operation("attention", reads, writes, flops, (1, query.shape[-2], key.shape[-2])))
         else:
             if name in LOOKUPS:
                 reads = _sizes(inputs[1:]) | {-1: sum(writes.values())}

@@ -24,6 +24,7 @@ from training.config.keys import TrainConfig
 
 FILE = "calibration.json"
 MEASURED_FILE = "measured.json"
+TOWER = "tower"  # in the place of a layer's number: what sees images
 ESTIMATES = 4  # version of the estimates: raise it when they change, as older factors do not fit then
 
 
@@ -41,7 +42,7 @@ class Calibration(BaseModel):
         cls, config: TrainConfig, spec: ModelSpec, layers: dict[str, tuple[float, float]], update: float
     ) -> Calibration:
         """Make the calibration of this process's device."""
-        model = digest([ESTIMATES, spec.raw])
+        model = model_digest(spec)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         return cls(device=device, dtype=str(training_dtype(config)), model=model, layers=layers, update=update)
 
@@ -86,6 +87,11 @@ class Measured(BaseModel):
         if not len(self.layers) == sum(self.parts) == sum(better) or len(better) != len(self.parts):
             raise ValueError("expected parts of as many layers")
         return self
+
+
+def model_digest(spec: ModelSpec) -> str:
+    """Return what tells a model's estimates from others."""
+    return digest([ESTIMATES, spec.raw, *([TOWER] if spec.family.sees else [])])
 
 
 def digest(values: Any) -> str:

@@ -24,16 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from models.block_options import PLAIN, BlockOptions
+from models.images.embedding import SeeingEmbedding
 from models.layers import Block, Embedding, Head
 from models.loss.lean import linear_cross_entropy
 from models.offload import Returns
 from models.router import n_experts
 from models.spec import ModelSpec
-from options.planner.costs import layer_times, update_time
-from options.planner.inputs import Basis, Workload, layer_kinds
-from options.planner.measurements import Calibration
+from options.planner.costs import layer_times, tower_passes, update_time
+from options.planner.inputs import Basis, Images, Workload, layer_kinds
+from options.planner.measurements import TOWER, Calibration
 from options.planner.memory import StateBytes
 from options.planner.row_chunks import chunk_of
+from options.planner.tower import go_back
 from options.row_chunks.keys import KEY
 from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
@@ -85,7 +87,7 @@ def _calibrate(
     kinds: Collection[int],
 ) -> Calibration:
     torch.manual_seed(config.seed)
-    spec = spec.blind  # random ids are no images
+    whole, spec = spec, spec.blind  # random ids are no images
     as_timed = {"compile": False, "use_flash_attn": False, "fp8": FP8(), "schedule": "1f1b", KEY: None}
     # Whole layers, on the tokens of a rank: with fewer heads or columns estimates are as wrong as with all.
     plain, workload = config.model_copy(update=as_timed | {"model_topo": ModelTopo()}), rank_rows(config, workload)
@@ -97,6 +99,13 @@ def _calibrate(
         # A frozen embedding has no backward pass.
         back = backward / planned.backward.total if planned.backward.total else 1.0
         layers[str(kind)] = (forward / planned.forward.total, back)
+    if whole.family.sees and workload.images.number and 0 in kinds:
+        image = Images(1.0, workload.images.tokens)
+        seen = Basis(plain, whole, replace(workload, images=image), this_device())
+        measured = time_tower(config, whole, round(image.tokens), device, rounds)
+        planned_passes = [each.total for each in tower_passes(seen, this_device())]
+        ratios = [took / most if most else 1.0 for took, most in zip(measured, planned_passes, strict=True)]
+        layers[TOWER] = ratios[0], ratios[1]
     update = _time_update(config, spec, device) / update_time(config, this_device())
     return Calibration.of(config, spec, layers, update)
 
@@ -170,6 +179,22 @@ def time_layer(
         output.backward(torch.ones_like(output))
 
     return _least_seconds(device, forward, backward, rounds=rounds)
+
+
+def time_tower(config: TrainConfig, spec: ModelSpec, tokens: int, device: torch.device, rounds: int) -> list[float]:
+    """Return seconds of the forward and the backward pass of an image through a tower of random weights."""
+    dtype, sees = training_dtype(config), spec.family.sees
+    assert sees is not None
+    with torch.device("meta"):
+        module = spec.build(0)
+    assert isinstance(module, SeeingEmbedding)
+    weights = {name: torch.randn(shape, dtype=dtype) * 0.02 for name, shape in spec.shapes(0).items()}
+    module.load_state_dict(weights, assign=True)
+    module.to(device).train()
+    if StateBytes.of(config).sum > dtype.itemsize:
+        _sum_in_fp32(module)
+    images = [each.to(device) for each in sees.pictures(1, tokens, torch.randn)]
+    return _least_seconds(device, lambda _: module.features(images), go_back, rounds=rounds)
 
 
 def _time_update(config: TrainConfig, spec: ModelSpec, device: torch.device) -> float:

@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"row_chunk": 64}, "row_chunk: the records have images, which lie in whole rows; expected no row_chunk"),
     ({"schedule": "weight_streaming", **staged((2, 1))}, "schedule: weight_streaming: not with images in the records"),
     (staged((1, 2), sequence=2), "model_topo.sequence: not with images in the records, as they lie in whole rows"),
-    ({"preference": {"loss": "dpo"}}, "preference: not with images in the records; expected records of text alone"),
+    ({"preference": {"loss": "reward"}}, "preference: not with images in the records; expected records of text alone"),
     ({"mtp": {}}, "mtp: not with images in the records; expected records of text alone"),
     (
         staged((2, 1), parts=[2, 3]),
