@@ -102,7 +102,8 @@ class KeyValueCache:
         """Keep these rows alone, in this order."""
         if rows == list(range(len(self.lengths))):
             return
-        self.lengths, self.shifts = ([each[row] for row in rows] for each in (self.lengths, self.shifts))
+        self.lengths = [self.lengths[row] for row in rows]
+        self.shifts = [self.shifts[row] for row in rows]
         self._blocks = {block: (held[0][rows], held[1][rows]) for block, held in self._blocks.items() if rows}
         if not rows:
             self.layers.clear()

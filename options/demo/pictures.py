@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -88,8 +89,7 @@ def check_places(ids: list[int], sees: Sees | None, images: Sequence[Image] = ()
 
 def shown(said: Sequence[Said], images: Sequence[Image]) -> list[Image]:
     """List the images of messages, in the order of their marks."""
-    numbers = [number for each in said for number in numbers_in(each.text)]
-    return [images[number] for number in numbers]
+    return [images[number] for number in chain.from_iterable(numbers_in(each.text) for each in said)]
 
 
 def trained_pixels(config: dict[str, Any], notify: Callable[[str], None]) -> Pixels:

@@ -19,11 +19,14 @@ from data.settings import Pixels
 from models.attention.cache import KeyValueCache
 from options.demo.chat import ChatSession
 from options.demo.chat_model import AnswerOptions, ChatModel
-from options.demo.generation import GREEDY, Request, generate_many
+from options.demo.command_line import make_parser, open_demo, talk
+from options.demo.generation import GREEDY, Passes, Request, generate_many
 from options.demo.prompts_file import answer_file
 from tests.models.images.conftest import golden, golden_of
 from tests.models.images.golden import Golden
 from tests.options.demo.conftest import RunDemo
+from training.distributed.processes import ProcessInfo
+from training.errors import ConfigError
 
 __all__ = ["golden"]
 
@@ -229,6 +232,19 @@ def test_what_cannot_be_asked_is_refused_in_a_line(name: str, shared: Path, run_
     code, out, error = run_demo(folder, "--prompt", "?", *words(folder), *QUICK)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert re.search(line, error), error
+
+
+def test_several_processes_see_no_image(model: ChatModel, shared: Path) -> None:
+    """Neither one that is named before they load the model, nor one in a file, which the first of them reads then."""
+    arguments = make_parser().parse_args(
+        ["--model", str(golden_of(shared, "gemma3-tiny").folder), "--prompt", "?", "--image", "a.png"]
+    )
+    for ask in (
+        lambda: open_demo(arguments, ProcessInfo(0, 2, 0, 2)),
+        lambda: talk(arguments, None, Passes(model.model)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match="images: need the whole model in one process"):
+            ask()
 
 
 def test_a_model_of_text_sees_no_image(folder: Path, run_demo: RunDemo, shared: Path, tmp_path: Path) -> None:
