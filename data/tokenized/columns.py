@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from operator import attrgetter
 from struct import pack
 from typing import Any, NamedTuple
 
@@ -280,8 +281,8 @@ def _cut_alike(record: Encoded, limit: int, tally: Tally) -> Iterator[Cut]:
     chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in record.documents)
     tally.cut += max(len(tokens.ids) for tokens in record.documents) > limit
     images = [_images_inside(tokens.images, 0, limit) for tokens in record.documents]
-    seen = [[image.digest for image in its] for its in images]
-    if (chosen or record.scored) and ids[0] == ids[1] and seen[0] == seen[1]:
+    chosen_images, rejected_images = (list(map(attrgetter("digest"), its)) for its in images)
+    if (chosen or record.scored) and ids[0] == ids[1] and chosen_images == rejected_images:
         tally.equal += 1
         return
     first = len(ids[0])

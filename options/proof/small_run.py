@@ -12,6 +12,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ class SmallRun:
             differs += lines
             name_weights(model, spec)
         else:
-            samples, evaluated = ([shorten(each, words) for each in its] for its in (samples, evaluated))
+            cut_text = partial(shorten, words=words)
+            samples, evaluated = (list(map(cut_text, each)) for each in (samples, evaluated))
         samples, evaluated = map(distinct, (samples, evaluated))
         small, lines = fit_chunks(small, samples)
         differs += lines

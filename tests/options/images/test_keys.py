@@ -67,7 +67,6 @@ def test_the_config_says_what_of_the_tower_is_trained(train: str, deep: ModelSpe
 def test_contradictions_of_its_keys() -> None:
     for keys, message in (
         ({"vision": {"min_pixels": 9, "max_pixels": 4}}, "min_pixels: 9 is above max_pixels: 4"),
-        ({"vision": {"train": "all"}, "lora": {"r": 4}}, "lora trains adapters of the language model"),
         ({"vision": {"train": "tower"}}, "'nothing', 'projector' or 'all'"),
     ):
         with pytest.raises(ValueError, match=message):
