@@ -89,7 +89,8 @@ class Counted:
         """Return those of the steps that count."""
         counted = slice(WARM, WARM + STEPS)
         seconds = median(self.seconds[counted])
-        utilization = Utilization(spec, training_dtype(config), config.model_topo.processes)
+        devices = config.model_topo.processes * [torch.cuda.get_device_name() if ON_GPU else ""]
+        utilization = Utilization(spec, training_dtype(config), devices)
         return {
             "layers": spec.n_blocks,
             "tokens_per_s": median(self.speeds[counted]),

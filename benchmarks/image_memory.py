@@ -99,8 +99,7 @@ class RandomPixels(SeeingCollation):
 
     def __init__(self, data: InMemory, sees: Sees) -> None:
         inner, nowhere = Collation(data), PictureSettings(Path())
-        axes, both_ways = sees.axes_of if sees.axes else None, sees.image_token if sees.both_ways else None
-        super().__init__(inner, nowhere, sees.inputs, axes, both_ways)
+        super().__init__(inner, nowhere, sees.inputs, sees.marks_of if sees.axes or sees.both_ways else None)
         self._sees = sees
 
     def carried(self, loader: Loader, batch: GlobalBatch, replica: int) -> Iterator[Carried]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
@@ -119,6 +119,29 @@ def time_turns(trainer: Trainer, slots: Slots, micro_batches: int) -> Callable[[
         return work, simulate_turns(timed, ranks, micro_batches, slots.a_round, math.inf).seconds
 
     return figures
+
+
+def lasting(trainer: Trainer, seconds: Sequence[Sequence[float]]) -> Trainer:
+    """Let this process sleep so that each pass lasts as long as on a slower device.
+
+    Args:
+        seconds: of a forward and a backward pass, by stage; nothing changes without.
+    """
+    plain = trainer.engine._INSTRUCTION_MAP
+
+    def lasts(execute: Callable[..., Any], least: float) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> None:
+            begin = now()
+            execute(*arguments, **named)
+            time.sleep(max(0.0, least - (now() - begin)))
+
+        return run
+
+    kinds = {kind.__name__: kind for kind in plain}
+    of_stage = zip(("ForwardPass", "BackwardPass"), seconds[trainer.stage] if seconds else (), strict=False)
+    passes = {kinds[name]: lasts(plain[kinds[name]], least) for name, least in of_stage}
+    trainer.engine._INSTRUCTION_MAP = plain | passes
+    return trainer
 
 
 def time_passes(trainer: Trainer) -> Callable[[], tuple[float, float]]:

@@ -9,6 +9,8 @@ words; figures are medians of the steps, ratios medians of the rounds' ratios to
 - `rows`: micro-batches of several sizes in two stages against transformers' Trainer in one process with both cores,
   and which of them `auto` chooses.
 - `division`: `parts: auto` against divisions by hand, for a model whose head is 40 % of the work.
+- `unequal`: two stages whose passes last as long as a plan says of two cards, the second of half the speed; what a pass
+  does not compute it sleeps. `parts: auto` against an even split, each named with its planned step.
 - `schedules`: dualpipev against 1f1b with four micro-batches.
 - `replicas`: gradients summed during the last backward pass against DeepSpeed's sums after it; the least bytes
   of the loopback interface, which others may use.
@@ -71,6 +73,7 @@ DUALPIPEV: dict[str, Any] = {"schedule": "dualpipev"}
 ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "stage3_prefetch_bucket_size": 50_000_000}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 ONE = "one process, one thread"
+LASTING = 10.0  # seconds of a step with `parts: auto`, of `unequal`
 COPIES = "one of two copies", "the other copy"
 
 
@@ -83,6 +86,7 @@ class Way:
         topology: keys of its `model_topo`.
         threads: of each process.
         beside: whether its steps run at the same time as those of the way before.
+        lasting: seconds that a forward and a backward pass of each stage take at least.
     """
 
     keys: dict[str, Any]
@@ -90,6 +94,7 @@ class Way:
     topology: dict[str, Any] | None = None
     threads: int = 1
     beside: bool = False
+    lasting: tuple[tuple[float, float], ...] = ()
     engine: Literal["pipeline", "zero", "trainer", "reference"] = "pipeline"
 
 
@@ -188,6 +193,7 @@ CASES = {
     "large_head": against_one(16, 256, LARGE_HEAD),
     "rows": Case(LARGE_HEAD, 16, 256, 3, MICRO_BATCHES),
     "division": Case(LARGE_HEAD, 8, 256, 5, {}),  # see `with_divisions`
+    "unequal": Case(SMALL, 8, 32, 5, {}, simulated=True),  # see `with_cards`
     "schedules": Case(WIDER, 4, 256, 9, SCHEDULES),
     "replicas": Case(SMALL, 4, 128, 7, SUMS),
     "lora": Case(MODEL, 4, 512, 5, TRAINED),
@@ -215,7 +221,7 @@ def measure(name: str, folder: Path) -> Report:
 
         save_random_model(folder)
     if not case.ways:
-        case = with_divisions(case, folder)
+        case = with_cards(case, folder) if case.simulated else with_divisions(case, folder)
     with Turns(folder) as turns:
         for way, asked in case.ways.items():
             processes = None if asked.engine == "trainer" else math.prod(asked.dims)  # which takes ranks for its own
@@ -274,6 +280,31 @@ def with_divisions(case: Case, folder: Path) -> Case:
     return replace(case, ways=ways)
 
 
+def with_cards(case: Case, folder: Path) -> Case:
+    """Add `parts: auto` on two cards, of which the second has half the speed, and an even split."""
+    from benchmarks.steps import run_config, topology
+    from models.api import read_spec
+    from options.planner.inputs import Basis, Workload
+    from options.planner.plan import Plan, best_parts
+    from training.metrics.devices import mixed, this_device
+    from training.topology import even_parts, layer_ranges
+
+    config, card = run_config(folder, case.rows, case.length, **PLAIN, **topology(2, 1)), this_device()
+    slower = replace(card, half=card.half / 2, single=card.single / 2, bandwidth=card.bandwidth / 2)
+    basis = Basis(config, read_spec(folder), Workload.assumed(config), mixed([card, slower]))
+    auto, ways = best_parts(basis), {}
+    unit = LASTING / Plan(basis, auto).simulated(case.rows).seconds
+    for parts in (auto, even_parts(sum(auto), 2, 1)):
+        plan, lasting = Plan(basis, parts), []
+        for begin, end in layer_ranges(parts):
+            forward = sum(time.forward.total for time in plan.times[begin:end])
+            backward = sum(time.backward.total for time in plan.times[begin:end])
+            lasting.append((unit * forward, unit * backward))
+        planned = unit * plan.simulated(case.rows).seconds
+        ways[f"{parts}, planned {planned:.2f} s"] = Way(PLAIN, (2, 1), {"parts": parts}, lasting=tuple(lasting))
+    return replace(case, ways=ways)
+
+
 def rows_by_plan(case: Case, folder: Path) -> str:
     """Return what `train_micro_batch_size_per_gpu: auto` says of a case, as one of two stages would choose."""
     import torch
@@ -313,7 +344,16 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     import psutil
     import torch
 
-    from benchmarks.steps import joined, run_config, time_passes, time_turns, topology, train, train_by_transformers
+    from benchmarks.steps import (
+        joined,
+        lasting,
+        run_config,
+        time_passes,
+        time_turns,
+        topology,
+        train,
+        train_by_transformers,
+    )
     from models.api import read_spec
     from options.multi_token.drafting import Drafting
     from options.planner.planning import divide
@@ -359,7 +399,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
         if slots := getattr(division, "slots", None):  # of weight streaming
             timed = time_turns(trainer, slots, asked.rows)
         if asked.simulated:
-            timed = time_passes(trainer)
+            timed = time_passes(lasting(trainer, way.lasting))
         if way.engine == "reference":
             loss_of(trainer).recorded = []
             trainer.train_step = trainer.eval_loss  # type: ignore[method-assign]

@@ -45,6 +45,11 @@ class Collation:
     def __init__(self, data: SampleSet) -> None:
         self.data = data
 
+    @property
+    def own(self) -> Collation:
+        """The objective's own, where something was added to it."""
+        return self
+
     def documents(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the lengths of the documents of each of these samples, which do not see each other."""
         return [[length] for length in self.data.lengths[list(numbers)].tolist()]

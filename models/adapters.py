@@ -43,6 +43,7 @@ class Lora:
         experts: whether weights of experts are adapted too, which `targets` names as it does modules.
         modules_to_save: ends of the names of modules that are trained in full.
         base: `nf4` or `fp8` where the weights under the adapters are 4 or 8 bits (`models.quantized_base`).
+        beside: how the names of modules beside the decoder begin, as of a tower of images, that may be adapted, too.
     """
 
     r: int = 8
@@ -53,6 +54,7 @@ class Lora:
     experts: bool = True
     modules_to_save: tuple[str, ...] = ()
     base: str | None = None
+    beside: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:
@@ -90,18 +92,22 @@ class Trained:
             is_end: says of a module whether it is embedding or head, which get no adapters.
             path: gives the names in transformers' model of a module or a weight of the layer: two for the ends of a
                 tied model.
-            is_beside: says of a module whether it is a part beside the decoder, as a tower of images, which gets none.
+            is_beside: says of a module or a weight whether it is of a part beside the decoder, as a tower of images.
         """
         if not (self.lora or self.freeze):
             return
+
+        def is_left(name: str) -> bool:
+            return self.lora is not None and is_beside(name) and not f"{name}.".startswith(self.lora.beside)
+
         if self.lora:
             for name, part in list(module.named_modules()):
                 if is_end(name):
                     _check_end(part, self.lora, path(name))
-                elif not is_beside(name):
+                elif not is_left(name):
                     _adapt(part, self.lora, path(name)[0])
         for name, weight in module.named_parameters():
-            if not self._trains(name, path(name)):
+            if is_left(name) or not self._trains(name, path(name)):
                 weight.requires_grad_(False)
 
     def _trains(self, name: str, paths: list[str]) -> bool:

@@ -103,12 +103,16 @@ def adapted_spec(folder: Path, base: ModelSpec) -> ModelSpec:
         base = base.scoring(labels_of_adapter(folder))
     if ahead := ahead_in_layers(folder, base):
         base = looking_ahead(base, ahead)
+    if eyes_in_layers(folder):
+        base = seeing(base)
     return with_adapter(base, folder)
 
 
 def base_source(source: PipelineSource | HuggingFaceSource, spec: ModelSpec) -> PipelineSource | HuggingFaceSource:
-    """Open a base with the layers ahead that an adapter of it has."""
-    return source if spec.family.ahead == source.spec.family.ahead else open_source(source.folder, spec.base)
+    """Open a base with the layers ahead and the tower that an adapter of it has."""
+    own, other = spec.family, source.spec.family
+    alike = own.ahead == other.ahead and own.sees == other.sees
+    return source if alike else open_source(source.folder, spec.base)
 
 
 def with_stored_ahead(folder: Path, spec: ModelSpec) -> ModelSpec:
@@ -123,16 +127,19 @@ def with_stored_ahead(folder: Path, spec: ModelSpec) -> ModelSpec:
     return looking_ahead(spec, found)
 
 
-def open_model(path: str | Path, adapter: str | Path | None = None, ahead: bool = False) -> tuple[ModelSpec, Any]:
+def open_model(
+    path: str | Path, adapter: str | Path | None = None, ahead: bool = False, sees: bool = False
+) -> tuple[ModelSpec, Any]:
     """Open a model's weights, or those of a base and an adapter.
 
     Args:
         path: a model, or a run that trained an adapter.
         adapter: a folder of peft's or of a run, to use with the model at `path`.
         ahead: whether layers that predict further ahead are a part of the model, in a HuggingFace folder too.
+        sees: whether the tower of images is a part of the model, in any folder.
 
     Raises:
-        CheckpointError: a folder is none of these, or has no such layers.
+        CheckpointError: a folder is none of these, or has no such layers or tower.
     """
     folder = find_model(path, adapter=True)
     if (folder / ADAPTER).is_file():
@@ -146,10 +153,14 @@ def open_model(path: str | Path, adapter: str | Path | None = None, ahead: bool 
     if ahead:
         spec = with_stored_ahead(folder, spec)
     source = open_source(folder, spec)
+    adapter = resolve(adapter, adapter=True) if adapter else None
+    if adapter:
+        check_base(adapter, source)
+    if sees:
+        spec = seeing(spec)
+        source = open_source(folder, spec)
     if adapter is None:
         return spec, source
-    adapter = resolve(adapter, adapter=True)
-    check_base(adapter, source)
     spec = adapted_spec(adapter, spec)
     return spec, AdaptedStates(base_source(source, spec), spec, open_factors(adapter, spec))
 
@@ -161,6 +172,7 @@ def load_model(
     part: Sequence[int] | None = None,
     adapter: str | Path | None = None,
     ahead: bool = False,
+    sees: bool = False,
 ) -> CausalLM:
     """Load the model of a folder of either layout, in evaluation mode.
 
@@ -169,12 +181,12 @@ def load_model(
             name on the HuggingFace hub.
         dtype: the dtype to hold the weights in; as stored where absent.
         part: which layers to load; all where absent.
-        adapter, ahead: as `open_model`.
+        adapter, ahead, sees: as `open_model`.
 
     Raises:
         CheckpointError: the folder is damaged, incomplete or of an unknown family.
     """
-    spec, source = open_model(path, adapter, ahead)
+    spec, source = open_model(path, adapter, ahead, sees)
     return CausalLM(spec, source, dtype or source.dtype(), torch.device(device), part).eval()
 
 

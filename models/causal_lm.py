@@ -108,11 +108,16 @@ class CausalLM(nn.Module):
         """Set what images change of the documents, where the caller has not done so.
 
         Raises:
-            ValueError: the model has no eyes, or there is a cache, whose keys know nothing of images.
+            ValueError: the model has no eyes, or a cache has tokens already.
         """
-        sees = self.spec.family.sees
-        if sees is None or cache is not None:
-            what = "a model opened without eyes" if sees is None else "a cache of keys"
+        sees, begun = self.spec.family.sees, cache is not None and cache.longest > 0
+        if sees is None or begun:
+            what = "a model opened without eyes" if sees is None else "rows that are begun"
             raise ValueError(f"images with {what}; expected models.images.seeing and whole rows")
-        if not self.positions.awaits:
-            self.positions.expect([sees.documents(input_ids, Documents.of(unmarked(position_ids)), images)])
+        if cache is None and self.positions.awaits:
+            return
+        documents = sees.documents(input_ids, Documents.of(unmarked(position_ids)), images)
+        self.positions.expect([documents])
+        if cache is not None and documents.axes is not None:
+            ends = documents.axes.amax(dim=(0, 2)) + 1
+            cache.shifts = [end - input_ids.shape[1] for end in ends.tolist()]

@@ -39,6 +39,7 @@ from training.trained import (
     check_same_model,
     describe_start,
     describe_trained,
+    in_checkpoint,
     with_trained,
 )
 from training.usual_rate import rate_warnings
@@ -98,9 +99,7 @@ class LanguageModel(Task):
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
         self.side_files = {}
         if disk.owns_folder:
-            # An adapter's checkpoint has no layer's weights: the tower's lie in it as tensors of no layer.
-            stored = spec.blind if config.lora else spec
-            self.side_files = read_side_files(folder, spec.language or stored.base, reader.ends)
+            self.side_files = read_side_files(folder, spec.language or in_checkpoint(spec).base, reader.ends)
             if config.lora:
                 self.side_files |= adapter_file(spec, folder, digests_folder(config.cache_dir))
             if spec.labels or spec.language:

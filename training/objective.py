@@ -71,6 +71,7 @@ class ModelAndRecords(Protocol):
     def loader(self) -> Loader: ...
     @property
     def evaluation(self) -> Evaluation | None: ...
+    def collation(self, config: TrainConfig, data: SampleSet) -> Collation: ...
 
 
 class Objective(ABC):
@@ -269,13 +270,18 @@ class Formula(ABC):
     def record(self, sample: Sample) -> dict[str, Any]:
         """Write a sample as a record in a file of token ids."""
         (document,) = documents(sample)
-        record = dict(document)
-        images = record.pop("images", None)
-        return record | {"placed_images": images} if images else record
+        return record_of(document)
 
     def compared_logits(self, logits: Tensor) -> Tensor:
         """Return what of a document's logits [S, V] an export has to find, too."""
         return logits
+
+
+def record_of(document: Sample) -> dict[str, Any]:
+    """Write a document as a record in a file of token ids."""
+    record: dict[str, Any] = dict(document)
+    images = record.pop("images", None)
+    return record | {"placed_images": images} if images else record
 
 
 def log_probabilities(found: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,15 +18,16 @@ from models.checkpoint.adapter import (
     AdaptedStates,
     LayerFiles,
     check_base,
+    check_eyes,
     digest_of_base,
     labels_of_adapter,
     open_factors,
 )
 from models.checkpoint.adapter_settings import SAW, adapted_paths, peft_config, read_settings, with_adapter
-from models.checkpoint.digest import DIGEST, model_digest
+from models.checkpoint.digest import DIGEST, eyes_digest, model_digest
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, resolve
-from models.checkpoint.source import first_few, open_source
+from models.checkpoint.source import HuggingFaceSource, PipelineSource, first_few, open_source
 from models.config_json import QUANTIZATION, model_fields, read_json
 from models.errors import CheckpointError
 from models.family import HEAD_WEIGHT
@@ -62,7 +64,8 @@ def with_trained(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
         whole = tuple(dict.fromkeys([*lora.modules_to_save, *(SCORE for _ in spec.labels)]))  # as peft has it
         adapters = Lora(targets=targets, modules_to_save=whole, **names)
     trained = spec.training(Trained(adapters, tuple(pattern.pattern for pattern in config.freeze)))
-    _check(spec, trained)
+    if not config.adapts_beside:
+        check_names(trained)
     if adapters and adapters.base:
         _check_base(trained, config)
     return trained
@@ -141,7 +144,7 @@ def initial_states(config: TrainConfig, spec: ModelSpec, folder: Path) -> LayerS
     if config.lora.start_from is None:
         return AdaptedStates(base, spec, None, config.seed)
     start = resolve(config.lora.start_from, adapter=True)
-    check_base(start, open_source(origin, as_stored(spec, origin)), digests_folder(config.cache_dir))
+    _check_origin(start, origin, spec, digests_folder(config.cache_dir))
     _check_start(start, spec)
     if spec.labels and (known := labels_of_adapter(start)):
         check_labels(spec.labels, known, start)
@@ -162,11 +165,20 @@ def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     return spec.base if ahead_in_layers(folder, plain) or eyes_in_layers(folder) else plain
 
 
+def in_checkpoint(spec: ModelSpec) -> ModelSpec:
+    """Return a model as its checkpoints have it.
+
+    An adapter's has no layer's weights: a tower without adapters lies in it as tensors of no layer.
+    """
+    return spec.blind if spec.trained.lora and not spec.trained.lora.beside else spec
+
+
 def adapter_file(spec: ModelSpec, base: Path, notes: Path | None = None) -> dict[str, bytes]:
     """Make the file that names an adapter's settings and its base, for a checkpoint."""
     source = open_source(base, as_stored(spec, base))
-    settings = peft_config(spec.blind, str(base.resolve())) | {DIGEST: model_digest(source, notes)}
-    settings |= {SAW: True} if spec.family.sees else {}
+    settings = peft_config(in_checkpoint(spec), str(base.resolve())) | {DIGEST: model_digest(source, notes)}
+    if spec.family.sees and spec.trained.lora:
+        settings |= {SAW: eyes_digest(_seen(spec, base), notes), "adapted_beside": spec.trained.lora.beside}
     return {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode()}
 
 
@@ -185,12 +197,25 @@ def check_same_base(adapter: Path, base: Path, spec: ModelSpec, notes: Path) -> 
         ConfigError: the weights or the config differ.
     """
     try:
-        check_base(adapter, open_source(base, as_stored(spec, base)), notes)
+        _check_origin(adapter, base, spec, notes)
     except CheckpointError as error:
         raise ConfigError(f"model_path: {error}, or another save_path") from None
 
 
-def _check(spec: ModelSpec, trained: ModelSpec) -> None:
+def _check_origin(adapter: Path, base: Path, spec: ModelSpec, notes: Path) -> None:
+    check_base(adapter, open_source(base, as_stored(spec, base)), notes)
+    if spec.family.sees:
+        check_eyes(adapter, _seen(spec, base), notes)
+
+
+def _seen(spec: ModelSpec, folder: Path) -> PipelineSource | HuggingFaceSource:
+    """Open a base with its tower, but without the layers ahead that it may not have."""
+    return open_source(folder, replace(spec.base, family=replace(spec.family, ahead=None), _shapes={}))
+
+
+def check_names(trained: ModelSpec) -> None:
+    """Raise a ConfigError where a name or a pattern matches nothing, or nothing is left to train."""
+    spec = trained.base
     layers = range(spec.n_layers)
     names: list[str] = []
     for layer in layers:
@@ -203,7 +228,7 @@ def _check(spec: ModelSpec, trained: ModelSpec) -> None:
         if not any(trained.trained_names(layer) for layer in layers):
             raise ConfigError("freeze: matches all weights; expected some to train")
         return
-    possible = chain(*adapted_paths(spec.training(Trained(Lora(r=1)))))
+    possible = chain(*adapted_paths(spec.training(Trained(Lora(r=1, beside=lora.beside)))))
     ends = dict.fromkeys(path.rpartition(".")[2] for path in possible)
     unmatched = [] if adapted else [lora.targets]
     if not isinstance(lora.targets, str):

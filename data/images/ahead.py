@@ -38,6 +38,10 @@ ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "
 ENVIRONMENT |= {"TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
 
 
+class UnreadableImage(DataError):
+    """An image cannot be read, or is another one than it was."""
+
+
 class PictureSettings(NamedTuple):
     """Hold what a `Pictures` is made of."""
 
@@ -76,7 +80,8 @@ class Decoders:
         """Wait for the tensors that were asked for; each ticket is taken once, or dropped.
 
         Raises:
-            DataError: an image cannot be read, or the process that decodes it was ended.
+            UnreadableImage: of an image.
+            DataError: the process that decodes it was ended.
         """
         while ticket not in self._answers:
             number, answer = self._workers[ticket % len(self._workers)].next_answer()
@@ -133,7 +138,7 @@ class _Worker:
             raise DataError(self._gone)
         note, arrays = message
         if "error" in note:
-            return note["ticket"], DataError(*note["error"])
+            return note["ticket"], UnreadableImage(*note["error"])
         return note["ticket"], {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _why(self) -> str:

@@ -7,8 +7,8 @@ most. Processes without the embedding decode nothing; what they need depends on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy
@@ -16,14 +16,18 @@ import torch
 from torch import Tensor
 
 from data.collation import Carried, Collation, Marks
-from data.images.ahead import Decoders, PictureSettings, decoders
+from data.errors import DataError
+from data.images.ahead import Decoders, PictureSettings, UnreadableImage, decoders
 from data.images.image import Image
+from data.sample_set import documents
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch, Loader, Rows
 
-# Makes a document's positions along a model's axes, [axes, L], of its ids [L] and what its images' shapes are, by name.
-Axes = Callable[[Tensor, dict[str, Tensor]], Tensor]
+# A document: its row in a micro-batch, where it begins there, its ids [L], and what its images' shapes are, by name.
+Part = tuple[int, int, Tensor, Mapping[str, Tensor]]
+# Makes `Marks` of a micro-batch [B, S].
+Mark = Callable[[Iterable[Part], tuple[int, int]], tuple[Tensor | None, Tensor | None]]
 
 
 class SeeingCollation(Collation):
@@ -33,8 +37,8 @@ class SeeingCollation(Collation):
         inner: the objective's own.
         settings: of the model's processor.
         inputs: the tensors that the embedding takes for the images of a micro-batch, in order.
-        axes: makes positions, for a model that has them along several axes.
-        both_ways: the token of which those of an image see each other both ways, if they do.
+        mark: says of a micro-batch's documents what all stages have to know, for a model that has to know anything.
+        distrust: has the next start read the records anew, as an image is not what it was.
     """
 
     def __init__(
@@ -42,16 +46,20 @@ class SeeingCollation(Collation):
         inner: Collation,
         settings: PictureSettings,
         inputs: tuple[str, ...],
-        axes: Axes | None = None,
-        both_ways: int | None = None,
+        mark: Mark | None = None,
+        distrust: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(inner.data)
         self._inner = inner
         self._settings = settings
         self._inputs = inputs
-        self._axes = axes
-        self._both_ways = both_ways
+        self._mark = mark
+        self._distrust = distrust
         self._coming: tuple[list[Rows], list[int | None]] | None = None  # micro-batches, and tickets for their images
+
+    @property
+    def own(self) -> Collation:
+        return self._inner.own
 
     def documents(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._inner.documents(numbers)
@@ -79,61 +87,40 @@ class SeeingCollation(Collation):
         try:
             for ticket, carried in zip(due, inner, strict=True):
                 taken += 1
-                images = self._decoders.take(ticket) if ticket is not None else {}
+                images = self._taken(ticket) if ticket is not None else {}
                 yield carried._replace(first=(*images.values(), *carried.first))
         finally:
             self._drop(due[taken:])  # of a batch that nobody took as a whole
 
     def marks(self, loader: Loader, batch: GlobalBatch, replica: int) -> Iterator[Marks]:
         for rows in batch.micro_batches[replica]:
-            if not self._of(rows):
+            if self._mark is None or not self._of(rows):
                 yield Marks()
-                continue
-            shape = loader.shape(rows)
-            yield Marks(
-                None if self._axes is None else self.axes(rows, shape, self._axes),
-                None if self._both_ways is None else self.together(rows, shape, self._both_ways),
-            )
+            else:
+                yield Marks(*self._mark(self._parts(rows), loader.shape(rows)))
 
-    def axes(self, rows: Rows, shape: tuple[int, int], of_document: Axes) -> Tensor:
-        """Make positions along several axes, [axes, B, S]: those of each document, and plain ones for padding."""
-        made = []
-        for row, begin, ids, images in self._parts(rows):
-            own = of_document(ids, _shapes(images)) if images else torch.arange(len(ids))[None]
-            made.append((row, begin, own))
-        positions = torch.arange(shape[1]).repeat(max(len(own) for *_, own in made), shape[0], 1)
-        for row, begin, own in made:
-            positions[:, row, begin : begin + own.shape[1]] = own
-        return positions
-
-    def together(self, rows: Rows, shape: tuple[int, int], token: int) -> Tensor:
-        """Number the runs of a token in a micro-batch's documents where they stand, [B, S]; -1 elsewhere."""
-        numbers = torch.full(shape, -1)
-        count = 0
-        for row, begin, ids, _ in self._parts(rows):
-            seen = ids == token
-            starts = seen & ~torch.cat([seen.new_zeros(1), seen[:-1]])
-            numbers[row, begin : begin + len(ids)][seen] = (count - 1 + starts.cumsum(0))[seen]
-            count += int(starts.sum())
-        return numbers
+    def _taken(self, ticket: int) -> dict[str, Tensor]:
+        """Wait for the tensors of a micro-batch's images."""
+        try:
+            return self._decoders.take(ticket)
+        except UnreadableImage as error:
+            self._distrust()
+            raise DataError(f"{error}; started again, a run reads the records anew") from None
 
     def _of(self, rows: Rows) -> list[Image]:
         """List the images of rows, in the order of their tokens."""
         samples = (self.data.samples[number] for number in chain(*rows))
         return list(chain.from_iterable(sample.get("images", ()) for sample in samples))
 
-    def _parts(self, rows: Rows) -> Iterator[tuple[int, int, Tensor, list[Image]]]:
-        """Yield each document of rows: its row, where it begins there, its ids and its images."""
+    def _parts(self, rows: Rows) -> Iterator[Part]:
+        """Yield each document of rows."""
         for row, numbers in enumerate(rows):
             begin = 0
-            for number, lengths in zip(numbers, self.documents(numbers), strict=True):
-                sample = self.data.samples[number]
-                ids = torch.from_numpy(numpy.asarray(sample["input_ids"], dtype=numpy.int64))
-                images = sample.get("images", [])
-                for end, length in zip(accumulate(lengths), lengths, strict=True):
-                    first = end - length
-                    yield row, begin + first, ids[first:end], [each for each in images if first <= each.begin < end]
-                begin += len(ids)
+            for sample in map(self.data.samples.__getitem__, numbers):
+                for document in documents(sample):
+                    ids = torch.from_numpy(numpy.asarray(document["input_ids"], dtype=numpy.int64))
+                    yield row, begin, ids, _shapes(document.get("images", []))
+                    begin += len(ids)
 
     @property
     def _decoders(self) -> Decoders:
@@ -161,9 +148,9 @@ class SeeingCollation(Collation):
 
 
 def _shapes(images: Sequence[Image]) -> dict[str, Tensor]:
-    """Join what the processor gives of images beside their pixels."""
+    """Join what the processor gives of images beside their pixels; nothing of none."""
     joined = {}
-    for name in images[0].shape:
+    for name in images[0].shape if images else ():
         joined[name] = torch.cat([torch.tensor(image.shape[name]) for image in images])
     return joined
 

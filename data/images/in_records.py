@@ -51,7 +51,7 @@ def take_images(fields: dict[str, Any], look: Look | None) -> tuple[dict[str, An
         ValueError: an image is missing, cannot be used or has no place; a DataError where the file is to blame.
     """
     named = [name for name in NAMES if name in fields]
-    there = [name for name in named if fields[name] not in (None, "", b"", [], {})]
+    there = _with_images(fields)
     rest = {name: _parsed(value) for name, value in fields.items() if name not in NAMES}
     parts = next(_parts(rest), None)
     if not there and parts is None:
@@ -71,6 +71,16 @@ def take_images(fields: dict[str, Any], look: Look | None) -> tuple[dict[str, An
     if look is None:
         raise ValueError(f"{there[0] if there else 'content'}: {UNSEEN}")
     return marked, tuple([_opened(look, number, source) for number, source in enumerate(taking.found, start=1)])
+
+
+def has_images(fields: Mapping[str, Any]) -> bool:
+    """Return whether a record's fields name images, as they are or as parts of messages."""
+    return bool(_with_images(fields)) or next(_parts(fields), None) is not None
+
+
+def _with_images(fields: Mapping[str, Any]) -> list[str]:
+    """List the fields with the images of a record."""
+    return [name for name in NAMES if fields.get(name) not in (None, "", b"", [], {})]
 
 
 def _opened(look: Look, number: int, given: Any) -> Image:

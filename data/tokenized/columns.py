@@ -279,11 +279,12 @@ def _cut_alike(record: Encoded, limit: int, tally: Tally) -> Iterator[Cut]:
     ids = [tokens.ids[:limit] for tokens in record.documents]
     chosen, rejected = (_inside(joined(tokens.loss), 0, limit) for tokens in record.documents)
     tally.cut += max(len(tokens.ids) for tokens in record.documents) > limit
-    if (chosen or record.scored) and ids[0] == ids[1]:
+    images = [_images_inside(tokens.images, 0, limit) for tokens in record.documents]
+    seen = [[image.digest for image in its] for its in images]
+    if (chosen or record.scored) and ids[0] == ids[1] and seen[0] == seen[1]:
         tally.equal += 1
         return
     first = len(ids[0])
-    images = [_images_inside(tokens.images, 0, limit) for tokens in record.documents]
     second = [image._replace(begin=image.begin + first) for image in images[1]]
     yield ids[0] + ids[1], chosen + [(begin + first, end + first) for begin, end in rejected], first, images[0] + second
 

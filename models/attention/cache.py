@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from models.attention.packed import AXES
+
 LEAST = 128  # tokens that fit at first
 
 
@@ -28,6 +30,7 @@ class KeyValueCache:
 
     def __init__(self, rows: int = 1) -> None:
         self.lengths = [0] * rows  # how many tokens each row holds
+        self.shifts = [0] * rows  # what is added to the places of tokens behind images, in models with axes
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, heads, room, width] each
         self.layers: defaultdict[int, LinearAttentionLayer] = defaultdict(LinearAttentionLayer)  # of linear attention
         self._positions: Tensor | None = None
@@ -47,6 +50,12 @@ class KeyValueCache:
             begins = torch.tensor(self.lengths, device=device)
             self._positions = begins[:, None] + torch.arange(count, device=device)
         return self._positions
+
+    def along_axes(self, positions: Tensor) -> Tensor | None:
+        """Give positions [rows, count] behind images along three axes, [3, rows, count]; None where they are plain."""
+        if not any(self.shifts):
+            return None
+        return (positions + torch.tensor(self.shifts, device=positions.device)[:, None]).expand(AXES, -1, -1)
 
     def update(self, keys: Tensor, values: Tensor, block: int, *_: Any) -> tuple[Tensor, Tensor]:
         """Add the next tokens' keys and values [rows, heads, count, width]; return all.
@@ -93,7 +102,7 @@ class KeyValueCache:
         """Keep these rows alone, in this order."""
         if rows == list(range(len(self.lengths))):
             return
-        self.lengths = [self.lengths[row] for row in rows]
+        self.lengths, self.shifts = ([each[row] for row in rows] for each in (self.lengths, self.shifts))
         self._blocks = {block: (held[0][rows], held[1][rows]) for block, held in self._blocks.items() if rows}
         if not rows:
             self.layers.clear()
@@ -117,7 +126,7 @@ class KeyValueCache:
             for held in ("conv_states", "recurrent_states"):
                 old, new = getattr(self.layers[block], held), getattr(layer, held)
                 old |= {number: torch.cat([old[number], new[number]]) for number in old if new[number] is not None}
-        self.lengths = self.lengths + other.lengths
+        self.lengths, self.shifts = self.lengths + other.lengths, self.shifts + other.shifts
         self._positions = None
 
 

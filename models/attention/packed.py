@@ -29,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 # What transformers knows these by.
 BY_DOCUMENT, BY_CUDNN, VARLEN = "sdpa_by_document", "cudnn_by_document", "torch_varlen"
 ALIGNED = 16  # rows of a mask whose length is a multiple of this are used by a GPU's kernels as they are
+AXES = 3  # of positions where there are images: time, height, width
 LEAST = 512  # queries in a block of a window: of fewer, launches would cost more than what they save
 # Where cuDNN cannot, as with some masks, the others follow.
 _CUDNN_FIRST = [

@@ -28,7 +28,7 @@ from models.attention.cache import KeyValueCache
 from models.attention.chunks import RowChunk
 from models.attention.flex import FLEX
 from models.attention.kernels import BOTH_WAYS, CUDNN, EAGER, FLASH, FLASH_3, TORCH
-from models.attention.packed import VARLEN, Documents, unmarked
+from models.attention.packed import AXES, VARLEN, Documents, unmarked
 from models.attention.rope import DocumentRotary, depends_on_length
 from models.parallel.groups import NO_GROUPS, RankGroups
 from models.parallel.sequence import Exchanged, PartOfRows, share_attention
@@ -158,7 +158,7 @@ class Positions:
         with fp32_products():
             angles = self.angles(hidden, position_ids, seen + position_ids.shape[1])
         positions = unmarked(position_ids)
-        documents = self.documents(position_ids) if cache is None else None
+        documents = self.seen_at_once(position_ids, cache)
 
         arguments: dict[str, Arguments] = {}
         for kind in self.kinds:
@@ -179,7 +179,7 @@ class Positions:
             if found.shape != tuple(position_ids.shape):
                 raise ValueError(f"expected documents of {found.shape}, found position ids {tuple(position_ids.shape)}")
             for name, each, wanted in (
-                ("axes", found.axes, (3, *found.shape)),
+                ("axes", found.axes, (AXES, *found.shape)),
                 ("together", found.together, found.shape),
             ):
                 if each is not None and each.shape != wanted:
@@ -187,19 +187,25 @@ class Positions:
             self._documents = known = ((position_ids, _version(position_ids)), found)
         return known[1]
 
+    def seen_at_once(self, position_ids: Tensor, cache: KeyValueCache | None) -> Documents | None:
+        """Get the documents of a micro-batch; of one with a cache only where it has images, and thus begins rows."""
+        if cache is None or (self._documents is not None and _is_known(self._documents[0], position_ids)):
+            return self.documents(position_ids)
+        return None
+
     def scope(
         self, kind: str, hidden: Tensor, positions: Tensor, cache: KeyValueCache | None, documents: Documents | None
     ) -> Arguments:
-        """Make the mask in the kernel's form; `documents` are None with a cache."""
+        """Make the mask in the kernel's form; `documents` are None where a cache has more keys than these."""
         kernel, columns = self.config._attn_implementation, self.columns
         if kind == LINEAR:  # which lets no token see what follows
             return {"attention_mask": None} | ({} if cache is not None else {"documents": documents})
         window = self.config.sliding_window if kind == SLIDING else None
-        if cache is not None:
+        if documents is None:
+            assert cache is not None
             # Only these kernels are causal without a mask. Others always get one, as ONNX traces lengths.
             plain = kernel in (TORCH, CUDNN) and _is_causal(positions, cache, window)
             return {"attention_mask": None if plain else cached_mask(positions, cache, window, hidden.dtype)}
-        assert documents is not None
         if documents.together is not None and kernel not in BOTH_WAYS:
             raise ValueError(f"images whose tokens see each other both ways: {kernel} takes no masks of them")
         if kernel == FLEX:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from common.hub import hub_name
 from models.adapters import IDLE, base_of, fresh_factors, is_factor, is_transposed, merged
-from models.checkpoint.adapter_settings import read_settings
-from models.checkpoint.digest import DIGEST, model_digest
+from models.checkpoint.adapter_settings import SAW, read_settings
+from models.checkpoint.digest import DIGEST, eyes_digest, model_digest
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, layer_file
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
@@ -243,6 +243,18 @@ def check_base(adapter: Path, base: PipelineSource | HuggingFaceSource, notes: P
             f"{base.folder}: not the {what} that the adapter in {adapter} was trained on; expected those of "
             f"{settings.get('base_model_name_or_path')}"
         )
+
+
+def check_eyes(adapter: Path, base: PipelineSource | HuggingFaceSource, notes: Path | None = None) -> None:
+    """Refuse another tower of images than the one that an adapter was trained with, where the adapter says which.
+
+    Raises:
+        CheckpointError: its weights differ.
+    """
+    expected = read_json(adapter / ADAPTER).get(SAW)
+    if isinstance(expected, str) and eyes_digest(base, notes) != expected:
+        what = f"not the tower of images that the adapter in {adapter} was trained with"
+        raise CheckpointError(f"{base.folder}: {what}; expected the weights of its own base")
 
 
 def peft_name(spec: ModelSpec, layer: int, name: str) -> str:

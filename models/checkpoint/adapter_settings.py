@@ -26,7 +26,7 @@ SCORES, WORDS = "SEQ_CLS", "CAUSAL_LM"  # peft's task_type
 ANY = set("auto_mapping peft_version task_type inference_mode megatron_config megatron_core qalora_group_size".split())
 ANY |= {"eva_config", "loftq_config", "corda_config", "lora_ga_config"}
 ANY |= {"ensure_weight_tying", "base_checksum", DIGEST}  # compared with the weights themselves
-SAW = "saw_images"  # in a run's checkpoint, whether it was trained with images: peft then loads the whole model
+SAW = "saw_images"  # in the checkpoint of a run with images, a digest of its tower: peft then loads the whole model
 ANY |= {SAW}
 ANY |= {"fan_in_fan_out"}  # peft looks at the layer itself
 
@@ -46,6 +46,7 @@ class AdapterSettings(BaseModel):
     target_modules: str | list[str] = Field([], description="a list of names, or a regular expression")
     target_parameters: list[str] = Field([], description="a list of names")
     modules_to_save: list[str] = Field([], description="a list of names")
+    adapted_beside: list[str] = Field([], description="beginnings of names")  # of `Lora.beside`, in a run's checkpoint
     bias: Literal["none"] = Field("none", description="none")
     # The others take a part of the base away, which this adapter then needs.
     init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal", "mica"] = Field(
@@ -57,7 +58,8 @@ class AdapterSettings(BaseModel):
         modules, whole = self.target_modules, tuple(self.modules_to_save)
         targets = modules if isinstance(modules, str) else (*modules, *self.target_parameters)
         experts = bool(self.target_parameters)
-        return Lora(self.r, self.lora_alpha, self.lora_dropout, self.use_rslora, targets, experts, whole)
+        own = self.r, self.lora_alpha, self.lora_dropout, self.use_rslora
+        return Lora(*own, targets, experts, whole, beside=tuple(self.adapted_beside))
 
 
 def read_settings(folder: Path) -> AdapterSettings:

@@ -10,6 +10,7 @@ Cost: a pass over the files, from which the layers are loaded next, and a second
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from common.digests import Digests
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.tensor_io import byte_bar, in_parallel
+from models.family import EYES
 from models.spec import ModelSpec
 
 DIGEST = "base_digest"  # in a checkpoint's ADAPTER, and in the metadata of weights for peft, which it passes over
@@ -42,16 +44,31 @@ def model_digest(source: Source, notes: Path | None = None) -> str:
     Returns:
         `WEIGHTS-CONFIG`, both in hex.
     """
-    of_weights = partial(_digest_weights, source)
-    if notes:
-        eyes = " with eyes" if source.spec.family.sees else ""
-        digests = Digests(notes, f"weights {SCHEME} {source.spec.labels} {source.spec.is_part}{eyes}")
-        files = sorted(path for path in source.folder.iterdir() if path.suffix in FILES and path.is_file())
-        weights = digests.known(files) or digests.take(files, of_weights)
-    else:
-        weights = of_weights()
-
+    eyes = " with eyes" if source.spec.family.sees else ""
+    kind = f"weights {SCHEME} {source.spec.labels} {source.spec.is_part}{eyes}"
+    weights = _noted(source, notes, kind, partial(_digest_weights, source))
     return f"{weights}-{_digest_config(source.spec)}"
+
+
+def eyes_digest(source: Source, notes: Path | None = None) -> str:
+    """Digest the weights of a model's tower of images alone, as `model_digest` does."""
+    return _noted(source, notes, f"eyes {SCHEME}", partial(_digest_eyes, source))
+
+
+def _noted(source: Source, notes: Path | None, kind: str, digest: Callable[[], str]) -> str:
+    if notes is None:
+        return digest()
+    digests = Digests(notes, kind)
+    files = sorted(path for path in source.folder.iterdir() if path.suffix in FILES and path.is_file())
+    return digests.known(files) or digests.take(files, digest)
+
+
+def _digest_eyes(source: Source) -> str:
+    whole = xxhash.xxh3_128()
+    for name, tensor in sorted(source.read_layer(0).items()):
+        if name.startswith(f"{EYES}."):
+            whole.update(f"{name} {list(tensor.shape)} {_digest_tensor(tensor)}\n".encode())
+    return whole.hexdigest()
 
 
 def _digest_weights(source: Source) -> str:

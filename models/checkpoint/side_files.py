@@ -12,7 +12,7 @@ from models.ahead.names import copies_of
 from models.checkpoint import layout
 from models.checkpoint.layout import CARRIED, TEMPLATES, Manifest, flat, side_files
 from models.checkpoint.source import HuggingFaceSource, same_bytes
-from models.checkpoint.tensor_files import DTYPE_NAMES, SafetensorsWriter
+from models.checkpoint.tensor_files import DTYPE_NAMES, SafetensorsFile, SafetensorsWriter
 from models.config_json import QUANTIZATION, read_json, write_json
 from models.errors import CheckpointError
 from models.spec import ModelSpec
@@ -57,7 +57,7 @@ def copy_side_files(source: Path, target: Path, spec: ModelSpec, in_folders: boo
     if manifest is None and layout.has_huggingface_weights(source):
         manifest = _write_carried(HuggingFaceSource(source, spec), target)
     elif (source / CARRIED).is_file():
-        copy_files(source, target, [CARRIED])
+        _copy_carried(source, target, spec)
     copy_files(source, target, side_files(source), in_folders)
     path = target / "config.json"
     if path.is_file() and QUANTIZATION in (config := read_json(path)):  # the weights beside it no longer are
@@ -68,19 +68,34 @@ def copy_side_files(source: Path, target: Path, spec: ModelSpec, in_folders: boo
         manifest.write(target)
 
 
+def _copy_carried(source: Path, target: Path, spec: ModelSpec) -> None:
+    """Copy the tensors that belong to no layer, which a tower does where the model sees."""
+    if not spec.family.sees:
+        copy_files(source, target, [CARRIED])
+        return
+    file = SafetensorsFile(source / CARRIED)
+    weight_map = spec.weight_map.for_names(file)
+    _write(target, file, [name for name in file if weight_map.binding(name) is None])
+
+
 def _write_carried(source: HuggingFaceSource, target: Path) -> Manifest:
     """Write the tensors that belong to no layer; return the manifest."""
     # An export makes copies of embedding and head anew, as training changes what they are copies of.
     copies = copies_of(source.weight_map, source.names, source.spec.tied)
     same = {name for name, of in copies.items() if same_bytes(source.read(name), source.read(of))}
-    if carried := [name for name in source.carried if name not in same]:
-        infos = {name: source.info(name) for name in carried}
-        with SafetensorsWriter(target, {CARRIED: carried}, infos) as writer:
-            for name in carried:
-                writer.write(name, source.read(name))
+    _write(target, source, [name for name in source.carried if name not in same])
     names = chain.from_iterable(source.files.values())
     return Manifest(  # with model-00001-of-00002.safetensors for pytorch_model-00001-of-00002.bin
         files={f"{Path(file).stem.removeprefix('pytorch_')}.safetensors": each for file, each in source.files.items()},
         dtypes={name: DTYPE_NAMES[source.info(name).dtype] for name in names},
         side_files=side_files(source.folder),
     )
+
+
+def _write(target: Path, source: HuggingFaceSource | SafetensorsFile, names: list[str]) -> None:
+    """Write the tensors that belong to no layer, if there are any."""
+    infos = {name: source.info(name) for name in names}
+    if names:
+        with SafetensorsWriter(target, {CARRIED: names}, infos) as writer:
+            for name in names:
+                writer.write(name, source.read(name))

@@ -10,19 +10,20 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.whole_files import sync
 from models.adapters import IDLE
-from models.checkpoint.layout import Layout, layer_file, layout_of, weight_files, weight_index
+from models.checkpoint.layout import CARRIED, Layout, layer_file, layout_of, weight_files, weight_index
 from models.checkpoint.quantized import quantized_tensors, without_parts
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
 from models.checkpoint.tensor_io import in_parallel, write_behind
 from models.config_json import QUANTIZATION, TIED
 from models.errors import CheckpointError
-from models.family import HEAD_WEIGHT
+from models.family import EYES, HEAD_WEIGHT
 from models.quantized_base import Fp8
 from models.spec import ModelSpec
 from models.weight_map import Binding, reshape_rows
@@ -30,8 +31,23 @@ from models.weight_map import Binding, reshape_rows
 TensorFile = SafetensorsFile | MappedFile  # named tensors, mapped when they are read; KeyError for other names
 
 
+class Place(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        stored: its name there.
+    """
+
+    file: TensorFile
+    stored: str
+
+
 class PipelineSource:
-    """A pipeline-layout folder: one file a layer."""
+    """A pipeline-layout folder: one file a layer.
+
+    A tower of images lies in the first layer where a run saw some. `hg_to_pp`, and a run on text alone, leave it beside
+    the layers, with what belongs to none of them; whoever reads the model with eyes finds it in either place.
+    """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder
@@ -43,8 +59,8 @@ class PipelineSource:
 
     def read_layer(self, layer: int) -> dict[str, Tensor]:
         """Read a layer's state dict, checked; its tensors are mapped, not yet read."""
-        file = self._open(layer)
-        return {name: file.read(name) for name in self.spec.shapes(layer)}
+        found = self._open(layer)
+        return {name: found[name].file.read(found[name].stored) for name in self.spec.shapes(layer)}
 
     def describe(self, layer: int, name: str) -> str:
         """Name a tensor's file for a message."""
@@ -52,21 +68,30 @@ class PipelineSource:
 
     def infos(self, layer: int) -> dict[str, TensorInfo]:
         """Get the stored dtype and shape of each tensor of a layer."""
-        file = self._open(layer)
-        return {name: file.info(name) for name in self.spec.shapes(layer)}
+        found = self._open(layer)
+        return {name: found[name].file.info(found[name].stored) for name in self.spec.shapes(layer)}
 
     def dtype(self) -> torch.dtype:
         """Get the stored dtype of the embedding."""
         return next(iter(self.infos(0).values())).dtype
 
-    def _open(self, layer: int) -> MappedFile:
+    def _open(self, layer: int) -> dict[str, Place]:
         path, shapes = self.folder / layer_file(layer), self.spec.shapes(layer)
         file = MappedFile(path)
-        found = set(file) - {IDLE}  # which earlier versions wrote
-        _check_names(path, found, set(shapes), f"in layer {layer}")
+        found = {name: Place(file, name) for name in file if name != IDLE}  # which earlier versions wrote
+        eyes = [name for name in shapes if name.startswith(f"{EYES}.")]
+        if eyes and not found.keys() & set(eyes) and (self.folder / CARRIED).is_file():
+            found |= self._beside(eyes)
+        _check_names(path, set(found), set(shapes), f"in layer {layer}")
         for name, shape in shapes.items():
-            _check_shape(path, name, file.info(name).shape, shape)
-        return file
+            _check_shape(path, name, found[name].file.info(found[name].stored).shape, shape)
+        return found
+
+    def _beside(self, eyes: list[str]) -> dict[str, Place]:
+        """Find the weights of a tower beside the layers, where they have their names on disk."""
+        file = SafetensorsFile(self.folder / CARRIED)
+        bindings = self.spec.weight_map.for_names(file).bindings(0, eyes)
+        return {each.names[0]: Place(file, each.disk[0]) for each in bindings if each.disk[0] in file}
 
 
 class HuggingFaceSource:

@@ -25,17 +25,19 @@ from torch import Tensor
 
 from models.ahead.names import copies_of
 from models.api import adapted_spec, base_source, read_spec
-from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, check_base
+from models.checkpoint.adapter import LayerFiles, MergedStates, base_folder, check_base, check_eyes
+from models.checkpoint.adapter_settings import SAW
 from models.checkpoint.layout import ADAPTER, CARRIED, MANIFEST, Layout, Manifest, layout_of, resolve, side_files
 from models.checkpoint.publish import publish_folder
 from models.checkpoint.side_files import copy_files, paths_of
 from models.checkpoint.source import PipelineSource, check_range, compare_bytes, forget_cached, open_source, warn_of_nan
 from models.checkpoint.tensor_files import DTYPES, SafetensorsFile, SafetensorsWriter, TensorInfo
 from models.checkpoint.tensor_io import byte_bar, in_parallel
-from models.config_json import write_json
+from models.config_json import read_json, write_json
 from models.conversion.check import odd_prefix, write_compat
 from models.conversion.to_peft import write_adapter
 from models.errors import CheckpointError
+from models.images.seeing import seeing
 from models.scores import padding_problem
 from models.weight_map import WeightMap
 
@@ -245,6 +247,8 @@ def merged_source(folder: Path) -> MergedStates:
     where = base_folder(folder)
     base = open_source(where, read_spec(where))
     check_base(folder, base)
+    if read_json(folder / ADAPTER).get(SAW):
+        check_eyes(folder, open_source(where, seeing(base.spec)))
     spec = adapted_spec(folder, base.spec)
     return MergedStates(base_source(base, spec), spec, LayerFiles(folder))
 

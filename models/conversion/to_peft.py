@@ -13,6 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from models.adapters import is_factor
 from models.api import adapted_spec, read_spec
 from models.checkpoint.adapter import PEFT_PREFIX, PEFT_WEIGHTS, LayerFiles, peft_name, to_peft
 from models.checkpoint.adapter_settings import SAW, adapted_paths, peft_config, trained_in_full
@@ -22,7 +23,8 @@ from models.checkpoint.side_files import copy_files
 from models.config_json import read_json, write_json
 from models.conversion.check_adapter import MERGE, dense_beside_experts
 from models.errors import CheckpointError
-from models.images.names import decoder_of
+from models.family import EYES
+from models.images.names import decoder_of, eyes_in_memory
 from models.images.small import whole_config
 from models.scores import LABELS
 from models.spec import ModelSpec
@@ -48,12 +50,17 @@ def write_adapter(folder: Path, target: Path) -> None:
     _check_modules(folder, spec)
 
     settings = read_json(folder / ADAPTER)
-    whole = decoder_of(whole_config(spec.raw)) if settings.get(SAW) else ""
-    factors, saved = LayerFiles(folder), dict[str, Tensor]()
+    config = whole_config(spec.raw) if settings.get(SAW) else None
+    whole = decoder_of(config) if config else ""
+    factors, saved, of_eyes = LayerFiles(folder), dict[str, Tensor](), list[str]()
     for layer in range(spec.n_layers):
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
-            path = peft_name(spec, layer, name).removeprefix(PEFT_PREFIX)
-            saved[PEFT_PREFIX + _in_whole(spec, whole, path)] = to_peft(name, tensor).clone()
+            if config and name.startswith(f"{EYES}."):
+                path = eyes_in_memory(config, name) + (".weight" if is_factor(name) else "")
+                of_eyes.append(path)
+            else:
+                path = _in_whole(spec, whole, peft_name(spec, layer, name).removeprefix(PEFT_PREFIX))
+            saved[PEFT_PREFIX + path] = to_peft(name, tensor).clone()
 
     notes = {"format": "pt"} | {name: settings[name] for name in [DIGEST] if name in settings}
     if plain.labels:
@@ -61,8 +68,8 @@ def write_adapter(folder: Path, target: Path) -> None:
     (target / PEFT_WEIGHTS).write_bytes(save(saved, notes))  # an OSError on a full disk, which `save_file` has none of
 
     base, revision = _loadable(Path(settings["base_model_name_or_path"]))
-    told = peft_config(spec, base) | {"revision": revision}
-    write_json(target / ADAPTER, told | (_targets_in_whole(spec, whole) if whole else {}))
+    told = peft_config(spec.blind, base) | {"revision": revision}
+    write_json(target / ADAPTER, told | (_targets_in_whole(spec.blind, whole, of_eyes) if whole else {}))
     copy_files(folder, target, [name for name in side_files(folder) if name.startswith(TOKENIZER)])
     if dense_beside_experts(spec):
         what = f"warning: peft reads this adapter in part; {MERGE} (convert_model.py check)"
@@ -79,10 +86,17 @@ def _in_whole(spec: ModelSpec, whole: str, path: str) -> str:
     return whole + path.removeprefix(begin) if whole and path.startswith(begin) else path
 
 
-def _targets_in_whole(spec: ModelSpec, whole: str) -> dict[str, Any]:
-    """Name what is trained in the whole model in full: its tower has modules of the same last names."""
+def _targets_in_whole(spec: ModelSpec, whole: str, of_eyes: list[str]) -> dict[str, Any]:
+    """Name what is trained in the whole model in full: its tower has modules of the same last names.
+
+    Args:
+        of_eyes: the weights of the tower and its projector that are trained.
+    """
     modules, weights = (list(map(partial(_in_whole, spec, whole), paths)) for paths in adapted_paths(spec))
     saved = list(map(partial(_in_whole, spec, whole), trained_in_full(spec)))
+    factors = [path.removesuffix(".weight") for path in of_eyes]
+    modules += [path.rpartition(".")[0] for path in factors if path.endswith("lora_A")]
+    saved += dict.fromkeys(path.rpartition(".")[0] for path in of_eyes if not is_factor(path.removesuffix(".weight")))
     return {"target_modules": modules, "target_parameters": weights or None, "modules_to_save": saved or None}
 
 

@@ -50,8 +50,10 @@ class DerivedPositions(Positions):
     def arguments(self, hidden: Tensor, position_ids: Tensor, cache: KeyValueCache | None) -> dict[str, Arguments]:
         seen = cache.longest if cache is not None else 0
         positions = unmarked(position_ids)
-        documents = self.documents(position_ids) if cache is None else None
-        axes, longest = documents.axes if documents else None, seen + position_ids.shape[1]
+        documents, longest = self.seen_at_once(position_ids, cache), seen + position_ids.shape[1]
+        axes = documents.axes if documents else None
+        if documents is None and cache is not None:
+            axes = cache.along_axes(positions)
         with fp32_products():
             angles = [self._made_by(call, hidden, position_ids, longest, axes) for call in self._calls]
 

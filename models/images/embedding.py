@@ -33,7 +33,8 @@ class SeeingEmbedding(Embedding):
         at_image = input_ids == self.sees.image_token
         count = int(at_image.sum())
         if not images:
-            if count:
+            # A token behind a row's beginning is one that the model wrote: a word, as in transformers' `generate`.
+            if count and not bool((position_ids[:, 0] > 0).all()):
                 raise ValueError(
                     f"{count} image tokens ({self.sees.image_token}) and no images; expected as many features"
                 )

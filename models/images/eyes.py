@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from models.attention.packed import Documents
 from models.derived.derive import FEW_WORDS, compute_buffers
 from models.family import Rule
-from models.images.sees import Sees
+from models.images.sees import Part, Sees
 from models.images.tensors import GRIDS, pictures
 
 TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
@@ -86,35 +86,38 @@ class Eyes(Sees):
         positions: Tensor = rope_index(input_ids=input_ids[None], **grids, **options)[0]
         return positions[:, 0]
 
+    def marks_of(self, parts: Iterable[Part], shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+        axes = torch.arange(shape[1]).repeat(self.axes, shape[0], 1) if self.axes else None
+        together = torch.full(shape, -1) if self.both_ways else None
+        count = 0
+        for row, begin, ids, images in parts:
+            places = slice(begin, begin + len(ids))
+            if axes is not None:
+                axes[:, row, places] = self.axes_of(ids, images) if images else torch.arange(len(ids))
+            if together is not None:
+                seen = ids == self.image_token
+                begins = self._begins(ids)
+                together[row, places][seen] = (count - 1 + begins.cumsum(0))[seen]
+                count += int(begins.sum())
+        return axes, together
+
     def documents(self, input_ids: Tensor, documents: Documents, images: Sequence[Tensor]) -> Documents:
-        begins = self.begins(input_ids, documents)
-        together = None
-        if self.both_ways:
-            number = begins.flatten().cumsum(0).view_as(begins) - 1
-            together = torch.where(input_ids == self.image_token, number, -1)
-        if not self.axes:
-            return documents.seeing(None, together)
-
-        grids = dict(zip(self.inputs, images, strict=True))[GRIDS].cpu()
-        axes, seen = [], 0
+        if not (self.axes or self.both_ways):
+            return documents
+        grids = dict(zip(self.inputs, images, strict=True))[GRIDS].cpu() if self.axes else None
+        parts, seen = list[Part](), 0
         for row, ids in enumerate(input_ids.cpu()):
-            pieces = []
             for first, last in documents.within(row, 0, len(ids)):
-                count = int(begins[row, first:last].sum())
-                pieces.append(self.axes_of(ids[first:last], {GRIDS: grids[seen : seen + count]}))
+                count = int(self._begins(ids[first:last]).sum())
+                own = {} if grids is None or not count else {GRIDS: grids[seen : seen + count]}
+                parts.append((row, first, ids[first:last], own))
                 seen += count
-            axes.append(torch.cat(pieces, dim=1))
-        return documents.seeing(torch.stack(axes, dim=1), together)
+        return documents.seeing(*self.marks_of(parts, documents.shape))
 
-    def begins(self, input_ids: Tensor, documents: Documents) -> Tensor:
-        """Find where images begin: [B, S], true at the first of the image tokens that stand side by side."""
-        at_image = input_ids == self.image_token
-        begins = at_image.clone()
-        begins[:, 1:] &= ~at_image[:, :-1]
-        for row in range(len(input_ids)):
-            for first, _ in documents.within(row, 0, input_ids.shape[1]):
-                begins[row, first] = at_image[row, first]
-        return begins
+    def _begins(self, ids: Tensor) -> Tensor:
+        """Find where images begin in a document [L]: true at the first of image tokens that stand side by side."""
+        at_image = ids == self.image_token
+        return at_image & ~torch.cat([at_image.new_zeros(1), at_image[:-1]])
 
 
 def flat_features(found: Any) -> Any:

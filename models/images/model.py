@@ -8,14 +8,13 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from models.attention.kernels import BOTH_WAYS
+from models.attention.packed import AXES
 from models.derived.outline import Underivable
 from models.images.embedding import SeeingEmbedding
 from models.images.eyes import Eyes
 from models.images.names import rules_of
 from models.images.traits import Traits
 from models.spec import ModelSpec
-
-AXES = 3  # time, height, width
 
 
 def with_eyes(spec: ModelSpec, config: PreTrainedConfig, traits: Traits) -> ModelSpec:

@@ -45,16 +45,21 @@ def seeing(spec: ModelSpec) -> ModelSpec:
     return replace(found, family=replace(found.family, proof=f"{spec.family.proof}; {proof}"))
 
 
-def frozen(spec: ModelSpec, train: Train) -> tuple[str, ...]:
-    """Make the patterns of `Trained.freeze` for a model's eyes.
+def reached(spec: ModelSpec, train: Train) -> tuple[str, ...]:
+    """Return how names in the first layer begin of what is trained of a model's eyes.
 
     Args:
-        train: what of the eyes is trained. `projector`: the modules that give features the width of text, found by
-            watching transformers' small model; deep features have theirs.
+        train: `projector`: the modules that give features the width of text, found by watching transformers' small
+            model; deep features have theirs.
     """
     sees = spec.family.sees
+    assert isinstance(sees, Eyes), "a model without eyes has nothing to train of them"
+    projector = tuple(f"{EYES}.{name}." for name in sees.projector)
+    return {"nothing": (), "projector": projector, "all": (f"{EYES}.",)}[train]
+
+
+def frozen(spec: ModelSpec, train: Train) -> tuple[str, ...]:
+    """Make the patterns of `Trained.freeze` for a model's eyes."""
+    sees = spec.family.sees
     assert isinstance(sees, Eyes), "a model without eyes has nothing to freeze"
-    if train == "all":
-        return ()
-    spared = sees.projector if train == "projector" else ()
-    return frozen_names(sees.rules, [f"{EYES}.{name}." for name in spared])
+    return frozen_names(sees.rules, reached(spec, train))

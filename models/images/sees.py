@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,9 @@ from models.attention.packed import Documents
 
 if TYPE_CHECKING:
     from models.family import Family
+
+# A document: its row in a micro-batch, where it begins there, its ids [L], and what gives its images' shapes, by name.
+Part = tuple[int, int, Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class Sees(ABC):
     @abstractmethod
     def axes_of(self, input_ids: Tensor, images: Mapping[str, Tensor]) -> Tensor:
         """Compute the positions of one document [L] along three axes, [3, L], of the grids of its `images`."""
+
+    @abstractmethod
+    def marks_of(self, parts: Iterable[Part], shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+        """Make what all blocks have to know of a micro-batch [B, S] with images: `axes` and `together` of `Documents`.
+
+        Args:
+            parts: its documents; what is in none of them, padding, has plain positions.
+        """
 
     @abstractmethod
     def documents(self, input_ids: Tensor, documents: Documents, images: Sequence[Tensor]) -> Documents:

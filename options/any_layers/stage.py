@@ -239,7 +239,7 @@ def divide_layers(layers: Sequence[Layer], parts: Sequence[int] | None, stages: 
     made = on_no_device(layers)
     if parts is None:
         costs = [1 + sum(map(torch.numel, layer.parameters())) for layer in made]
-        parts = best_split(costs, stages, lambda *_: True)
+        parts = best_split(stages * [costs], lambda *_: True)
         assert parts is not None  # the filter accepts any division
     if sum(parts) != len(layers):
         raise ConfigError(f"parts: {list(parts)} sums to {sum(parts)}, but there are {len(layers)} layers")

@@ -15,11 +15,13 @@ from pydantic_core import from_json
 
 from data.chat.messages import JSON, Call, Said, as_record
 from data.errors import DataError
+from data.images.image import Image
 from data.paths import read_small
 from data.records.chat import Chat as ChatRecord
 from data.records.chat import Message
 from data.records.record import explain
 from options.demo.chat_model import Answer, AnswerOptions, ChatModel
+from options.demo.pictures import illustrated, shown
 
 
 class ChatSession:
@@ -29,9 +31,11 @@ class ChatSession:
         notify: prints a line that is no part of an answer.
         opening: messages before the first question, such as a system message.
         tools: schemas of the tools that the model may call.
+        pictures: paths of images that the first question is about.
 
     Attributes:
         said: the opening and the turns.
+        images: that marks in these are numbers of.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class ChatSession:
         notify: Callable[[str], None],
         opening: Sequence[Said] = (),
         tools: Sequence[JSON] = (),
+        pictures: Sequence[str] = (),
     ) -> None:
         self._model = model
         self._options = options
@@ -49,6 +54,8 @@ class ChatSession:
         self._tools = list(tools)
         self._call_form = model.call_form() if tools else None
         self.said: tuple[Said, ...] = self._opening
+        self._paths, self.images = pictures, tuple[Image, ...]()
+        self._illustrated("?")  # a file that is no image ends the chat before it begins
 
     def reset(self) -> None:
         """Forget all turns."""
@@ -60,12 +67,12 @@ class ChatSession:
         Args:
             about: the `input` of a record of type instruct.
         """
-        said = (*self.said, Said("user", text, input=about))
+        said = (*self.said, Said("user", self._illustrated(text), input=about))
         results: list[Said | None] = [None]
         while results:
             answer = Answer(self._model.tokenizer, self._options.stop)
             said, prompt = self._fit_context(said)
-            yield from self._model.write(prompt, self._options, answer)
+            yield from self._model.write(prompt, self._options, answer, shown(said, self.images))
             message = self._read_answer(answer.text, sum(len(each.calls) for each in said))
             results = [self._ask_result(call) for call in message.calls]
             said = (*said, message)
@@ -83,11 +90,19 @@ class ChatSession:
         if self.said == self._opening:
             raise DataError("nothing was said yet; expected a question first")
         record: JSON = {"messages": as_record(self.said)} | ({"tools": self._tools} if self._tools else {})
+        if images := shown(self.said, self.images):
+            record["images"] = [image.path for image in images]
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: cannot be written: {error}") from None
+
+    def _illustrated(self, text: str) -> str:
+        """Put the images into the first question."""
+        if self._paths and self._model.pictures and self.said == self._opening:
+            text, self.images = illustrated(text, self._paths, self._model.pictures.looking_from(Path()))
+        return text
 
     def _read_answer(self, text: str, calls_before: int) -> Said:
         """Split an answer into thoughts, words and calls, as templates render them in later turns."""
@@ -112,7 +127,7 @@ class ChatSession:
     def _fit_context(self, said: tuple[Said, ...]) -> tuple[tuple[Said, ...], list[int]]:
         """Drop the oldest rounds until prompt and answer fit the context; return the rest and its prompt."""
         context, dropped = self._model.context, 0
-        prompt = self._model.encode(said, self._tools)
+        prompt = self._model.encode(said, self._tools, self.images)
         while context is not None and len(prompt) + self._options.max_new_tokens > context:
             asked = [place for place, each in enumerate(said) if each.role == "user"]
             if len(asked) == 1:
@@ -121,7 +136,7 @@ class ChatSession:
                 break
             said = said[: asked[0]] + said[asked[1] :]
             dropped += 1
-            prompt = self._model.encode(said, self._tools)
+            prompt = self._model.encode(said, self._tools, self.images)
         if dropped:
             self._notify(
                 f"{dropped} of the oldest questions and answers are left out: the context has {context} tokens"

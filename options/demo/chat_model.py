@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,19 @@ from data.chat.messages import JSON, Said
 from data.chat.native.kinds import end_tokens
 from data.chat.prompts import AnyPrompts, as_prompts, check_prompt_format, templated
 from data.errors import DataError
-from data.settings import PLAIN
+from data.images.image import Image
+from data.settings import PLAIN, Pixels
 from data.tokenized.answer_end import answer_end
 from data.tokenized.tokenize import encode_beginning, encode_question
 from data.tokenized.tokenizer import load_tokenizer
 from models.api import CausalLM, load_model
+from models.checkpoint.adapter import base_folder
 from models.checkpoint.hub import find_model
-from models.checkpoint.layout import RECORD, resolve
+from models.checkpoint.layout import ADAPTER, RECORD, resolve
 from models.config_json import stop_ids
 from options.demo.drafts import Drafter
 from options.demo.generation import Passes, Request, Sampling, generate_many
+from options.demo.pictures import DemoPictures, check_places, shown
 from training.checkpoint.exporting import EXPORTED
 from training.errors import ConfigError
 from training.metrics.run_info import RUN_FILE
@@ -56,14 +59,16 @@ class ChatModel:
         model: to ask instead of loading the folder's.
         adapter: to use with the model of the folder; its tokenizer counts where it has one.
         drafts: how many tokens to draft a step, as of `Drafter`; None for none.
+        pixels: between which images are resized; None for a model of text alone.
 
     Attributes:
         context: most tokens of prompt and answer together; None without a limit.
         drafter: what answers by drafts, where asked for.
+        pictures: what looks at images, where asked for.
 
     Raises:
-        CheckpointError: the folder holds no complete model.
-        DataError: it has no usable tokenizer.
+        CheckpointError: the folder holds no complete model, or none that sees.
+        DataError: it has no usable tokenizer, or no processor of images.
     """
 
     def __init__(
@@ -74,8 +79,10 @@ class ChatModel:
         model: Passes | None = None,
         adapter: str | Path | None = None,
         drafts: int | None = None,
+        pixels: Pixels | None = None,
     ) -> None:
         resolved = find_model(folder, adapter=True)
+        origin = base_folder(resolved) if (resolved / ADAPTER).is_file() else resolved
         if adapter and (own := resolve(adapter, adapter=True) / TOKENIZER).is_file():
             resolved = own.parent
         # What a template does not support was trained rewritten, or not at all.
@@ -88,19 +95,29 @@ class ChatModel:
         if model:
             self.model = model
         else:
-            device, ahead = "cuda" if torch.cuda.is_available() else "cpu", drafts is not None
-            loaded = load_model(folder, dtype, device, adapter=adapter, ahead=ahead)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            ahead, sees = drafts is not None, pixels is not None
+            loaded = load_model(folder, dtype, device, adapter=adapter, ahead=ahead, sees=sees)
             self.drafter = None if drafts is None else Drafter(loaded, drafts)
             self.model = self.drafter or loaded
         self.context = self.model.spec.context
+        self.pictures: DemoPictures | None = None
+        if pixels is not None and (eyes := self.model.spec.family.sees):
+            self.pictures = DemoPictures(origin, pixels, eyes)
 
-    def encode(self, said: Sequence[Said], tools: list[JSON] | None = None) -> list[int]:
-        """Return the prompt that asks for an answer to these messages."""
-        return encode_question(said, self.tokenizer, self.prompts, tools)
+    def encode(self, said: Sequence[Said], tools: list[JSON] | None = None, images: Sequence[Image] = ()) -> list[int]:
+        """Return the prompt that asks for an answer to these messages.
+
+        Args:
+            images: that marks in the messages are numbers of.
+        """
+        pictures = self.pictures.own if self.pictures else None
+        ids = encode_question(said, self.tokenizer, self.prompts, tools, images, pictures)
+        return check_places(ids, self.model.spec.family.sees, shown(said, images))
 
     def encode_beginning(self, text: str) -> list[int]:
         """Return the prompt that asks to continue a text."""
-        return encode_beginning(text, self.tokenizer, self.prompts)
+        return check_places(encode_beginning(text, self.tokenizer, self.prompts), self.model.spec.family.sees)
 
     def call_form(self) -> CallForm:
         """Learn how the model writes tool calls.
@@ -122,11 +139,14 @@ class ChatModel:
             return None
         return chat_template(self.tokenizer, self.prompts).answer_form()
 
-    def request(self, prompt: list[int], options: AnswerOptions, seed: int | None = None) -> Request:
+    def request(
+        self, prompt: list[int], options: AnswerOptions, seed: int | None = None, images: Sequence[Image] = ()
+    ) -> Request:
         """Return the request for an answer, which ends at the end of the context.
 
         Args:
             seed: replaces that of the options.
+            images: those in the prompt, in order.
 
         Raises:
             DataError: the prompt leaves no room for an answer.
@@ -140,7 +160,8 @@ class ChatModel:
                     "expected a shorter one"
                 )
         sampling = options.sampling if seed is None else replace(options.sampling, seed=seed)
-        return Request(prompt, room, self._stop, sampling)
+        see = partial(self.pictures.tensors, images) if self.pictures else tuple
+        return Request(prompt, room, self._stop, sampling, see)
 
     def generate(self, requests: Iterable[Request], rows: int | None = None) -> Iterator[tuple[Request, int | None]]:
         """Yield tokens as `generate_many` does; with drafts one request after the other."""
@@ -148,9 +169,11 @@ class ChatModel:
             return self.drafter.generate(requests)
         return generate_many(self.model, requests, rows)
 
-    def write(self, prompt: list[int], options: AnswerOptions, answer: Answer) -> Iterator[str]:
+    def write(
+        self, prompt: list[int], options: AnswerOptions, answer: Answer, images: Sequence[Image] = ()
+    ) -> Iterator[str]:
         """Yield the answer to a prompt in pieces."""
-        for request, token in self.generate([self.request(prompt, options)]):
+        for request, token in self.generate([self.request(prompt, options, None, images)]):
             if token is not None:
                 yield answer.add(token)
                 request.done = request.done or answer.stopped
@@ -227,19 +250,24 @@ def find_trained_prompts(model: str, names: Sequence[str], notify: Callable[[str
         CheckpointError: there is no such folder.
         DataError: the run's template is gone.
     """
-    folder = find_model(model, adapter=True).resolve()
-    path = folder.parent / RUN_FILE
-    if not path.is_file() or not ((folder / RECORD).is_file() or folder.name == EXPORTED):
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))["config"]
-        known = {name: config[name] for name in names if config.get(name)}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # torn by a power cut
-        return {}
+    path, known = keys_of_run(model, names)
     if known:
         notify(f"prompts as in training: {', '.join(f'{name}: {known[name]}' for name in known)} ({path})")
     check_prompt_format(known.get("prompt_format", PLAIN))
     return known
+
+
+def keys_of_run(model: str, names: Sequence[str]) -> tuple[Path, dict[str, Any]]:
+    """Read some keys of the run that wrote a folder, as far as it has them; return their file, too."""
+    folder = find_model(model, adapter=True).resolve()
+    path = folder.parent / RUN_FILE
+    if not path.is_file() or not ((folder / RECORD).is_file() or folder.name == EXPORTED):
+        return path, {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))["config"]
+        return path, {name: config[name] for name in names if config.get(name)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # torn by a power cut
+        return path, {}
 
 
 def find_newest_result() -> str:

@@ -51,6 +51,10 @@ FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--model": ({}, "folder, checkpoint, save_path or name on the HuggingFace hub; a run's newest result where absent"),
     "--prompt": ({}, "ask this and leave; an interactive chat where absent"),
+    "--image": (
+        {"action": "append", "metavar": "FILE", "default": []},
+        "an image that the first question is about; may be repeated",
+    ),
     "--input": ({"metavar": "TEXT"}, "what --prompt is about, as in records of instruct"),
     "--raw": (FLAG, "continue the prompt as a text, as in records of pretrain"),
     "--prompts-file": ({"metavar": "FILE"}, "ask each line, an object with a prompt or messages"),
@@ -106,6 +110,8 @@ def open_demo(arguments: argparse.Namespace, process: ProcessInfo | None) -> Non
     """Answer in this process, or be one of the processes that a launcher started."""
     check(arguments)
     check_draft(arguments, process)
+    if arguments.image:
+        check_alone(arguments, bool(process and process.world_size > 1))
     import torch
 
     if arguments.model is None:
@@ -140,11 +146,14 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
         model: to ask instead of loading the folder's.
     """
     from data.chat.messages import Said
+    from data.images.in_records import has_images
     from data.prompt_texts import REFERENCE_TITLE
     from options.demo.chat import ChatSession, read_text, read_tools
-    from options.demo.chat_model import AnswerOptions, ChatModel, find_trained_prompts
+    from options.demo.chat_model import AnswerOptions, ChatModel, find_trained_prompts, keys_of_run
     from options.demo.generation import GREEDY, Sampling
-    from options.demo.prompts_file import answer_file
+    from options.demo.pictures import trained_pixels
+    from options.demo.prompts_file import answer_file, read_prompts
+    from options.images.keys import KEY as VISION
 
     prompts = Prompts(arguments.prompt_format, template_args_of(arguments))
     trained = arguments.adapter or arguments.model
@@ -155,7 +164,12 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     elif arguments.prompt_format != PLAIN:
         absent = [name for name in ("prompt_format", "template_args") if getattr(arguments, name) is None]
         prompts = replace(prompts, **find_trained_prompts(trained, absent, notify))
-    chat_model = ChatModel(arguments.model, prompts, dtype, model, arguments.adapter, arguments.draft)
+    pixels = None
+    lines = read_prompts(Path(arguments.prompts_file)) if arguments.prompts_file else []
+    if arguments.image or any(has_images(line) for _, line in lines):
+        check_alone(arguments, model is not None)
+        pixels = trained_pixels(keys_of_run(trained, [VISION])[1], notify)
+    chat_model = ChatModel(arguments.model, prompts, dtype, model, arguments.adapter, arguments.draft, pixels)
     opening = [Said("system", arguments.system)] if arguments.system else []
     if arguments.reference:
         opening.append(Said("context", read_text(arguments.reference), name=REFERENCE_TITLE))
@@ -169,7 +183,8 @@ def talk(arguments: argparse.Namespace, dtype: torch.dtype | None, model: Passes
     elif arguments.raw:
         show(chat_model.continue_text(arguments.prompt, options))
     else:
-        chat = ChatSession(chat_model, options, notify, opening, read_tools(arguments.tools) if arguments.tools else [])
+        tools = read_tools(arguments.tools) if arguments.tools else []
+        chat = ChatSession(chat_model, options, notify, opening, tools, arguments.image)
         if arguments.prompt is None:
             converse(chat)
         else:
@@ -204,13 +219,13 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--prompts-file: expected it with --output and without --prompt")
     if not many and (arguments.output or arguments.batch_size):
         raise ConfigError("--output and --batch-size: expected them with --prompts-file")
-    if many and arguments.tools:
-        raise ConfigError("--tools: expected it without --prompts-file, whose lines have tools of their own")
+    if many and (own := [name for name in ("tools", "image") if getattr(arguments, name)]):
+        raise ConfigError(f"--{own[0]}: expected it without --prompts-file, whose lines have their own")
     if arguments.input is not None and not one:
         raise ConfigError("--input: expected it with --prompt; a line of --prompts-file has its own")
     if arguments.raw and not one and not many:
         raise ConfigError("--raw: continues one text; expected it with --prompt or --prompts-file")
-    around = ("input", "system", "reference", "tools", "prompt_format", "template_args")
+    around = ("image", "input", "system", "reference", "tools", "prompt_format", "template_args")
     if arguments.raw and (given := [name for name in around if getattr(arguments, name)]):
         raise ConfigError(f"--raw: the text stands alone; expected no {_option(given[0])}")
 
@@ -223,6 +238,12 @@ def check_draft(arguments: argparse.Namespace, process: ProcessInfo | None) -> N
         raise ConfigError("--draft: needs the whole model in one process; expected python demo.py")
     if arguments.batch_size:
         raise ConfigError("--batch-size: --draft answers one prompt after the other; expected one of them")
+
+
+def check_alone(arguments: argparse.Namespace, divided: bool) -> None:
+    """Raise a ConfigError for images where the model is divided, or drafts."""
+    if divided or arguments.draft is not None:
+        raise ConfigError("images: need the whole model in one process, which drafts nothing; expected python demo.py")
 
 
 def template_args_of(arguments: argparse.Namespace) -> dict[str, Any]:

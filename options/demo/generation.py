@@ -8,7 +8,7 @@ chosen for one, the others are computed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
@@ -47,7 +47,8 @@ def choose(
 ) -> int:
     """Choose the next token from logits [V]; the penalty looks at `text`."""
     if sampling.repetition_penalty != 1.0 and text:
-        used = torch.tensor(sorted(set(text)), device=logits.device)
+        known = {token for token in text if token < len(logits)}  # that of an image may lie outside
+        used = torch.tensor(sorted(known), device=logits.device)
         scores = logits[used]
         penalty = sampling.repetition_penalty
         logits = logits.index_copy(0, used, torch.where(scores < 0, scores * penalty, scores / penalty))
@@ -63,10 +64,22 @@ def choose(
 
 
 class Request:
-    """A prompt and its answer so far."""
+    """A prompt and its answer so far.
 
-    def __init__(self, prompt: list[int], max_new_tokens: int, stop: set[int], sampling: Sampling = GREEDY) -> None:
+    Args:
+        see: makes the tensors of the prompt's images, as the embedding takes them, each time that it is read.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        stop: set[int],
+        sampling: Sampling = GREEDY,
+        see: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> None:
         self.text = list(prompt)  # and the answer so far
+        self.see = see
         self.done = False  # set when the answer is complete; whoever reads the answer may set it earlier
         self.chosen: int | None = None  # the last token, also one that ends the answer and is no part of it
         self._most = len(prompt) + max_new_tokens
@@ -129,7 +142,7 @@ def generate_many(
             if going:
                 passes.give(Pass(group, kept, [[request.text[-1]] for request in going], arriving=False))
             for request in new:
-                passes.give(Pass(group, list(range(len(going))), [request.text], arriving=True))
+                passes.give(Pass(group, list(range(len(going))), [request.text], arriving=True, images=request.see()))
                 going.append(request)
         if not any(groups):
             return
@@ -151,6 +164,7 @@ class Pass(NamedTuple):
     kept: list[int]  # the rows of the group that stay, in this order, before anything else
     texts: list[list[int]]  # the next tokens of each row, equally many
     arriving: bool  # whether the text is a new row; else it continues the rows
+    images: Sequence[Tensor] = ()  # of a new row
 
 
 class Passes:
@@ -170,7 +184,8 @@ class Passes:
 
     def give(self, work: Pass) -> None:
         """Queue a pass; CheckpointError for a token that the model does not know."""
-        largest, known = max(map(max, work.texts)), self.spec.config.vocab_size
+        words, known = set(chain(*work.texts)), self.spec.config.vocab_size
+        largest = max(words - {self.spec.family.sees.image_token} if self.spec.family.sees else words)
         if largest >= known:
             problem = f"vocab_size: the tokenizer gives token {largest}, but the model has {known}"
             raise CheckpointError(f"{problem}; expected the tokenizer of this model")
@@ -200,7 +215,8 @@ class Passes:
         if not work.arriving:
             return self._model.activations(inputs, cache=cache)[0]
         own = KeyValueCache()
-        hidden = self._model.activations(inputs, cache=own)[0]
+        images = [each.to(inputs.device) for each in work.images]
+        hidden = self._model.activations(inputs, cache=own, images=images)[0]
         cache.append(own)
         return hidden
 

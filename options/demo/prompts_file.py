@@ -1,9 +1,9 @@
 """Answer a file of prompts, several at once, into another file.
 
 An input line is an object with a `prompt` and maybe an `input`, as in records of type instruct, or with `messages` and
-maybe `tools`, as in records of type chat; other fields are kept. An output line is the input with its `answer`. Answers
-are written in the order of the prompts, each as soon as all before it are complete. A second start continues after the
-last complete line.
+maybe `tools`, as in records of type chat; images stand in it as in records, and other fields are kept. An output line
+is the input with its `answer`. Answers are written in the order of the prompts, each as soon as all before it are
+complete. A second start continues after the last complete line.
 
 All prompts are checked before the first one is answered.
 """
@@ -23,10 +23,13 @@ from pydantic_core import from_json
 from common.lease import lock
 from data.chat.messages import JSON, Said, said_in
 from data.errors import DataError
+from data.images.image import Image
+from data.images.in_records import NAMES, Look, take_images
 from data.records.chat import Chat
 from data.records.record import explain, json_type
 from options.demo.chat_model import Answer, AnswerOptions, ChatModel
 from options.demo.generation import Request
+from options.demo.pictures import shown
 
 ANSWER = "answer"
 FIELDS = ("prompt", "messages", "tools", "input")
@@ -74,16 +77,19 @@ def answer_file(
     Raises:
         DataError: a line is wrong or too long for the model, or `target` has answers to other prompts.
     """
-    lines, seed = _read_prompts(source), options.sampling.seed
+    lines, seed = read_prompts(source), options.sampling.seed
+    look = model.pictures.looking_from(source.parent) if model.pictures else None
 
     def request(place: int, number: int, line: JSON) -> Request:
         try:
-            beside = [name for name in FIELDS[1:] if line.get(name) is not None]
+            beside = [name for name in (*FIELDS[1:], *NAMES) if line.get(name) is not None]
             if raw and beside:
                 raise DataError(f"field {beside[0]}: expected a prompt alone, as --raw continues its text")
-            said, tools = _messages(line, opening)
-            prompt = model.encode_beginning(said[0].text) if raw else model.encode(said, tools)
-            return model.request(prompt, options, None if seed is None else (seed + place) % MOST_SEEDS)
+            marked, images = _take_images(line, look)
+            said, tools = _messages(marked, opening)
+            prompt = model.encode_beginning(said[0].text) if raw else model.encode(said, tools, images)
+            own_seed = None if seed is None else (seed + place) % MOST_SEEDS
+            return model.request(prompt, options, own_seed, shown(said, images))
         except DataError as error:
             raise DataError(f"{source}: line {number}: {error}") from None
 
@@ -96,6 +102,14 @@ def answer_file(
             file.write(json.dumps(line | {ANSWER: answer}, ensure_ascii=False).encode() + b"\n")
             file.flush()
     notify(f"{target}: {len(lines)} answers")
+
+
+def _take_images(line: JSON, look: Look | None) -> tuple[JSON, tuple[Image, ...]]:
+    """Return the fields of a line that are asked with, with marks for its images, and these."""
+    try:
+        return take_images({name: line[name] for name in (*FIELDS, *NAMES, ANSWER) if name in line}, look)
+    except ValueError as error:
+        raise DataError(str(error)) from None
 
 
 def _messages(line: JSON, opening: Sequence[Said]) -> tuple[list[Said], list[JSON]]:
@@ -130,8 +144,12 @@ def _answers(
             first = next(waiting, None)
 
 
-def _read_prompts(source: Path) -> list[tuple[int, JSON]]:
-    """Read the objects of a file of JSON lines, with their line numbers."""
+def read_prompts(source: Path) -> list[tuple[int, JSON]]:
+    """Read the objects of a file of JSON lines, with their line numbers.
+
+    Raises:
+        DataError: there are none, or a line is no object.
+    """
     try:
         content = source.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:

@@ -279,7 +279,7 @@ def load_stage(
 def divide_by_weights(spec: ModelSpec, stages: int) -> list[int]:
     """Divide the layers so that the largest stage has the fewest weights: a pass takes as long as reading them does."""
     weights = [sum(map(math.prod, spec.shapes(layer).values())) for layer in range(spec.n_layers)]
-    parts = best_split(weights, stages, lambda *_: True)
+    parts = best_split(stages * [weights], lambda *_: True)
     if parts is None:
         raise ConfigError(
             f"{stages} stages for a model of {spec.n_layers} layers (embedding, {spec.n_blocks} blocks and head); "

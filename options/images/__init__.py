@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 
 def _model(config: VisionKeys, spec: ModelSpec, sets: Sequence[Dataset | InMemory]) -> ModelSpec:
     """Return the model with its part that sees, if there is something to see."""
-    if not any(each.has_images for each in sets):
-        return spec
-    from options.images.model import seeing_model
+    if any(each.has_images for each in sets):
+        from options.images.model import seeing_model
 
-    return seeing_model(config, spec)
+        return seeing_model(config, spec)
+    if config.adapts_beside:
+        from training.trained import check_names
+
+        check_names(spec)
+    if spec.family.sees is None:
+        return spec
+    from options.images.model import training_tower
+
+    return training_tower(spec, "nothing")
 
 
 def _collation(config: VisionKeys, task: LanguageModel, collation: Collation) -> Collation:

@@ -23,7 +23,8 @@ class VisionSection(Section):
 
     train: Literal["nothing", "projector", "all"] = "nothing"
     """What is trained of the part that sees: nothing of it, so that it keeps no activations and no optimizer state; the
-    layers that turn its features into the language model's width (`projector`); or all of it."""
+    layers that turn its features into the language model's width (`projector`); or all of it. With `lora` it is what of
+    it gets adapters, where `lora.targets` names it."""
 
     max_pixels: int | None = Field(default=None, ge=1)
     """Shrink images to at most so many pixels, each with its sides' ratio, where the model takes images of any size: an
@@ -42,13 +43,15 @@ class VisionKeys(TrainConfig):
     def pixels(self) -> Pixels:
         return Pixels(self.vision.min_pixels, self.vision.max_pixels)
 
+    @property
+    def adapts_beside(self) -> bool:
+        return self.lora is not None and self.vision.train != "nothing"
+
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         least, most = self.pixels
         if least and most and least > most:
             yield f"{KEY}: min_pixels: {least} is above max_pixels: {most}; expected it below"
-        if self.lora and self.vision.train != "nothing":
-            yield f"{KEY}.train: {self.vision.train}: lora trains adapters of the language model; expected one of them"
 
     def check_model(self, spec: ModelSpec) -> None:
         super().check_model(spec)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.images.ahead import PictureSettings
 from data.images.collation import SeeingCollation
-from models.checkpoint.layout import layer_file
-from models.images import frozen, seeing
-from models.images.layer_files import eyes_in_layers
+from models.family import EYES
+from models.images import frozen, reached, seeing
+from models.images.seeing import Train
 from training.errors import ConfigError
+from training.trained import check_names
 
 if TYPE_CHECKING:
     from data.collation import Collation
@@ -27,16 +27,22 @@ def seeing_model(config: VisionKeys, spec: ModelSpec) -> ModelSpec:
         CheckpointError: it has none that holds.
         ConfigError: the run is of a kind that takes no images.
     """
-    folder = Path(config.model_path)
-    if (folder / layer_file(0)).is_file() and not eyes_in_layers(folder):
-        what = "hg_to_pp has the tower beside the layers, and the records have images"
-        raise ConfigError(f"model_path: {folder}: {what}; expected the HuggingFace folder that it was made from")
     found = seeing(spec)
     config.check_model(found)
-    if found.trained.lora:  # which trains no weight of the model's own
-        return found
-    patterns = frozen(found, config.vision.train)
-    return found.training(replace(found.trained, freeze=(*found.trained.freeze, *patterns)))
+    found = training_tower(found, config.vision.train)
+    if found.trained.lora:
+        check_names(found)
+        if config.adapts_beside and not any(name.startswith(f"{EYES}.") for name in found.trained_names(0)):
+            what = f"vision.train: {config.vision.train}: lora.targets names no linear layer there"
+            raise ConfigError(f"{what} of {found.family.name}; expected other targets, or vision.train: nothing")
+    return found
+
+
+def training_tower(spec: ModelSpec, train: Train) -> ModelSpec:
+    """Return a model with its tower, trained or adapted as far as is said."""
+    if lora := spec.trained.lora:
+        return spec.training(replace(spec.trained, lora=replace(lora, beside=reached(spec, train))))
+    return spec.training(replace(spec.trained, freeze=(*spec.trained.freeze, *frozen(spec, train))))
 
 
 def seeing_collation(config: VisionKeys, task: LanguageModel, collation: Collation) -> Collation:
@@ -44,6 +50,10 @@ def seeing_collation(config: VisionKeys, task: LanguageModel, collation: Collati
     sees = task.spec.family.sees
     assert sees is not None
     settings = PictureSettings(task.model_folder, *config.pixels)
-    axes = sees.axes_of if sees.axes else None
-    both_ways = sees.image_token if sees.both_ways else None
-    return SeeingCollation(collation, settings, sees.inputs, axes, both_ways)
+    mark = sees.marks_of if sees.axes or sees.both_ways else None
+
+    def distrust() -> None:
+        for data in filter(None, (task.dataset, task.held_out)):
+            data.samples.distrust()
+
+    return SeeingCollation(collation, settings, sees.inputs, mark, distrust)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from training.loop import Run
 
 TRAINED = {"nothing": "which stays as it is", "projector": "whose projector is trained", "all": "which is trained"}
+ADAPTED = TRAINED | {"projector": "whose projector has adapters", "all": "which has adapters"}
 
 
 class TellImages(Callback):
@@ -24,12 +25,12 @@ class TellImages(Callback):
     def on_start(self, run: Run) -> None:
         config, log = run.config, run.progress.log
         assert isinstance(config, VisionKeys)
-        if self._model.spec.family.sees is None:
+        if self._model.spec.family.sees is None or not self._model.dataset.has_images:
             if KEY in config.model_fields_set:
                 log.print(f"images: none in the records; {KEY} has no effect")
             return
         tokens = self._model.dataset.image_tokens
         seeing = int((tokens > 0).sum())
         share = f"in {counted(seeing, 'sample')} of {len(tokens):,}"
-        trained = TRAINED[config.vision.train]
+        trained = (ADAPTED if config.lora else TRAINED)[config.vision.train]
         log.print(f"images: {share}, {int(tokens.sum()):,} tokens, seen by the model's own tower, {trained}")

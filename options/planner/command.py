@@ -46,7 +46,7 @@ from training.config.gpu import check_gpu, check_numbers
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader
 from training.errors import ConfigError
-from training.metrics.devices import parse_devices, this_device
+from training.metrics.devices import Device, devices_here, parse_devices
 from training.option import model_for
 from training.trained import check_start, with_trained
 
@@ -69,9 +69,11 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     spec = with_trained(read_spec(folder, shape[1] if shape else None), config)
 
     check_device(config)
-    count, device = parse_devices(arguments.devices) if arguments.devices else (None, this_device())
+    count, device = None, devices_here(config.model_topo.processes)
     if arguments.devices:
-        check_numbers(config, device.name, device.ampere, device.fp8 > 0)
+        count, device = parse_devices(arguments.devices)
+        for kind in device.kinds:
+            check_numbers(config, kind.name, kind.ampere, kind.fp8 > 0)
     else:
         check_gpu(config)
     check_fp8(config, spec)
@@ -99,8 +101,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
             workload = feed(config)
 
     if arguments.calibrate:
-        if arguments.devices and not torch.cuda.is_available():
-            raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
+        _check_calibration(arguments, device)
         log.print(f"calibrated: {calibrate(config, spec, workload).write(Path(config.save_path))}")
 
     # Measurements on this machine do not hold for other devices, unless the user says that they are the same.
@@ -109,7 +110,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     basis = replace(basis, named=fabric, in_stages=in_stages)
 
     processes = count or config.model_topo.processes
-    where = f"{processes} x {device.name}" if device.memory else f"{counted(processes, 'process')} on a {device.name}"
+    where = device.counted(processes) if device.memory else f"{counted(processes, 'process')} on a {device.name}"
     log.print(f"model: {spec.family.name}, {spec.n_layers} layers; {where}")
     known = [f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, full rows"] if shape else []
     for line in [*known, *ignored, *describe_ignored_keys(config, in_stages, plan=True)]:
@@ -117,6 +118,14 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     main_memory = None if arguments.devices else psutil.virtual_memory().total
     with searching(log):
         _show(basis, processes, feed if arguments.search else None, main_memory, log)
+
+
+def _check_calibration(arguments: argparse.Namespace, device: Device) -> None:
+    """Refuse to measure here what a plan is not for."""
+    if device.each:
+        raise ConfigError(f"--calibrate: measures one kind of device, and the plan is for {device.name}")
+    if arguments.devices and not torch.cuda.is_available():
+        raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
 
 
 def _show(basis: Basis, processes: int, feed: Feed | None, main_memory: int | None, log: Console) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 
@@ -150,7 +151,11 @@ class LayerTime:
 
 
 def layer_times(basis: Basis) -> list[LayerTime]:
-    """Return the times of all layers, the embedding first."""
+    """Return the times of all layers, the embedding first; on devices of several kinds that of the slowest for each."""
+    if basis.device.each:
+        of_kinds = [layer_times(replace(basis, device=kind)) for kind in basis.device.kinds]
+        slowest = partial(max, key=lambda time: time.step(basis.micro_batches).total)
+        return list(map(slowest, zip(*of_kinds, strict=True)))
     config, kinds, calibrated, work = basis.config, layer_kinds(basis.spec), basis.calibration, basis.share
     device = this_device() if calibrated else basis.device  # a calibration holds for the device that it was made on
     chunks = basis.row_chunks
@@ -201,6 +206,12 @@ def layer_times(basis: Basis) -> list[LayerTime]:
     return times
 
 
+def times_of_stages(basis: Basis) -> list[list[LayerTime]]:
+    """Return for each stage the times that all layers would take on its devices."""
+    times = {device: layer_times(replace(basis, device=device)) for device in set(basis.of_stages)}
+    return list(map(times.__getitem__, basis.of_stages))
+
+
 def _sum_bytes(basis: Basis, layer: int, device: Device) -> int:
     """Return bytes read and written to add up the gradient of one parameter of a layer in a micro-batch."""
     config, itemsize = basis.config, training_dtype(basis.config).itemsize
@@ -231,8 +242,9 @@ def update_time(config: TrainConfig, device: Device) -> float:
     """Return the optimizer's seconds for a parameter, before it is sharded over the replicas."""
     if not config.zero_optimization.offloads:
         return UPDATE / device.bandwidth
-    moved = StateBytes.of(config).sum * (2 if config.offload_gradients else 1) + training_dtype(config).itemsize
-    return (UPDATE + CLIPPED) / HOST + moved / HOST_LINK
+    states = StateBytes.of(config)
+    moved = states.sum * (2 if config.offload_gradients else 1) + training_dtype(config).itemsize
+    return (UPDATE + CLIPPED - states.spared) / HOST + moved / HOST_LINK
 
 
 def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:

@@ -68,9 +68,11 @@ def draw_plan(plan: Plan, path: Path) -> Path:
         if heights.any():
             above.bar(stages, heights, bottom=bottom, label=DRAWN[name])
         bottom += heights
+    limits = [(each.memory or 0) / GIGA for each in basis.of_stages]
     if device.memory is not None:
-        usable = f"{device.name}: {gigabytes(device.memory)} usable"
-        above.axhline(device.memory / GIGA, color="black", linewidth=0.8, linestyle="--", label=usable)
+        sizes = " and ".join(dict.fromkeys(gigabytes(each.memory or 0) for each in basis.of_stages))
+        usable = f"{device.name}: {sizes} usable"
+        above.hlines(limits, stages - 0.5, stages + 0.5, color="black", linewidth=0.8, linestyle="--", label=usable)
     above.set_ylabel("peak of a process, GB")
 
     unit = 1.0 if plan.knows_seconds else plan.seconds
@@ -82,7 +84,7 @@ def draw_plan(plan: Plan, path: Path) -> Path:
     below.set_xlim(-0.75, len(stages) - 0.25)
     below.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
-    for panel, top in ((above, max(bottom.max(), (device.memory or 0) / GIGA)), (below, step)):
+    for panel, top in ((above, max(bottom.max(), *limits)), (below, step)):
         panel.set_ylim(0, 1.05 * top)
         panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     lines = [f"{basis.spec.family.name}, {counted(len(stages), 'stage')} of {plan.parts}", f"memory: {room(plan)}"]

@@ -18,7 +18,6 @@ Cost: some 10 microseconds a pass in `COUNTED` steps; once a plan on rank 0, a s
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,7 +40,7 @@ from training.callbacks import Callback, JobView
 from training.distributed.processes import gather
 from training.language_model import LanguageModel
 from training.loop import Run
-from training.metrics.devices import Device, this_device
+from training.metrics.devices import Device, mixed, this_device
 from training.metrics.peak_memory import peak_memory
 from training.metrics.step_metrics import StepMetrics
 from training.schedule.instructions import PASSES
@@ -137,7 +136,7 @@ class Feedback(Callback):
             ranks: stage, seconds, peak and device of each.
         """
         config, topology = self._config, self._division.topology
-        device = min((device for *_, device in ranks), key=lambda device: device.memory or math.inf)
+        device = mixed([device for *_, device in ranks])
         workload = Workload.of(self._task.known_loader, config)
         basis, _ = Basis.of_run(config, self._task.spec, workload, device)
         plan = Plan(replace(basis, recompute=self._division.recompute), topology.parts)

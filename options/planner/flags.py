@@ -37,7 +37,7 @@ def _add(line: CommandLine) -> None:
 
     add("--plan", action="store_true", help="predict the run's time and memory, and exit")
     known = f"with --plan or --dry-run: plan for these devices instead of this machine's; known: {', '.join(KNOWN)}"
-    add("--devices", metavar="8xA100-40G", help=f"{known}; another one by its numbers: '{OWN}'")
+    add("--devices", metavar="8xA100-40G", help=f"{known}; by its numbers: '{OWN}'; mixed: 4xRTX4090,4xRTX3090")
     links = "with --plan: the link inside a host and the link between hosts"
     add("--links", metavar="nvlink4,ib400", help=links)
     add("--per-host", type=int, metavar="N", help="with --links: GPUs of a host; 8 otherwise")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from math import ceil, prod
 from pathlib import Path
 from statistics import mean
@@ -21,7 +21,7 @@ from models.attention.positions import attention_kind
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from options.planner.communication import Fabric
-from options.planner.measurements import MEASURED_FILE, Calibration, Measured, digest, model_digest
+from options.planner.measurements import FILE, MEASURED_FILE, Calibration, Measured, digest, model_digest
 from options.planner.row_chunks import chunk_of, cut
 from options.row_chunks.keys import KEY
 from training.config.keys import TrainConfig
@@ -177,6 +177,9 @@ class Basis:
         basis, lines = cls(config, spec, workload, device), list[str]()
         if calibrated:
             calibration = Calibration.read(folder, config, spec, lines.append)
+            if calibration and device.each:
+                lines.append(f"{FILE}: ignored: measured on {calibration.device}, and here are {device.name}")
+                calibration = None
             basis = replace(basis, calibration=calibration, links=Links.read(folder, lines.append))
         measured = kept(folder / MEASURED_FILE, Measured.model_validate_json, read_regular, lines.append)
         if measured is None:
@@ -187,6 +190,14 @@ class Basis:
             values = "" if key in ("model", "calibration") else f": {then.get(key)} then, {now[key]} now"
             return basis, [*lines, f"{MEASURED_FILE}: ignored: measured with another {key}{values}"]
         return replace(basis, measured=measured), lines
+
+    @cached_property
+    def of_stages(self) -> list[Device]:
+        """The device of each stage's processes, or their devices where they differ."""
+        ranks: list[list[int]] = [[] for _ in range(self.config.model_topo.stages)]
+        for rank in range(self.config.model_topo.processes):
+            ranks[self.config.model_topo.stage_of(rank)].append(rank)
+        return list(map(self.device.of, ranks))
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -297,6 +308,9 @@ class Basis:
         """Return seconds of a message of `size` bytes from each stage to the next."""
         if self.measured_links:
             return [link.seconds(size) for link in self.measured_links.stages]
+        if self.device.each and not self.named:
+            ends = [Fabric.of(device).inside for device in self.of_stages]
+            return [max(one.seconds(size), next_.seconds(size)) for one, next_ in pairwise(ends)]
         return [link.seconds(size) for link in self.fabric.to_next(self.config.model_topo)]
 
     @property

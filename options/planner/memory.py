@@ -47,6 +47,7 @@ BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
 # what `benchmarks.memory` finds above the tensors of a process: some 15 MB in fp32 and 35 MB in bf16; 8 to 19 MB less
 # on a CPU for whose 16-bit numbers oneDNN has no kernels.
 CPU_KERNELS, CPU_WITHOUT_KERNELS = 25_000_000, 12_000_000
+NARROWED = 7  # passes of the optimizer and of clipping over master weights and their gradients
 SUMMED = 4  # bytes of the sum of a key's gradient, or a value's
 # Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
 # 8 bits alone, for both factors in both orders.
@@ -66,6 +67,8 @@ class StateBytes:
     step: float = 0.0  # temporaries of the optimizer's step: copies of the gradient, with SGD's decay added
     host: float = 0.0  # in main memory
     bucket: float = 0.0  # bytes of an element of the buffer; 0 where there is none
+    master: float = 4.0  # the optimizer's weight, and the gradient that it gets beside it
+    spared: float = 0.0  # that the optimizer's passes over main memory move less than those over numbers in fp32
 
     @classmethod
     def of(cls, config: TrainConfig) -> StateBytes:
@@ -84,9 +87,14 @@ class StateBytes:
         if dtype == torch.float32 and sharding.stage == 0:  # a weight is its own master
             return replace(sharded, optimizer=states)
         if sharding.offloads:  # with a copy of the gradient, which still passes through the bucket
-            host, lean = (4 + states + 4 + weight) / replicas, replace(sharded, optimizer=0.0, working=0.0, step=0.0)
-            if config.offload_gradients:  # where the copy is going to be, if this replica has it
-                return replace(lean, gradient=0.0, host=host + gradient * (1 - 1 / replicas), bucket=gradient)
+            master = weight if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads else 4.0
+            narrow = states / 2 if master < 4 and config.optimizer.params.get("fp32_optimizer_states") is False else 0.0
+            host = (2 * master + states - narrow + weight) / replicas
+            spared = NARROWED * (4 - master) + 2 * narrow
+            lean = replace(sharded, optimizer=0.0, working=0.0, step=0.0, master=master, spared=spared)
+            if config.offload_gradients:  # where the copy is going to be, if this replica has it and it is as wide
+                apart = gradient * (1 - 1 / replicas if gradient <= master else 1)
+                return replace(lean, gradient=0.0, host=host + apart, bucket=gradient)
             return replace(lean, host=host, bucket=gradient)
         # In bf16 the sums are fp32 already, and replicas send each other rounded ones.
         if gradient > weight and sharding.stage < 2:
@@ -101,7 +109,8 @@ class StateBytes:
 
     def checkpoint(self, replicas: int) -> float:
         """Return bytes per parameter in a checkpoint: the weight, and the master weight and states of all replicas."""
-        copies = 4 + self.weight + (self.sum - self.gradient) * (replicas - 1)
+        apart = replicas - 1 if self.sum <= self.master else replicas
+        copies = self.master + self.weight + (self.sum - self.gradient) * apart
         return self.weight + max(self.optimizer * replicas, self.host * replicas - copies)
 
 
@@ -240,8 +249,9 @@ class MemoryModel:
         )
 
     def fits(self, rank: int, ranges: Sequence[LayerRange]) -> bool:
-        """Say whether the device has the memory; always, where that is not known."""
-        return self._device.memory is None or self.rank(rank, ranges).peak <= self._device.memory
+        """Say whether the rank's device has the memory; always, where that is not known."""
+        memory = self._basis.of_stages[rank].memory
+        return memory is None or self.rank(rank, ranges).peak <= memory
 
     def fewest_recomputed(self, rank: int, ranges: Sequence[LayerRange]) -> frozenset[int]:
         """Return the fewest blocks, the first ones, that a rank recomputes so that these layers fit."""

@@ -38,41 +38,49 @@ def held_layers(parts: Sequence[int], ranks: int) -> list[tuple[LayerRange, ...]
 
 
 def best_split(
-    costs: Sequence[int], ranks: int, fits: Fits, v_schedule: bool = False, most: float = inf, first: int = 1
+    costs: Sequence[Sequence[int]], fits: Fits, v_schedule: bool = False, most: float = inf, first: int = 1
 ) -> list[int] | None:
     """Return layers per stage, at least one each; None where no split fits.
 
     Args:
-        costs: of each layer, whole numbers of any unit.
-        ranks: number of ranks.
+        costs: of each rank that of each layer, whole numbers of any unit.
         fits: whether a rank has the memory for these layers; a part of what fits has to fit too.
         v_schedule: two stages a rank; the result has 2 x `ranks` entries, in the order of the layers.
         most: cost of the slowest rank; slower splits need not be found.
         first: how many layers the first stage has at least.
     """
-    if len(costs) < ranks * (2 if v_schedule else 1) + first - 1:
+    ranks, least = len(costs), list(map(min, zip(*costs, strict=True)))
+    if len(least) < ranks * (2 if v_schedule else 1) + first - 1:
         return None
-    search = partial(_best, [0, *accumulate(costs)], ranks, cache(fits), v_schedule, first)
-    limit = -(-sum(costs) // ranks)  # no split is faster
+    totals = [[0, *accumulate(each)] for each in (*costs, least)]
+    search = partial(_best, totals, ranks, cache(fits), v_schedule, first)
+    limit = -(-sum(least) // ranks)  # no split is faster
+    largest = max(map(sum, costs))
     growth = limit // FIRST_GROWTH + 1
-    while (found := search(limit)) is None and limit < min(sum(costs), most):
-        limit, growth = min(sum(costs), limit + growth), 2 * growth
+    while (found := search(limit)) is None and limit < min(largest, most):
+        limit, growth = min(largest, limit + growth), 2 * growth
     most_even = search(found[0], even=True) if found else None
     return most_even[1] if most_even else None
 
 
 def _best(
-    total: Sequence[int], ranks: int, fits: Fits, v_schedule: bool, first: int, limit: int, even: bool = False
+    totals: Sequence[Sequence[int]],
+    ranks: int,
+    fits: Fits,
+    v_schedule: bool,
+    first: int,
+    limit: int,
+    even: bool = False,
 ) -> tuple[int, list[int]] | None:
     """Return the value of the best split in which no rank exceeds the limit, and the split.
 
     Args:
-        total: cumulative costs.
+        totals: of each rank, and at last the least of all, cumulative costs.
         even: by the sum of the stages' squares instead of by the slowest rank.
     """
 
-    def cost(begin: int, end: int) -> int:
-        return total[end] - total[begin]
+    def cost(rank: int, begin: int, end: int) -> int:
+        return totals[rank][end] - totals[rank][begin]
 
     def first_ends(begin: int, end: int, others: int) -> range:
         """Say where the first range of a rank in [begin, end) may end, with `others` ranks to follow."""
@@ -92,13 +100,13 @@ def _best(
         others = ranks - rank - 1
         best: tuple[int, list[int]] | None = None
         for x in first_ends(begin, end, others):
-            if cost(begin, x) > limit:
+            if cost(rank, begin, x) > limit:
                 break
             for y in reversed(last_begins(x, end, others)):
-                left, right = cost(begin, x), cost(y, end)
+                left, right = cost(rank, begin, x), cost(rank, y, end)
                 if left + right > limit or not fits(rank, ((begin, x), (y, end)) if v_schedule else ((begin, x),)):
                     break
-                if cost(x, y) > others * limit:
+                if cost(ranks, x, y) > others * limit:
                     continue
 
                 value = left**2 + right**2 if even else left + right
@@ -114,4 +122,4 @@ def _best(
                     best = value, [x - begin, *inner, *([end - y] if v_schedule else [])]
         return best
 
-    return search(0, 0, len(total) - 1)
+    return search(0, 0, len(totals[0]) - 1)

@@ -6,14 +6,16 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from operator import attrgetter
 
 from models.flops import ModelFlops
-from options.planner.costs import LayerTime, Spent, layer_times
+from options.planner.costs import LayerTime, Spent, times_of_stages
 from options.planner.inputs import Basis
 from options.planner.memory import MemoryModel, StageMemory
 from options.planner.partition import Fits, LayerRange, best_split, held_layers, layers_of
 from options.planner.simulation import simulate
 from training.config.deepspeed_config import training_dtype
+from training.metrics.devices import Device
 from training.schedule.walk import Simulation
 from training.topology import layer_ranges
 
@@ -32,10 +34,16 @@ class StagePlan:
     parameters: int  # of these layers, on one rank
     memory: StageMemory
     spent: Spent  # its time in a step
+    device: Device  # of its processes
 
     @property
     def seconds(self) -> float:
         return self.spent.total
+
+    @property
+    def filled(self) -> float:
+        """Return the share of the device's memory that it takes at most; bytes, where that is not known."""
+        return self.memory.peak / (self.device.memory or 1)
 
 
 @dataclass(frozen=True)
@@ -75,13 +83,17 @@ class Plan:
             layers = layers_of(held)
             weights = sum(self.basis.parameters[layer] for layer in layers)
             spent = sum((self.times[layer].step(self.basis.micro_batches) for layer in layers), Spent())
-            found.append(StagePlan(held, layers, weights, self.memory.rank(rank, held), spent))
+            memory, device = self.memory.rank(rank, held), self.basis.of_stages[rank]
+            found.append(StagePlan(held, layers, weights, memory, spent, device))
         return found
 
     @cached_property
     def times(self) -> list[LayerTime]:
-        """By layer."""
-        return layer_times(self.basis)
+        """By layer, on its stage's devices."""
+        times: dict[int, LayerTime] = {}
+        for of_stage, held in zip(times_of_stages(self.basis), self.held, strict=True):
+            times |= {layer: of_stage[layer] for layer in layers_of(held)}
+        return [times[layer] for layer in sorted(times)]
 
     def simulated(self, micro_batches: int) -> Simulation:
         """Simulate the passes of so many micro-batches, each chunk of rows by itself."""
@@ -131,7 +143,8 @@ class Plan:
         documents = work.tokens / work.attended
         flops = ModelFlops(self.basis.spec).by_layer([work.attended], padded * work.supervised / documents)
         total = documents * sum(flops)
-        return total / self.seconds / (self.basis.device.half * config.model_topo.processes)
+        peaks = [device.half for device in self.basis.device.each] or [self.basis.device.half]
+        return total / self.seconds / (sum(peaks) / len(peaks) * config.model_topo.processes)
 
     @property
     def knows_seconds(self) -> bool:
@@ -144,24 +157,30 @@ class Plan:
         return max(stage.memory.peak for stage in self.stages)
 
     @property
+    def fullest(self) -> StagePlan:
+        """The stage with the least of its memory to spare."""
+        return max(self.stages, key=attrgetter("filled"))
+
+    @property
     def fits(self) -> bool:
         """Return whether every rank has the memory; always, where that is not known."""
-        return self.basis.device.memory is None or self.peak <= self.basis.device.memory
+        return self.basis.device.memory is None or self.fullest.filled <= 1
 
     @property
     def is_tight(self) -> bool:
         """Return whether the plan may err by more than the memory that it leaves free."""
-        return self.basis.device.memory is not None and self.peak > (1 - ERROR) * self.basis.device.memory
+        return self.basis.device.memory is not None and self.fullest.filled > 1 - ERROR
 
 
 def best_parts(basis: Basis) -> list[int]:
     """Return the best stage split; where none fits, the best one within the least memory that admits one."""
-    memory, limit = MemoryModel(basis), basis.device.memory or math.inf
+    memory = MemoryModel(basis)
+    limits = [device.memory or math.inf for device in basis.of_stages]
     peak = cache(lambda rank, ranges: memory.rank(rank, ranges).peak)
 
     @cache
     def within(steps: int) -> list[int] | None:
-        return _split(basis, lambda rank, ranges: peak(rank, ranges) <= limit * TOLERANCE**steps)
+        return _split(basis, lambda rank, ranges: peak(rank, ranges) <= limits[rank] * TOLERANCE**steps)
 
     least = within(0) or within(bisect_left(range(MOST_STEPS), True, key=lambda steps: within(steps) is not None))
     assert least is not None
@@ -186,6 +205,9 @@ def fitting_parts(basis: Basis, within: float = math.inf) -> list[int] | None:
 
 
 def _split(basis: Basis, fits: Fits, within: float = math.inf) -> list[int] | None:
-    costs = [round(time.step(basis.micro_batches).total / RESOLUTION) for time in layer_times(basis)]
+    def cost(time: LayerTime) -> int:
+        return round(time.step(basis.micro_batches).total / RESOLUTION)
+
+    costs = [list(map(cost, times)) for times in times_of_stages(basis)]
     config, first = basis.config, basis.spec.first_layers
-    return best_split(costs, config.model_topo.stages, fits, config.v_schedule, within / RESOLUTION, first)
+    return best_split(costs, fits, config.v_schedule, within / RESOLUTION, first)

@@ -1,18 +1,19 @@
 """Resolve `auto` (rows, chunks, parts, recomputation) on rank 0 and broadcast it; the planner's callback of a run.
 
 `options.planner.partition` splits the layers. Of each stage as few blocks recompute as make it fit into the memory of
-the smallest device. On a CPU none recomputes.
+its own device. On a CPU none recomputes. Of devices of several kinds each stage gets what suits its own; a run whose
+parts are another's hears what that costs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 
+from common.quantities import duration
 from data.loader import Loader
 from models.spec import ModelSpec
 from options.planner.chunk_sizes import choose_chunk, in_words
@@ -31,7 +32,7 @@ from training.checkpoint.folder import CheckpointRecord
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed, gather
 from training.language_model import LanguageModel, split_as_configured
-from training.metrics.devices import Device, this_device
+from training.metrics.devices import Device, mixed, this_device
 from training.topology import Division
 
 
@@ -42,11 +43,11 @@ class Planning(Callback):
         self._task = task
 
     def on_divide(self, job: JobView) -> Iterator[Choice]:
-        task = self._task
+        task, device = self._task, mixed(gather(this_device()))
         if job.config.train_micro_batch_size_per_gpu == "auto":
             yield self._rows(job.config, job.progress.known)
         elif ROWS not in job.config.model_fields_set and torch.distributed.get_rank() == 0:
-            inputs = task.spec, this_device(), self._feed(), task.in_stages
+            inputs = task.spec, device, self._feed(), task.in_stages
             if line := advice(job.config, *inputs):
                 yield Choice(report=[line])
 
@@ -56,6 +57,8 @@ class Planning(Callback):
         # The rows have taken effect, so the loader has them too.
         if leaves_open(job.config, task.spec, task.in_stages):
             yield Choice(division=divide(job.config, task.spec, task.in_stages, task.known_loader, job.progress.known))
+        if device.each and task.in_stages and not own_planner(job.config) and torch.distributed.get_rank() == 0:
+            yield Choice(report=loss_of_parts(job.config, task.spec, device, task.known_loader, job.division))
 
     def _rows(self, config: TrainConfig, known: CheckpointRecord | None) -> Choice:
         """Choose the rows of a micro-batch; a run that resumes keeps what it has."""
@@ -74,7 +77,7 @@ class Planning(Callback):
     def _chosen(self, key: str, choose: Callable[..., tuple[int | None, str]], config: TrainConfig) -> Choice:
         """Ask the planner on rank 0."""
         task, chosen = self._task, None
-        device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
+        device = mixed(gather(this_device()))
         with agreed():
             if torch.distributed.get_rank() == 0:
                 chosen = choose(config, task.spec, device, self._feed(), task.in_stages)
@@ -119,7 +122,7 @@ def divide(
     """
     if not leaves_open(config, spec, in_stages):
         return split_as_configured(config, spec, in_stages)
-    device = min(gather(this_device()), key=lambda device: device.memory or math.inf)
+    device = mixed(gather(this_device()))
     chosen = gather(choose(config, spec, device, loader, saved) if torch.distributed.get_rank() == 0 else None)[0]
     assert chosen is not None
     return chosen
@@ -148,6 +151,21 @@ def choose(
         blocks = f"{counts} blocks of the stages recompute" if recompute else "no block recomputes"
         report.append(f"gradient checkpointing: auto, {blocks}")
     return Division(config.topology(plan.parts), recompute, tuple(report))
+
+
+def loss_of_parts(
+    config: TrainConfig, spec: ModelSpec, device: Device, loader: Loader | None, division: Division
+) -> list[str]:
+    """Say in a line how much faster other parts would be on devices of several kinds, if any are by 3 %."""
+    from options.planner.feedback import better_parts
+
+    basis, _ = Basis.of_run(config, spec, Workload.of(loader, config), device)
+    plan = Plan(replace(basis, recompute=division.recompute), division.topology.parts)
+    if not (found := better_parts(plan)):
+        return []
+    seconds = f", {duration(plan.seconds)} for {duration(plan.seconds / found[1])}" if plan.knows_seconds else ""
+    longer = f"a step takes {found[1] - 1:.0%} longer by plan than with {found[0]}, those of parts: auto{seconds}"
+    return [f"parts: {plan.parts} on {device.name}: {longer}"]
 
 
 def _resumed_parts(basis: Basis, saved: CheckpointRecord | None) -> tuple[list[int], str]:

@@ -167,15 +167,18 @@ def _may_fit(basis: Basis) -> bool:
     """Say whether weights, gradients and states would fit if they could be divided evenly."""
     states = StateBytes.of(basis.config)
     held = sum(basis.parameters) * states.weight + sum(basis.trained) * (states.gradient + states.optimizer)
-    return basis.device.memory is None or held <= basis.config.model_topo.stages * basis.device.memory
+    return held <= sum(device.memory or inf for device in basis.of_stages)
 
 
 def _lower_bound(basis: Basis) -> float:
     """Return seconds of a step if layers could be divided evenly."""
-    times, topo, number = layer_times(basis), basis.config.model_topo, basis.micro_batches
-    forward = sum(layer.forward.total for layer in times) / topo.stages
-    backward = sum(layer.backward.total for layer in times) / topo.stages
-    update = sum(layer.update.total for layer in times) / topo.stages
+    topo, number, forward, backward, update = basis.config.model_topo, basis.micro_batches, 0.0, 0.0, 0.0
+    of_kinds = [layer_times(replace(basis, device=device)) for device in basis.device.kinds]
+    for alike in zip(*of_kinds, strict=True):  # a layer on each kind of device
+        forward += min(time.forward.total for time in alike)
+        backward += min(time.backward.total for time in alike)
+        update += min(time.update.total for time in alike)
+    forward, backward, update = forward / topo.stages, backward / topo.stages, update / topo.stages
     if basis.schedule == "1f1b":
         return (number + (topo.stages - 1) / basis.row_chunks) * (forward + backward) + update
     most = min(number, 4 * topo.stages)  # more only repeat the middle
@@ -274,6 +277,8 @@ def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:
 def more_stages(basis: Basis) -> Plan | None:
     """Plan the fewest stages with which the run fits as it is, if there are such."""
     topo = basis.config.model_topo
+    if basis.device.each:  # of which kind more of them would be, nobody has said
+        return None
     more = range(topo.stages + 1, basis.spec.n_layers // (2 if basis.config.v_schedule else 1) + 1)
     for stages in each_of(more, "numbers of stages"):
         spread = topo.spread(stages, topo.replicas)

@@ -42,12 +42,14 @@ def stages_table(plan: Plan) -> Table:
 
     what = "memory, and messages of a process in a step," if any([*exchanges, *all_reduces]) else "memory"
     shape = ", V schedule" if basis.config.v_schedule else ""
-    headings = ["stage", "layers", "parameters", *columns, "time"]
+    kinds = ["device"] if basis.device.each else []
+    headings = ["stage", *kinds, "layers", "parameters", *columns, "time"]
     made = _table(f"{counted(len(plan.stages), 'stage')} of {plan.parts}{shape}, {what} in GB", headings)
     slowest = max(stage.seconds for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
         made.add_row(
             str(number),
+            *(stage.device.name for _ in kinds),
             " + ".join(f"{begin}..{end - 1}" if end - begin > 1 else str(begin) for begin, end in stage.ranges),
             f"{stage.parameters:,}",
             *(f"{sizes[number] / GIGA:.2f}" for sizes in columns.values()),
@@ -89,8 +91,9 @@ def plan_summary(plan: Plan) -> list[str]:
     elif basis.calibration:
         lines.append(f"times: measured on {basis.calibration.device} by --calibrate")
     elif device.known:
-        products = f"{device.products:.0%} of the peak for large products, {device.bandwidth / TERA:.2f} TB/s of memory"
-        lines.append(f"times: estimated, a roofline of {device.name}: {products}")
+        for kind in device.kinds:
+            products = f"{kind.products:.0%} of the peak for large products, {kind.bandwidth / TERA:.2f} TB/s of memory"
+            lines.append(f"times: estimated, a roofline of {kind.name}: {products}")
     else:
         lines.append("times: in proportion only; --devices or --calibrate make seconds of them")
 
@@ -127,10 +130,12 @@ def speed(plan: Plan) -> str:
 
 def room(plan: Plan) -> str:
     """Say whether the plan fits; what a process holds besides its tensors is not planned."""
-    peak, memory = f"at most {gigabytes(plan.peak)} of tensors", plan.basis.device.memory
+    full = plan.fullest
+    peak, memory = f"at most {gigabytes(full.memory.peak)} of tensors", full.device.memory
+    where = f" on stage {plan.stages.index(full)}" if plan.basis.device.each else ""
     if memory is None:
         return f"{peak} and kernels a process, which holds Python and its libraries too; no known limit"
-    return f"{'fits' if plan.fits else 'does not fit'}: {peak} of {gigabytes(memory)} usable"
+    return f"{'fits' if plan.fits else 'does not fit'}: {peak} of {gigabytes(memory)} usable{where}"
 
 
 def _links(plan: Plan) -> list[str]:

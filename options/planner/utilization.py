@@ -5,7 +5,7 @@ The arithmetic is that of `models.flops`, as in PaLM. Recomputation and padding 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ from models.flops import ModelFlops
 from models.spec import ModelSpec
 from training.callbacks import Callback
 from training.config.deepspeed_config import training_dtype
+from training.distributed.processes import gather
 from training.metrics.devices import peak_flops
 
 if TYPE_CHECKING:
@@ -28,18 +29,17 @@ class Utilization:
 
     Args:
         dtype: of the model; the peak is that of bf16 and fp16, even if products are in fp8.
-        processes: of the run, each with a device like this one.
+        devices: torch's name of each process's.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, processes: int) -> None:
-        known = torch.cuda.is_available() and dtype in (torch.bfloat16, torch.float16)
-        peak = peak_flops(torch.cuda.get_device_name()) if known else None
-        self._peak = peak * processes if peak else None
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, devices: Sequence[str]) -> None:
+        peaks = [peak_flops(name) or 0.0 for name in devices if dtype in (torch.bfloat16, torch.float16)]
+        self._peak = sum(peaks) if all(peaks) else 0.0
         self._flops = ModelFlops(spec)
 
     def __call__(self, lengths: Collection[int], supervised: int, seconds: float) -> float | None:
         """Return the MFU of a step of `seconds` with samples of these lengths; None if the device is unknown."""
-        if self._peak is None:
+        if not self._peak:
             return None
         return sum(self._flops.by_layer(lengths, supervised)) / seconds / self._peak
 
@@ -51,7 +51,8 @@ class Mfu(Callback):
         self._model = model
 
     def on_start(self, run: Run) -> None:
-        self._utilization = Utilization(self._model.spec, training_dtype(run.config), run.config.model_topo.processes)
+        devices = gather(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+        self._utilization = Utilization(self._model.spec, training_dtype(run.config), devices)
 
     def on_step_end(self, run: Run, metrics: StepMetrics, batch: GlobalBatch) -> None:
         metrics.mfu = self._utilization(batch.lengths, batch.supervised, metrics.seconds)

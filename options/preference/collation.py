@@ -83,5 +83,6 @@ class JudgedCollation(Collation):
 
 def judged(loader: Loader) -> JudgedCollation:
     """Return what a loader of judged answers knows of them."""
-    assert isinstance(loader.collation, JudgedCollation)
-    return loader.collation
+    found = loader.collation.own
+    assert isinstance(found, JudgedCollation)
+    return found

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.sample_set import Sample, documents
-from training.objective import Formula, Parts, log_probabilities
+from training.objective import Formula, Parts, log_probabilities, record_of
 
 if TYPE_CHECKING:
     from options.preference.keys import PreferenceSection
@@ -20,7 +20,7 @@ SUMMED = 20  # per beta, by which sums over answers feel their rounding: in bf16
 
 def record_of_pair(sample: Sample) -> dict[str, Any]:
     """Write a pair as a record in a file of token ids."""
-    better, worse = (dict(each) for each in documents(sample))
+    better, worse = map(record_of, documents(sample))
     return {"chosen": better, "rejected": worse, "margin": sample.get("value", 0.0)}
 
 

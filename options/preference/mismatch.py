@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 
 from data.errors import DataError
+from data.images.beside_samples import digested
 from data.sample_set import IGNORED, Sample, SampleSet
 
 
@@ -32,22 +33,24 @@ class Mismatched(Sequence[Sample]):
         partners: [n], the sample whose answer each has.
 
     Raises:
-        DataError: more than half of all answers are to the same prompt.
+        DataError: more than half of all answers are to the same prompt, or one has an image.
     """
 
     def __init__(self, data: SampleSet, limit: int, what: str = "data") -> None:
         self._data, self._limit = data, limit
-        if data.image_tokens.any():
-            raise DataError(
-                f"{what}: kto puts each answer behind another prompt, which it cannot with images; expected none, or "
-                "preference.loss: apo_zero_unpaired"
-            )
         digests = numpy.empty(len(data.lengths), numpy.uint64)
         self._begins = numpy.empty(len(digests), numpy.int32)  # of the answers
         for number, sample in enumerate(data.samples):
             # The first token cannot be predicted, so it belongs to the prompt.
             begin = 1 + int((numpy.asarray(sample["labels"][1:]) != IGNORED).argmax())
             prompt = numpy.asarray(sample["input_ids"][:begin], numpy.int32).tobytes()
+            if images := sample.get("images"):
+                if images[-1].begin >= begin:
+                    raise DataError(
+                        f"{what}: an answer has an image, and kto puts each answer behind another prompt; expected "
+                        "images in prompts alone, or preference.loss: apo_zero_unpaired"
+                    )
+                prompt += digested(images)
             self._begins[number] = begin
             digests[number] = int.from_bytes(blake2b(prompt, digest_size=8).digest(), "little")
         most = int(numpy.unique(digests, return_counts=True)[1].max())
@@ -62,7 +65,8 @@ class Mismatched(Sequence[Sample]):
         answers = data.lengths[self.partners] - self._begins[self.partners]
         self.lengths = numpy.minimum(self._begins + answers, limit).astype(numpy.int32)
         self.supervised = data.supervised[self.partners]  # before the cut
-        self.first = self.first_supervised = self.image_tokens = numpy.zeros(len(digests), numpy.int32)
+        self.first = self.first_supervised = numpy.zeros(len(digests), numpy.int32)
+        self.image_tokens = data.image_tokens
         self.values = numpy.zeros(len(digests), numpy.float32)
 
     @property
@@ -77,4 +81,5 @@ class Mismatched(Sequence[Sample]):
         begin, other = int(self._begins[number]), int(self._begins[self.partners[number]])
         ids = numpy.concatenate([asked["input_ids"][:begin], answered["input_ids"][other:]])
         labels = numpy.concatenate([numpy.full(begin, IGNORED), answered["labels"][other:]])
-        return {"input_ids": ids[: self._limit], "labels": labels[: self._limit]}  # arrays where a Sample has lists
+        made = {"input_ids": ids[: self._limit], "labels": labels[: self._limit]}  # arrays where a Sample has lists
+        return made | {"images": asked["images"]} if "images" in asked else made

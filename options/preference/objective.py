@@ -29,6 +29,7 @@ class Answers(Objective):
 
     unit = "answer"
     unprinted = UNPRINTED
+    sees = True
 
     def __init__(self, config: TrainConfig, section: PreferenceSection) -> None:
         super().__init__(config)

@@ -35,6 +35,7 @@ from common import phases
 from common.kept_arrays import KeptArray
 from common.quantities import duration
 from common.terminal import paused
+from data.collation import Collation
 from data.loader import GlobalBatch, Loader
 from data.sample_set import KeptSamples, SampleSet
 from data.tokenized.recipe import digest_of
@@ -84,7 +85,7 @@ class Preferences(Measures):
             job.log.print(_balance(task.dataset, self._section))
         if self._section.loss == "kto":
             for what, dataset, loaders in self._missing:
-                mismatched = mismatched_loader(dataset, job.config, what)
+                mismatched = mismatched_loader(dataset, job.config, what, partial(task.collation, job.config))
                 for loader in loaders:
                     judged(loader).mismatched = mismatched
         self._start = from_first(partial(_digest_start, job.config, task))
@@ -108,10 +109,12 @@ class Preferences(Measures):
 
     def on_start(self, run: Run) -> None:
         for what, dataset, loader in self._unproven:
-            check_reference(run.trainer, build_loader(dataset, run.config), loader, what, training_dtype(run.config))
+            whole = build_loader(dataset, run.config, collation=loader.collation)
+            check_reference(run.trainer, whole, loader, what, training_dtype(run.config))
         for what, dataset, loaders in self._missing:
             phases.enter(f"reference: log-probabilities of the {what}")
-            loader, quiet = build_loader(dataset, run.config), run.progress.log.quiet
+            loader = build_loader(dataset, run.config, collation=loaders[0].collation)
+            quiet = run.progress.log.quiet
             begin = time.monotonic()
             sums = log_probabilities(run.trainer, loader, run.mark, quiet)
             if (others := judged(loaders[0]).mismatched) is not None:
@@ -187,9 +190,17 @@ def _balance(data: KeptSamples, section: PreferenceSection) -> str:
     return f"answers: {good:,} desirable, {bad:,} undesirable, weighted {ratio} to 1; KTO's authors advise 1 to 1.33"
 
 
-def mismatched_loader(data: SampleSet, config: TrainConfig, what: str = "data") -> Loader:
-    """Make the loader of the same samples with answers to other prompts, in rows that are long enough for them."""
-    return build_loader(Mismatched(data, config.max_seq_len, what), config.model_copy(update={"pack_len": None}))
+def mismatched_loader(
+    data: SampleSet, config: TrainConfig, what: str = "data", collate: Callable[[SampleSet], Collation] | None = None
+) -> Loader:
+    """Make the loader of the same samples with answers to other prompts, in rows that are long enough for them.
+
+    Args:
+        collate: returns what a loader has to know; as the objective says where absent.
+    """
+    others = Mismatched(data, config.max_seq_len, what)
+    collation = (collate or config.objective.collation)(others)
+    return build_loader(others, config.model_copy(update={"pack_len": None}), collation=collation)
 
 
 def estimate_kl(trainer: Trainer, loader: Loader, batch: GlobalBatch) -> None:

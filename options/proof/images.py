@@ -9,16 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy
+from numpy.typing import NDArray
 
 from data.images.image import Image
 from data.images.opening import pixels_of, read_file
 from data.images.pictures import Pictures
-from data.sample_set import IGNORED, Sample
+from data.sample_set import IGNORED, Sample, documents
 from models.checkpoint.layout import Manifest, side_files
 from models.images.names import written_names
 from models.images.small import whole_config
 from models.spec import ModelSpec
-from options.proof.samples import cut_short
+from options.proof.samples import cut_short, joined
 from training.config.keys import TrainConfig
 
 SIDE = 64  # most pixels of a copy along a side
@@ -43,16 +44,22 @@ class SmallImages:
         """Cut a set's samples short; those behind the first `SEEN` with images lose theirs."""
         left, made = SEEN, []
         for sample in samples:
-            images = sample.get("images", [])[-IN_ONE:] if left else []
-            left -= min(1, len(images))
-            made.append(self._shorten(sample, images))
+            most, own = IN_ONE if left else 0, documents(sample)
+            shortest = min(int(self._is_text(each).sum()) for each in own)
+            made.append(joined(sample, [self._shorten(each, most, shortest) for each in own]))
+            left -= "images" in made[-1]
         return made
 
-    def _shorten(self, sample: Sample, images: list[Image]) -> Sample:
-        """Cut one sample short; its images come right before what is trained, with a word between two."""
-        ids, labels = numpy.asarray(sample["input_ids"]), numpy.asarray(sample["labels"])
-        kept = ids != self._pictures.image_token
-        text, trained = cut_short({"input_ids": ids[kept].tolist(), "labels": labels[kept].tolist()}, self._words)
+    def _is_text(self, document: Sample) -> NDArray[numpy.bool_]:
+        return numpy.asarray(document["input_ids"]) != self._pictures.image_token
+
+    def _shorten(self, document: Sample, most: int, shortest: int) -> Sample:
+        """Cut a document short; its last images come right before what is trained, with a word between two."""
+        images = document.get("images", [])[-most:] if most else []
+        ids, labels = numpy.asarray(document["input_ids"]), numpy.asarray(document["labels"])
+        kept = self._is_text(document)
+        words: Sample = {"input_ids": ids[kept].tolist(), "labels": labels[kept].tolist()}
+        text, trained = cut_short(words, self._words, shortest)
         made: Sample = {"input_ids": [], "labels": []}
         placed, begin = [], 0
         for behind, image in zip(reversed(range(len(images))), images, strict=True):

@@ -12,6 +12,7 @@ import numpy
 from numpy.typing import NDArray
 from rich.console import Console
 
+from data.images.image import Image
 from data.sample_set import IGNORED, Sample, documents
 from data.tokenized.dataset import check_vocabulary
 from models.spec import ModelSpec
@@ -60,13 +61,22 @@ def with_images(chosen: Sequence[int], image_tokens: NDArray[Any], count: int) -
 
 def shorten(sample: Sample, words: int) -> Sample:
     """Cut a sample's documents to `LENGTH` tokens around the first trained one of each, with ids modulo `words`."""
-    parts = [cut_short(each, words)[0] for each in documents(sample)]
-    made = sample.copy()
+    own = documents(sample)
+    shortest = min(len(each["input_ids"]) for each in own)
+    return joined(sample, [cut_short(each, words, shortest)[0] for each in own])
+
+
+def joined(sample: Sample, parts: Sequence[Sample]) -> Sample:
+    """Put other documents in the place of a sample's own."""
+    made, images = sample.copy(), list[Image]()
+    made.pop("images", None)
     made["input_ids"] = list(chain.from_iterable(part["input_ids"] for part in parts))
     made["labels"] = list(chain.from_iterable(part["labels"] for part in parts))
     if len(parts) > 1:
         made["first"] = len(parts[0]["input_ids"])
-    return made
+    for part, begin in zip(parts, (0, len(parts[0]["input_ids"])), strict=False):
+        images += [image._replace(begin=image.begin + begin) for image in part.get("images", [])]
+    return made | {"images": images} if images else made
 
 
 def distinct(samples: Iterable[Sample]) -> list[Sample]:
@@ -90,11 +100,15 @@ def fit_chunks(config: TrainConfig, samples: Sequence[Sample]) -> tuple[TrainCon
     return type(config).model_validate(config.dump() | {KEY: fitting}), [line]
 
 
-def cut_short(sample: Sample, words: int) -> tuple[Sample, int]:
-    """Cut a document as `shorten` does; also return the place of its first trained token."""
+def cut_short(sample: Sample, words: int, shortest: int) -> tuple[Sample, int]:
+    """Cut a document as `shorten` does; also return the place of its first trained token.
+
+    Args:
+        shortest: tokens of the shortest of its sample's documents, which begin alike and still do once they are cut.
+    """
     ids, labels = list(map(int, sample["input_ids"])), list(map(int, sample["labels"]))
     first = next((place for place, label in enumerate(labels) if place and label != IGNORED), 0)
-    begin = max(0, min(first - LENGTH // 4, len(ids) - LENGTH))
+    begin = max(0, min(first - LENGTH // 4, shortest - LENGTH))
     kept = slice(begin, begin + LENGTH)
     labels = [each if each == IGNORED else each % words for each in labels[kept]]
     return {"input_ids": [each % words for each in ids[kept]], "labels": labels}, first - begin

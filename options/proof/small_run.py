@@ -12,7 +12,6 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,8 @@ class SmallRun:
             differs += lines
             name_weights(model, spec)
         else:
-            samples, evaluated = (distinct(map(partial(shorten, words=words), each)) for each in (samples, evaluated))
+            samples, evaluated = ([shorten(each, words) for each in its] for its in (samples, evaluated))
+        samples, evaluated = map(distinct, (samples, evaluated))
         small, lines = fit_chunks(small, samples)
         differs += lines
         formula = small.objective.formula()
@@ -198,6 +198,8 @@ def small_config(config: TrainConfig, spec: ModelSpec, topo: ModelTopo, folder: 
     for name in ("bf16", "fp16"):
         if getattr(getattr(config, name), key := f"{name}_master_weights_and_grads"):
             raise ConfigError(f"--prove: {name}.{key} leaves no fp32 weights to compare; expected none of it")
+    if config.bf16.bf16_optimizer_states:
+        raise ConfigError("--prove: bf16.bf16_optimizer_states rounds by chance; expected none of it")
     config.objective.formula()  # refuses what has none
     values, before, lr = config.dump(), config.model_topo, config.optimizer.params.get("lr", LR)
     exact_router = spec.has_experts and training_dtype(config) is not torch.float32

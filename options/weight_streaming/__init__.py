@@ -41,6 +41,8 @@ class StreamingKeys(TrainConfig):
         yield from super().contradictions()
         if self.weights_on_host and self.optimizer.type == "Adafactor":
             yield "schedule: weight_streaming cuts the weights, which Adafactor needs whole; expected another schedule"
+        if self.weights_on_host and self.bf16.bf16_optimizer_states and not self.bf16.enabled:
+            yield "bf16.bf16_optimizer_states: not without bf16.enabled; expected both, or neither"
 
     @model_validator(mode="after")
     def _leave_out_zero(self) -> Self:
@@ -60,11 +62,10 @@ def _contradictions(config: StreamingKeys) -> Iterator[str]:
         missing = "options.planner, which cuts the turns, is not among the options"
         yield f"schedule: weight_streaming: {missing}; expected another schedule"
     topo, needless = config.model_topo, "weight_streaming keeps in host memory anyway"
-    masters = "the optimizer's weights and states are fp32"
+    masters = "the optimizer's weights are fp32"
     for unlike, key, expected in (
         (topo.tensor > 1 or topo.sequence > 1, "model_topo", "no model axis and no sequence"),
         (config.bf16.bf16_master_weights_and_grads, "bf16.bf16_master_weights_and_grads", f"none, as {masters}"),
-        (config.bf16.bf16_optimizer_states, "bf16.bf16_optimizer_states", f"none, as {masters}"),
         (config.fp16.fp16_master_weights_and_grads, "fp16.fp16_master_weights_and_grads", f"none, as {masters}"),
         (config.fp8.enabled, "fp8.enabled", "false"),
         (config.lora is not None and config.lora.base, "lora.base", "none"),

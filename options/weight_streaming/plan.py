@@ -43,10 +43,11 @@ from training.topology import layer_ranges
 MOST_BLOCKS = 4
 MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
-MASTERS = 28  # bytes of main memory that AdamW reads and writes for a parameter: gradient, master weight, two states
+UPDATED = 12  # bytes of main memory that an update reads and writes for a parameter, beside states: gradient and weight
+REST = 2  # bytes of what a bf16 weight leaves of its fp32 value
 ADDING = 3  # times that adding up the heads' sums moves them
 SUM = 4  # bytes of a gradient's sum in main memory; of one of a key or a value on a device
-OF_ROWS = "hidden states of whole rows"
+OF_ROWS, OF_OPTIMIZER = "hidden states of whole rows", "optimizer states, and what makes the weights fp32"
 TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
 
 
@@ -136,13 +137,18 @@ class Streaming:
         self._sums = [numel * states.sum for numel in self.basis.trained]
         self.heads = self._head_slots()
         trained = sum(self.basis.trained)
-        self._update = [numel * MASTERS / TOTAL_HOST for numel in self.basis.trained]
+        bf16, averages = plain.config.bf16, states.host - SUM - SUM - itemsize
+        if bf16.enabled:
+            beside, averages = REST, averages / 2 if bf16.bf16_optimizer_states else averages
+        else:
+            beside = 0 if itemsize == SUM else SUM
+        self._update = [numel * (UPDATED + 2 * averages) / TOTAL_HOST for numel in self.basis.trained]
 
         # A turn of the head beyond the first has sums of its own, which the update adds up.
         more = (self.heads - 1) * self._sums[self.head]
         self._host = {
             "weights": sum(self._weights),
-            "fp32 weights and optimizer states": int(trained * (states.host - itemsize - SUM)),
+            OF_OPTIMIZER: int(trained * (beside + averages)),
             "sums of gradients": int(trained * SUM + more),
         }
         self._update[self.head] += ADDING * more / TOTAL_HOST
@@ -287,6 +293,6 @@ def _turns_of(layers: Sequence[int]) -> str:
 
 def cut(costs: Sequence[float], slots: int) -> list[int]:
     """Cut layers into as many slots, the largest sum of their costs as small as possible."""
-    parts = best_split([round(cost / RESOLUTION) for cost in costs], slots, lambda *_: True)
+    parts = best_split(slots * [[round(cost / RESOLUTION) for cost in costs]], lambda *_: True)
     assert parts is not None
     return parts

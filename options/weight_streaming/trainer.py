@@ -2,15 +2,14 @@
 
 The processes of a pipeline form a pool on one host: they share one copy of the weights and of the gradient sums.
 `options.weight_streaming.turns` computes a step. Then each process updates a piece of every weight on the CPU, so that
-all take equally long; it holds the fp32 weights and the optimizer states of its pieces. It loads and saves the layers
-that `parts` assigns to it. Checkpoints resume under every other schedule, and the other way round.
+all take equally long, and holds their optimizer states (`options.weight_streaming.pieces`). It loads and saves the
+layers that `parts` assigns to it. Checkpoints resume under every other schedule, and the other way round.
 
 Each pool is a replica. A process sums the gradients of its layers with its peers in the other pools.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.loader import GlobalBatch, Loader, MicroBatch
 from models.checkpoint.layout import layer_file
@@ -28,11 +27,13 @@ from models.parallel.groups import RankGroup
 from models.spec import ModelSpec
 from options.row_chunks.cuts import cuts_of
 from options.weight_streaming.handover import bytes_of
+from options.weight_streaming.pieces import Pieces, piece_of
 from options.weight_streaming.row_passes import Batch, trained_in_chunks
 from options.weight_streaming.schedule import StreamedDivision
 from options.weight_streaming.shared_memory import share_tensors
 from options.weight_streaming.streamed_model import StreamedModel
 from options.weight_streaming.turns import Turns
+from training.checkpoint.saved_slices import Slice
 from training.config.deepspeed_config import loss_scaler
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
@@ -42,19 +43,6 @@ from training.engine.gradients import clip
 from training.engine.trainer import Trainer
 from training.optimizer.optimizers import build_optimizer
 from training.topology import Division
-
-PAGE = 1024  # elements; pieces begin at multiples of it
-
-
-def piece_of(numel: int, process: int, processes: int) -> slice:
-    """Return the piece of a weight of `numel` elements that a process updates.
-
-    Vectorized kernels compute the elements after the last full vector by other code. Only the last piece has such
-    elements, so the number of processes changes no bit.
-    """
-    pages = math.ceil(numel / PAGE)
-    begin, end = (pages * each // processes * PAGE for each in (process, process + 1))
-    return slice(begin, min(end, numel))
 
 
 class HostEngine:
@@ -66,8 +54,6 @@ class HostEngine:
         peers: the ranks of the same stage in the other replicas.
 
     Attributes:
-        param_names: piece that the optimizer updates -> `<layer>.<name>`.
-        offsets: `<layer>.<name>` -> first element of this process's piece in the flattened weight.
         names: trained weights of its own layers; of a tied pair the first.
         save_non_zero_checkpoint: whether this replica writes files though it is not the first.
         turns: computes the gradients.
@@ -90,22 +76,16 @@ class HostEngine:
         self._norm = 0.0
 
         tied = model.spec.tied_names or ()
-        self._tied = tied if all(name in model.sums for name in tied) else ()
-        trained = [name for name in model.sums if name not in self._tied[1:]]
-        self.names = [name for name in trained if int(name.partition(".")[0]) in own]
-        pieces = {name: piece_of(model.sums[name].numel(), self._stage, len(pool)) for name in trained}
-        self.offsets, self._pieces = {name: piece.start for name, piece in pieces.items()}, pieces
-        # In fp32 the optimizer updates the shared memory itself.
-        self._masters = {
-            name: nn.Parameter(model.weights[name].view(-1)[piece].float()) for name, piece in pieces.items()
-        }
+        tied = tied if all(name in model.sums for name in tied) else ()
+        seed = config.seed if config.bf16.bf16_optimizer_states else None
+        self.pieces = Pieces(model, tied, self._stage, len(pool), seed)
+        self.names = [name for name in self.pieces.masters if int(name.partition(".")[0]) in own]
 
         with agreed():
-            self.optimizer = build_optimizer(config, self._masters.items(), model.spec.shared_names)
+            self.optimizer = build_optimizer(config, self.pieces.masters.items(), model.spec.shared_names)
         self.optimizer.loss_scaler = loss_scaler(config)  # where DeepSpeed's optimizers have theirs
         self.basic_optimizer = self.optimizer
-        self.param_names = {master: name for name, master in self._masters.items()}
-        like = {name: torch.empty(1, dtype=torch.float64, device="meta") for name in trained}
+        like = {name: torch.empty(1, dtype=torch.float64, device="meta") for name in self.pieces.masters}
         self._squares = share_tensors(like, pool, model.device)
 
     def sum_up(self) -> None:
@@ -120,6 +100,15 @@ class HostEngine:
             for name in [name for name in sums if int(name.partition(".")[0]) in self._own]:
                 torch.distributed.all_reduce(sums[name].div_(self._peers.size), group=self._peers.group)
         meet()
+
+    def begin_step(self) -> None:
+        """Leave the memory of the gradient sums to a step; a collective call."""
+        self.pieces.split()
+        self.turns.handover.meet()
+
+    def slices(self) -> list[Slice]:
+        """List what this process updates, for a checkpoint, between steps."""
+        return self.pieces.slices(self.optimizer)
 
     def update(self) -> None:
         """Clip the gradients by their global norm and update the weights; a collective call.
@@ -136,15 +125,11 @@ class HostEngine:
         self._norm = float(norm)
 
         if norm.isfinite():
-            for name, master in self._masters.items():
-                master.grad = self.gradient(name, self._pieces[name]) if master.numel() else None
-            clip(self.optimizer, list(self._masters.values()), self._clipping, norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            with torch.no_grad():
-                for name, master in self._masters.items():
-                    for end in self._ends(name):
-                        self.module.weights[end].view(-1)[self._pieces[name]].copy_(master)
+            masters = self.pieces.masters
+            for name, master in masters.items():
+                master.grad = self.gradient(name, self.pieces.ranges[name]) if master.numel() else None
+            clip(self.optimizer, list(masters.values()), self._clipping, norm)
+            self.pieces.update(self.optimizer, self.global_steps)
 
         if self.fp16_enabled():
             self.optimizer.loss_scaler.update_scale(not norm.isfinite())
@@ -161,11 +146,7 @@ class HostEngine:
 
     def gradient(self, name: str, piece: slice = slice(None)) -> Tensor:
         """Return a piece of the flattened gradient of a weight; of a tied one the sum over both ends."""
-        sums = [self.module.sums[end].view(-1)[piece] for end in self._ends(name)]
-        return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
-
-    def _ends(self, name: str) -> Sequence[str]:
-        return self._tied if name in self._tied else (name,)
+        return self.pieces.gradient(name, piece)
 
     def get_global_grad_norm(self) -> float:
         """Return the norm of the last step's gradient, before clipping."""
@@ -185,6 +166,7 @@ class HostEngine:
     def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
         """Write this process's layers, and its optimizer's file as DeepSpeed writes it without ZeRO."""
         files = self.checkpoint_engine
+        self.pieces.join()
         files.create(CheckpointCommitInfo(tag, folder, save_latest))
         if self._peers.rank and not self.save_non_zero_checkpoint:
             return
@@ -225,6 +207,7 @@ class WeightStreamingTrainer(Trainer):
         return cls(HostEngine(model, config, own, turns, pool, peers), config, peers, stage)
 
     def train_step(self, loader: Loader, batch: GlobalBatch) -> float:
+        self.engine.begin_step()
         with self.timings("forward_backward"):
             loss = self._run(loader, batch, (self._seed, self.engine.global_steps, self.replica))
         with self.timings("optimizer"):

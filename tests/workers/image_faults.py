@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from data.collation import Marks
 from data.images.collation import SeeingCollation
 from data.loader import Loader
 from models.images.embedding import SeeingEmbedding
@@ -37,13 +38,13 @@ def placeholder_trained() -> None:
 
 def axis_short() -> None:
     """Positions have one axis less: the width is where the height is."""
-    make = SeeingCollation.axes
+    make = SeeingCollation.marks
 
-    def short(self: SeeingCollation, *words: Any) -> Tensor:
-        found = make(self, *words)
-        return torch.stack([found[0], found[1], found[1]])
+    def short(self: SeeingCollation, *words: Any) -> Iterator[Marks]:
+        for axes, together in make(self, *words):
+            yield Marks(None if axes is None else axes[[0, 1, 1]], together)
 
-    SeeingCollation.axes = short  # type: ignore[method-assign, assignment]
+    SeeingCollation.marks = short  # type: ignore[method-assign, assignment]
 
 
 def features_reordered() -> None:

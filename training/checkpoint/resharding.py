@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -36,6 +36,13 @@ from models.parallel.tensor import TensorShare
 from models.spec import ModelSpec
 from training.checkpoint.folder import CheckpointRecord
 from training.checkpoint.saved_slices import SavedOptimizer, Slice, equal_shares, layer_of
+
+
+@runtime_checkable
+class UpdatesPieces(Protocol):
+    """An engine that knows by itself what its optimizer updates."""
+
+    def slices(self) -> list[Slice]: ...
 
 
 def load_optimizer_state(
@@ -123,7 +130,7 @@ def _copy(source: Slice, target: Slice, optimizer: torch.optim.Optimizer) -> int
                 target.state[name] = values.to(target.master.device, copy=True)
                 continue
             if name not in target.state:
-                target.state[name] = torch.zeros_like(target.master)
+                target.state[name] = torch.zeros_like(target.master, dtype=target.states_in)
             _put(target.state[name], there, values, here)
         copied += numel
     if kept and copied:
@@ -159,13 +166,14 @@ def slices_of(engine: DeepSpeedEngine) -> list[Slice]:
 
 def _held(engine: DeepSpeedEngine) -> list[Slice]:
     optimizer = engine.optimizer
+    if isinstance(engine, UpdatesPieces):
+        return engine.slices()
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return list(_of_stage_3(optimizer, engine.global_rank, engine.world_size))
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         return list(_of_ranges(optimizer, optimizer.bit16_groups))
     if isinstance(optimizer, BF16_Optimizer):
         return list(_of_ranges(optimizer, optimizer.bf16_groups))
-    offsets = getattr(engine, "offsets", {})  # where it updates pieces of them
     masters = [group["params"] for group in optimizer.param_groups]
     weights = optimizer.fp16_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else masters
     slices = []
@@ -173,7 +181,7 @@ def _held(engine: DeepSpeedEngine) -> list[Slice]:
     for master, weight in pairs:
         name = engine.param_names[weight]
         state = engine.basic_optimizer.state[master]
-        slices.append(Slice(name, offsets.get(name, 0), weight.numel(), master, 0, state))
+        slices.append(Slice(name, 0, weight.numel(), master, 0, state))
     return slices
 
 

@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from models.checkpoint.layout import layer_file
@@ -43,6 +44,7 @@ class Slice:
         start: where the range begins in the flattened master.
         state: the optimizer's, of the whole master.
         shard: with tensor parallelism, the shard of the weight in which offset and numel count.
+        states_in: the dtype of its averages, if it is another than the master's.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Slice:
     start: int
     state: dict[str, Any]
     shard: Shard | None = None
+    states_in: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
 def _of_zero(zero: Zero, on_host: bool) -> Iterator[str]:
     for key in sorted(REFUSED & {f"zero_optimization.{name}" for name in zero.model_extra or {}}):
         yield f"{key}: {WHY_REFUSED}"
+    if zero.offload_optimizer and (zero.offload_optimizer.model_extra or {}).get("super_offload"):
+        yield f"zero_optimization.offload_optimizer.super_offload: {WHY_REFUSED}"
     for name in (name for name, value in (zero.model_extra or {}).items() if value == "auto"):  # HF Trainer fills it in
         yield f"zero_optimization.{name}: expected a value, found 'auto'; leave it out for DeepSpeed's own"
     if zero.offloads and not zero.stage and not on_host:

@@ -28,7 +28,8 @@ WHY_REFUSED = "DeepSpeed's, not tested here and not passed on; leave it out"
 IDLE = frozenset(
     "immediate_grad_update check_grad_overflow auto_cast fused_optimizer allgather_partitions load_from_fp32_weights "
     "cpu_offload_use_pin_memory gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save "
-    "stage3_gather_fp16_weights_on_model_save buffer_count fast_init nvme_path pipeline_read pipeline_write".split()
+    "stage3_gather_fp16_weights_on_model_save buffer_count cpuadam_cores_perc fast_init nvme_path pipeline_read "
+    "pipeline_write".split()
 )
 ONLY_BELOW_3 = frozenset(  # of zero_optimization
     "use_multi_rank_bucket_allreduce allgather_bucket_size round_robin_gradients ignore_unused_parameters".split()
@@ -134,10 +135,11 @@ def describe_ignored_keys(config: TrainConfig, in_stages: bool = True, plan: boo
         idle |= given["zero_optimization"].keys() - (BELOW_3 if zero.stage else set())
     if zero.stage == 1 and not zero.offloads and not config.data_types:  # then bf16 has an optimizer of its own
         idle |= BF16_ALONE
+    unplanned = UNPLANNED - idle - (BF16_ALONE if zero.offloads else set())
     keys: list[tuple[str, str]] = []
     for section, names in given.items():
         keys += [(f"{section}.{key}", key) for key in sorted(names)]
     lines = {"no effect here": [*config._left_out, *(place for place, key in keys if key in idle)]}
-    lines["not in the plan"] = [place for place, key in keys if plan and key in UNPLANNED - idle]
+    lines["not in the plan"] = [place for place, key in keys if plan and key in unplanned]
     named = [f"{label}: {', '.join(places)}" for label, places in lines.items() if places]
     return [*config._read_otherwise, *named]

@@ -217,6 +217,11 @@ class TrainConfig(RunKeys):
         return Pixels()
 
     @property
+    def adapts_beside(self) -> bool:
+        """Whether `lora` reaches parts beside the decoder, whose names are known once the records are."""
+        return False
+
+    @property
     def objective_keys(self) -> list[str]:
         """Name the given keys that ask for another objective than fine-tuning."""
         keys = [option.objective_key for option in self.options]

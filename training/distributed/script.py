@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -53,11 +54,12 @@ def run_or_launch(
     # The failure detector must find a hang, and name the rank, before the process group gives up.
     patience = timedelta(minutes=max(30, 2 * config.timeout_minutes))
     processes.join(process, patience, config.ports.meeting)
-    if process.rank == 0:
-        import torch
+    import torch
 
-        on_gpu = torch.cuda.is_available()
-        print(f"devices: {f'{process.local_size} x {torch.cuda.get_device_name()}' if on_gpu else 'CPU'}", flush=True)
+    names = Counter(processes.gather(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"))
+    if process.rank == 0:
+        counted = [name if name == "CPU" else f"{count} x {name}" for name, count in names.items()]
+        print(f"devices: {', '.join(counted)}", flush=True)
     config, lines = choose_axes(config, processes.gather(socket.gethostname()))
     if process.rank == 0 and lines:
         print("\n".join(lines), flush=True)

@@ -3,15 +3,19 @@
 Plans use the share `USABLE` of the memory: drivers, CUDA and NCCL take some 0.5 to 1 GB, and the allocator cannot use
 every hole. gpus.yml has numbers from datasheets and public measurements; a run sustains the same share of them on all
 GPUs.
+
+Devices of several kinds in one run are one `Device` too, which has those of all processes: its own numbers are those of
+the weakest, and hold wherever nobody asks for the single ones.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import chain, product
+from itertools import chain, groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +60,7 @@ class Device:
         reserves: whether allocated memory counts before it is written to (CUDA; on a CPU it does not).
         known: whether plans may state speeds in seconds.
         bf16: whether it computes in bf16.
+        each: the device of each process, by rank, where they are of several kinds; the numbers are the weakest's then.
     """
 
     name: str
@@ -76,6 +81,20 @@ class Device:
     known: bool = True
     bf16: bool = True
     fp8: float = 0.0
+    each: tuple[Device, ...] = ()
+
+    @property
+    def kinds(self) -> list[Device]:
+        """List the different devices, of which there is mostly one."""
+        return list(dict.fromkeys(self.each)) or [self]
+
+    def of(self, ranks: Sequence[int]) -> Device:
+        """Return the device, or the devices, of these processes."""
+        return mixed([self.each[rank] for rank in ranks]) if self.each else self
+
+    def counted(self, number: int) -> str:
+        """Say how many devices of which kinds these are, as `--devices` takes it."""
+        return self.name if self.each else f"{number} x {self.name}"
 
     @property
     def ampere(self) -> bool:
@@ -102,8 +121,40 @@ def peak_flops(device_name: str) -> float | None:
     return KNOWN[key]["half"] * TERA if key else None
 
 
+def mixed(devices: Sequence[Device]) -> Device:
+    """Join the devices of a run's processes, by rank, to one; that itself where all are alike."""
+    if len(set(devices)) == 1:
+        return devices[0]
+    slowest = min(devices, key=lambda device: device.half * device.products)
+    return replace(
+        slowest,
+        name=",".join(f"{len(list(alike))}x{name}" for name, alike in groupby(device.name for device in devices)),
+        memory=min((device.memory for device in devices), key=lambda memory: memory or math.inf),
+        link=min(device.link for device in devices),
+        known=all(device.known for device in devices),
+        bf16=all(device.bf16 for device in devices),
+        fp8=min(device.fp8 for device in devices),
+        each=tuple(devices),
+    )
+
+
 def parse_devices(text: str) -> tuple[int, Device]:
-    """Parse a number of devices: `8xA100-40G`, `H200`, `4x4090`, or a GPU by its numbers as in `OWN`.
+    """Parse numbers of devices in the order of the ranks, `4xRTX4090,4xRTX3090`; see `_parse_kind`.
+
+    Raises:
+        ConfigError: a device is unknown, or comes in several sizes and none is given.
+    """
+    kinds = list(map(_parse_kind, re.split(r",(?![^{]*\})", text)))
+    if len(kinds) == 1:
+        return kinds[0]
+    devices: list[Device] = []
+    for count, device in kinds:
+        devices += count * [device]
+    return len(devices), mixed(devices)
+
+
+def _parse_kind(text: str) -> tuple[int, Device]:
+    """Parse a number of devices of one kind: `8xA100-40G`, `H200`, `4x4090`, or a GPU by its numbers as in `OWN`.
 
     The numbers are TFLOP/s of dense products in bf16 with fp32 sums, GiB of memory, GB/s of it, and GB/s to a neighbour
     in one direction, which may be left out (`PCIE`).
@@ -184,13 +235,22 @@ def cpu_has_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def this_device() -> Device:
-    """Return the device of this process; machines may differ, so ask one rank and broadcast."""
+def devices_here(processes: int | None = None) -> Device:
+    """Return the devices of this machine; those of its first processes, if it has as many."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    ranks = range(gpus if processes is None else processes)
+    return mixed(list(map(this_device, ranks))) if 0 < len(ranks) <= gpus else this_device()
+
+
+def this_device(number: int | None = None) -> Device:
+    """Return the device of this process, or a GPU of this machine; machines may differ, so ask every rank."""
     import torch  # takes seconds; the command line is checked before
 
     if not torch.cuda.is_available():
         return CPU
-    own = torch.cuda.get_device_properties(torch.cuda.current_device())
+    own = torch.cuda.get_device_properties(torch.cuda.current_device() if number is None else number)
     name, memory = own.name, own.total_memory
     known = _find_gpu(name)
     near = [size for size in KNOWN[known]["memory"] if 0.9 < memory / (size * GIB) <= 1.01] if known else []

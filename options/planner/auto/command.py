@@ -164,7 +164,10 @@ def choose_config(choices: Choices, machine: Machine, log: Console, trains: bool
         fixed.add("zero_optimization")
     if choices.is_own(DIMS) or isinstance(parts, list):
         fixed.add("model_topo")
-        machine = replace(machine, counts=(config.model_topo.processes,))
+        processes, kinds = config.model_topo.processes, machine.kind
+        if kinds.each and processes != len(kinds.each):
+            raise ConfigError(f"{DIMS}: {processes} processes on {kinds.name}; expected one on each, {len(kinds.each)}")
+        machine = replace(machine, counts=(processes,))
 
     fill(choices, data, spec, config.micro_batch_size * math.lcm(*machine.counts))
     plan = _choose_topology(choices, Search(machine, spec, _reader(folder), frozenset(fixed), log))
@@ -227,7 +230,8 @@ def _choose_topology(choices: Choices, search: Search) -> Plan:
     waits = f"{plan.bubble:.0%} of the time is waiting" if plan.bubble > 0 else "nothing waits"
     choices.add("schedule", config.schedule, f"the faster of 1f1b and dualpipev; {waits}")
     saves = "what fits is faster with it" if config.use_grad_ckpt else "activations fit without"
-    room = f"{gigabytes(plan.peak)} a process at most, of {gigabytes(basis.device.memory or 0)}"
+    full = plan.fullest
+    room = f"{gigabytes(full.memory.peak)} a process at most, of {gigabytes(full.device.memory or 0)}"
     choices.add("use_grad_ckpt", config.use_grad_ckpt, f"{saves}: {room}")
 
     if chunk := chunk_of(config):

@@ -31,7 +31,7 @@ from options.planner.search import SHORTEST, Feed, feed_of, give_up, more_stages
 from options.planner.timing import calibrate
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.metrics.devices import Device, parse_devices, this_device
+from training.metrics.devices import Device, devices_here, mixed, parse_devices
 
 MOST = 8  # processes without GPUs
 FREE = 0.9  # share of the free memory that is planned with
@@ -55,12 +55,14 @@ class Machine:
         """Find this machine, the hosts of a hostfile (taken to be like it), or devices as `--plan` knows them."""
         if devices:
             count, kind = parse_devices(devices)
-            return cls(kind, (count,), math.inf, f"{count} x {kind.name}, as --devices says")
-        kind, gpus, cores = this_device(), torch.cuda.device_count(), len(os.sched_getaffinity(0))
+            return cls(kind, (count,), math.inf, f"{kind.counted(count)}, as --devices says")
+        kind, gpus, cores = devices_here(), torch.cuda.device_count(), len(os.sched_getaffinity(0))
         memory = FREE * psutil.virtual_memory().available * len(hosts or [0])
-        what = f"{gpus} x {kind.name}" if gpus else f"{cores} cores, {gigabytes(memory)} of memory for a run"
+        what = kind.counted(gpus) if gpus else f"{cores} cores, {gigabytes(memory)} of memory for a run"
         if hosts:
             slots = sum(map(len, hosts.values()))
+            if kind.each:
+                kind = mixed([kind.each[number % gpus] for number in chain.from_iterable(hosts.values())])
             return cls(kind, (slots,), memory, f"{slots} slots on {', '.join(hosts)}, taken to be like here: {what}")
         counts = (gpus,) if gpus else tuple(n for n in range(1, min(cores, MOST) + 1) if cores % n == 0)
         return cls(kind, counts, memory, what)

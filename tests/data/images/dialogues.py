@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from data.images.image import Image
+from data.images.processor import image_token_of
 from data.sample_set import IGNORED, Sample
 
 TEXT = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello!"}]}
@@ -29,7 +29,9 @@ TWO = talk(("<image>One?", "First."), ("<image>Two?", "Second."), images=[A, B])
 
 
 def image_token(vision: Path, model: str = "qwen2_5_vl-tiny") -> int:
-    return int(json.loads((vision / model / "config.json").read_text())["image_token_id"])
+    token = image_token_of(vision / model)
+    assert token is not None
+    return token
 
 
 def check(sample: Sample, token: int) -> None:

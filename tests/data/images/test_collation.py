@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +12,18 @@ import torch
 from torch import Tensor
 
 from data.collation import Collation
+from data.errors import DataError
 from data.images.ahead import Decoders, PictureSettings, decoders
 from data.images.collation import SeeingCollation
 from data.images.image import Image
 from data.loader import Loader
 from data.sample_set import InMemory, Sample
+from models.api import read_spec
+from models.images import seeing
+from options.preference.collation import JudgedCollation
 from tests.data.images import golden
+from tests.data.images.conftest import LoadSeen
+from tests.data.images.dialogues import TWO, A, C
 from tests.data.images.golden import needs_golden
 
 pytestmark = needs_golden
@@ -131,22 +139,16 @@ def test_other_stages_decode_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(len(inputs) == 2 for inputs, _ in cut.tensors(cut.batch(step), 0))
 
 
-def axes_of(ids: Tensor, shapes: dict[str, Tensor]) -> Tensor:
-    """Take the golden positions of the sample with these ids and this grid."""
-    for number in SAMPLES:
-        if golden.tensors("qwen2_5_vl")[f"s{number}.input_ids"].flatten().tolist() == ids.tolist():
-            grids = [
-                golden.tensors("qwen2_5_vl")[f"s{number}.image_grid_thw.{place}"].flatten().tolist()
-                for place in range(len(shapes["image_grid_thw"]))
-            ]
-            assert shapes["image_grid_thw"].tolist() == grids
-            return golden.tensors("qwen2_5_vl")[f"s{number}.position_ids"].reshape(3, -1)
-    raise AssertionError("no such sample")
+def marking(name: str) -> Any:
+    """What says of a golden model's micro-batches what all stages have to know."""
+    sees = seeing(read_spec(golden.folder(name))).family.sees
+    assert sees is not None
+    return sees.marks_of
 
 
 @pytest.mark.parametrize("packing", [False, "batch"])
 def test_positions_along_axes_are_those_of_each_document(packing: Any) -> None:
-    cut = loader(packing=packing, axes=axes_of)
+    cut = loader(packing=packing, mark=marking("qwen2_5_vl"))
     cut.feeds_embedding = False  # the other stages need them too
     for step in range(2):
         batch = cut.batch(step)
@@ -171,7 +173,7 @@ def test_positions_along_axes_are_those_of_each_document(packing: Any) -> None:
 
 @pytest.mark.parametrize("packing", [False, "batch"])
 def test_images_are_numbered_where_their_tokens_see_each_other(packing: Any) -> None:
-    cut = loader("gemma3", packing, inputs=("pixel_values",), both_ways=golden.pictures("gemma3").image_token)
+    cut = loader("gemma3", packing, inputs=("pixel_values",), mark=marking("gemma3"))
     token = golden.pictures("gemma3").image_token
     packed = 0
     for step in range(2):
@@ -205,3 +207,35 @@ def test_what_the_objective_needs_stays() -> None:
     ((_, (_, scale, _, own)), *_) = cut.tensors(cut.batch(0), 0)
     assert float(scale) == pytest.approx(4 / 7)
     assert torch.equal(own, torch.ones(1))
+
+
+def test_the_images_of_a_pairs_documents_come_in_their_order() -> None:
+    """An exchange of the two would be seen."""
+    one, other = sample("llava", 0), sample("llava", 1)
+    first = len(one["input_ids"])
+    moved = [image._replace(begin=image.begin + first) for image in other["images"]]
+    ids, labels = (one[key] + other[key] for key in ("input_ids", "labels"))
+    pair: Sample = {"input_ids": ids, "labels": labels, "first": first, "images": one["images"] + moved}
+    data = InMemory([pair])
+    seeing = SeeingCollation(JudgedCollation(data), PictureSettings(golden.folder("llava")), ("pixel_values",))
+    cut = Loader(data, 1, 1, 1, seed=0, collation=seeing)
+    (((_, positions, pixels), (*_, numbered, _, _)),) = cut.tensors(cut.batch(0), 0)
+    expected = [golden.pictures("llava").tensors(each["images"])["pixel_values"] for each in (one, other)]
+    assert torch.equal(pixels, torch.cat(expected)) and not torch.equal(pixels, torch.cat(expected[::-1]))
+    assert positions[0, first] == 0 and numbered[0, first - 1 : first + 1].tolist() == [0, 1]
+
+
+def test_an_image_that_was_changed_has_the_next_start_read_the_records_anew(
+    load_seen: LoadSeen, tmp_path: Path
+) -> None:
+    data = load_seen([TWO])
+    settings = PictureSettings(golden.folder("qwen2_5_vl"))
+    seeing = SeeingCollation(Collation(data), settings, INPUTS, distrust=data.samples.distrust)
+    cut = Loader(data, 1, 1, 1, seed=0, collation=seeing)
+    shutil.copyfile(tmp_path / "data" / C, tmp_path / "data" / A)
+    with pytest.raises(DataError, match=r"changed since the records were read; .*; started again, a run reads the rec"):
+        list(cut.tensors(cut.batch(0), 0))
+    again = load_seen([TWO])
+    assert again.samples[0]["images"][0].digest != data.samples[0]["images"][0].digest
+    cut = Loader(again, 1, 1, 1, seed=0, collation=SeeingCollation(Collation(again), settings, INPUTS))
+    assert len(list(cut.tensors(cut.batch(0), 0))) == 1

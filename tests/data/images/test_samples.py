@@ -89,6 +89,21 @@ def test_pairs_have_the_images_of_both_documents(vision: Path, load_seen: LoadSe
         load_seen([pair], preference=Wanted("pairs"), limit=dataset.samples[0]["images"][0].begin + 2)
 
 
+def test_the_prompts_of_a_pair_may_differ_in_an_image_alone(vision: Path, load_seen: LoadSeen) -> None:
+    model, token = "llava-tiny", image_token(vision, "llava-tiny")
+    chosen, rejected, other = (talk(("What?", "A box."))["messages"] for _ in "ABA")
+    for messages, path in ((chosen, A), (rejected, B), (other, A)):
+        messages[0]["content"] = [{"type": "image", "image": path}, {"type": "text", "text": "What?"}]
+    pairs = [{"chosen": chosen, "rejected": rejected}, {"chosen": chosen, "rejected": other}]
+    dataset = load_seen(pairs, model, preference=Wanted("pairs"))
+    assert dataset.total.equal == 1
+    (sample,) = dataset.samples
+    first, second = documents(sample)
+    check(sample, token)
+    assert list(first["input_ids"]) == list(second["input_ids"])
+    assert [Path(each["images"][0].path).name for each in (first, second)] == ["a.png", "b.png"]
+
+
 def test_an_image_in_an_answer_is_not_trained_and_the_words_around_it_are(vision: Path, load_seen: LoadSeen) -> None:
     token = image_token(vision)
     (sample,) = load_seen([talk(("Draw!", "Here: <image> So."), images=[A])]).samples

@@ -19,11 +19,12 @@ from models import CausalLM, CheckpointError
 from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.attention.positions import Positions
-from models.checkpoint.layout import layer_file
+from models.checkpoint.layout import CARRIED, layer_file
 from models.checkpoint.side_files import copy_side_files
 from models.checkpoint.source import HuggingFaceSource, PipelineSource, same_bytes
-from models.checkpoint.tensor_files import save_state_dict
+from models.checkpoint.tensor_files import SafetensorsFile, save_state_dict
 from models.conversion.to_huggingface import pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
 from models.derived.proof import CPU
 from models.images import frozen, seeing
 from models.images.embedding import SeeingEmbedding
@@ -44,10 +45,15 @@ def copied(folder: Path, target: Path, **changes: Any) -> Path:
 
 def as_run_writes(golden: Golden, target: Path) -> Path:
     """The checkpoint of a run that changed nothing."""
+    return written(golden.source, target)
+
+
+def written(source: HuggingFaceSource | PipelineSource, target: Path) -> Path:
+    """The layers of a source in a folder of their own, with what belongs beside them."""
     target.mkdir()
-    for layer in range(golden.spec.n_layers):
-        save_state_dict(golden.source.read_layer(layer), target / layer_file(layer))
-    copy_side_files(golden.folder, target, golden.spec, in_folders=True)
+    for layer in range(source.spec.n_layers):
+        save_state_dict(source.read_layer(layer), target / layer_file(layer))
+    copy_side_files(source.folder, target, source.spec, in_folders=True)
     return target
 
 
@@ -63,6 +69,32 @@ def test_a_foreign_round_trip_is_bit_for_bit(golden: Golden, tmp_path: Path) -> 
     wanted, found = (load_file(folder / "model.safetensors") for folder in (golden.folder, tmp_path / "export"))
     assert found.keys() == wanted.keys()
     assert all(same_bytes(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_tower_beside_the_layers_is_found(golden: Golden, tmp_path: Path) -> None:
+    """As `hg_to_pp` leaves it, with a tensor beside it that belongs to no layer; a run with images moves it."""
+    folder = copied(golden.folder, tmp_path / "model")
+    state = load_file(folder / "model.safetensors") | {"audio_tower.weight": torch.ones(3)}
+    save_file(state, folder / "model.safetensors")
+    hg_to_pp(folder, tmp_path / "layers", verify=True)
+    blind = read_spec(tmp_path / "layers")
+    assert blind.family.sees is None
+    assert not any(name.startswith("eyes.") for name in PipelineSource(tmp_path / "layers", blind).read_layer(0))
+
+    source = PipelineSource(tmp_path / "layers", seeing(blind))
+    found, wanted = source.read_layer(0), golden.source.read_layer(0)
+    assert found.keys() == wanted.keys() == source.infos(0).keys()
+    assert all(same_bytes(found[name], wanted[name]) for name in wanted)
+
+    for name, spec in (("images", source.spec), ("text", blind)):
+        own = PipelineSource(tmp_path / "layers", spec)
+        run = written(own, tmp_path / name)
+        carried = SafetensorsFile(run / CARRIED)
+        assert ([*carried] == ["audio_tower.weight"]) == (name == "images")
+        pp_to_hg(run, tmp_path / f"{name}-export")
+        exported = load_file(tmp_path / f"{name}-export" / "model.safetensors")
+        assert exported.keys() == state.keys()
+        assert all(same_bytes(exported[each], state[each]) for each in state)
 
 
 def test_every_weight_belongs_to_a_layer(golden: Golden) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from models.api import read_spec
-from models.conversion.to_pipeline import hg_to_pp
 from models.images import seeing
 from models.spec import ModelSpec
 from options import RunConfig
@@ -40,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"row_chunk": 64}, "row_chunk: the records have images, which lie in whole rows; expected no row_chunk"),
     ({"schedule": "weight_streaming", **staged((2, 1))}, "schedule: weight_streaming: not with images in the records"),
     (staged((1, 2), sequence=2), "model_topo.sequence: not with images in the records, as they lie in whole rows"),
-    ({"preference": {"loss": "dpo"}}, "preference: not with images in the records; expected records of text alone"),
+    ({"preference": {"loss": "reward"}}, "preference: not with images in the records; expected records of text alone"),
     ({"mtp": {}}, "mtp: not with images in the records; expected records of text alone"),
     (
         staged((2, 1), parts=[2, 3]),
@@ -63,12 +62,6 @@ def test_the_config_says_what_of_the_tower_is_trained(train: str, deep: ModelSpe
     every = [name for name in deep.trained_names(0) if name.startswith("eyes.")]
     wanted = {"nothing": [], "projector": [name for name in every if "merger" in name], "all": every}
     assert trained == wanted[train]
-
-
-def test_a_folder_of_hg_to_pp_is_refused(deep: ModelSpec, shared: Path, tmp_path: Path) -> None:
-    hg_to_pp(shared / "golden" / "vision" / "qwen3_vl-tiny", tmp_path / "layers")
-    with pytest.raises(ConfigError, match="expected the HuggingFace folder that it was made from"):
-        seeing_model(config(model_path=str(tmp_path / "layers")), deep)
 
 
 def test_contradictions_of_its_keys() -> None:

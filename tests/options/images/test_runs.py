@@ -17,11 +17,20 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models.conversion.to_huggingface import pp_to_hg
+from data.settings import Pixels
+from models.api import read_spec
+from models.checkpoint.source import HuggingFaceSource
+from models.conversion.to_huggingface import ExportOptions, pp_to_hg
+from models.conversion.to_pipeline import hg_to_pp
+from models.images import seeing
+from options.demo.chat import ChatSession
+from options.demo.chat_model import AnswerOptions, ChatModel
+from options.demo.generation import GREEDY
 from tests.conftest import SHARED
 from tests.launching import topology
+from tests.models.images.test_seeing import written
 from tests.ranks import Ranks, job
-from tests.training.starts import STEPS, TAKEN_UP_AT, steps, weights
+from tests.training.starts import STEPS, TAKEN_UP_AT, steps
 from training.checkpoint.folder import step_folder
 
 VISION = SHARED / "golden" / "vision"
@@ -35,6 +44,9 @@ MODELS = "llava qwen2_5_vl qwen3_vl qwen3_5 gemma3 mistral3".split()
 RECURRENT = ("qwen3_5",)  # whose states enlarge rounding
 LR, EPS = 1e-3, 1e-6
 ALL: dict[str, Any] = {"vision": {"train": "all"}}
+# Records of text alone, and a decay that an unused tower would feel.
+TEXT: dict[str, Any] = {"data_path": "words.json"}
+TEXT["optimizer"] = {"type": "AdamW", "params": {"lr": LR, "eps": EPS, "weight_decay": 0.1}}
 # Name: the model, processes, kind and keys.
 CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
     **{name: (name, 2, "pipeline", {"dims": (2, 1), **ALL}) for name in MODELS},
@@ -50,15 +62,27 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
     "frozen": ("llava", 2, "pipeline", {"dims": (2, 1)}),
     "projector": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "vision": {"train": "projector"}}),
     "with-lora": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "lora": {"r": 4, "alpha": 8}}),
+    "tower-beside": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "model_path": "beside", **ALL}),
+    "text": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), **TEXT}),
+    "text-tower-inside": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "model_path": "inside", **TEXT}),
+    "lora-of-tower": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "lora": {"r": 4, "alpha": 8}, **ALL}),
+    "lora-of-tower-shared": ("mistral3", 2, "pipeline", {"dims": (1, 1, 2), "lora": {"r": 4, "alpha": 8}, **ALL}),
+    "lora-of-tower-resumed": (
+        "qwen2_5_vl",
+        2,
+        "pipeline",
+        {"dims": (2, 1), "lora": {"r": 4, "alpha": 8}, "resume": "lora-of-tower", **ALL},
+    ),
     "resumed": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "resume": "qwen3_vl", **ALL}),
 }
-OFTEN = "llava qwen3_vl gemma3 frozen with-lora resumed zero".split()
+OFTEN = "llava qwen3_vl gemma3 frozen with-lora resumed tower-beside zero".split()
 LATER = {name: pytest.mark.longest for name in CASES if name not in OFTEN}
-EXACT = [name for name in CASES if name not in ("frozen", "projector", "with-lora")]
+SEEING = [name for name in CASES if not name.startswith("text")]
+EXACT = [name for name in SEEING if name not in ("frozen", "projector") and "lora" not in name]
 
 
 def cases(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=LATER.get(name, ())) for name in names or CASES]
+    return [pytest.param(name, marks=LATER.get(name, ())) for name in names]
 
 
 def describe(folder: Path, name: str) -> dict[str, Any]:
@@ -76,6 +100,8 @@ def describe(folder: Path, name: str) -> dict[str, Any]:
         **keys,
     }
     own["model_topo"] = topology(own.pop("dims", (1, 1)))
+    for key in ("model_path", "data_path"):
+        own[key] = str(folder / own[key])  # of a golden folder as it is
     if "resume" in own:
         own["resume"] = str(step_folder(folder / own["resume"], TAKEN_UP_AT))
     return job(folder, name, kind, **own)
@@ -85,7 +111,13 @@ def describe(folder: Path, name: str) -> dict[str, Any]:
 def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, asked: set[str]) -> Path:
     """Run the cases that are asked for."""
     folder = tmp_path_factory.mktemp("images")
-    chosen = [name for name in CASES if name in asked or name not in LATER]
+    original = VISION / "qwen3_vl-tiny"
+    hg_to_pp(original, folder / "beside")
+    written(HuggingFaceSource(original, seeing(read_spec(original))), folder / "inside")
+    text = json.loads((original / "records.json").read_text(encoding="utf-8"))[2:3]
+    (folder / "words.json").write_text(json.dumps(4 * text), encoding="utf-8")
+    needed = asked | {name.removesuffix("-tower-inside") for name in asked}  # what one is compared with
+    chosen = [name for name in CASES if name in needed or name not in LATER]
     for processes in (1, 2, 4):
         if own := [describe(folder, name) for name in chosen if CASES[name][1] == processes]:
             ranks.run(processes, "jobs", own, folder)
@@ -103,10 +135,10 @@ def expected(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", cases(*SEEING))
 def test_the_first_loss_is_the_golden_one(name: str, runs: Path) -> None:
     assert told(runs, name)["error"] is None
-    if name != "resumed":
+    if "resumed" not in name:
         first = steps(runs / name)[1]
         assert first["loss"] == pytest.approx(expected(name)["loss"], rel=1e-5)
         if name in EXACT:
@@ -140,11 +172,45 @@ def test_what_is_not_trained_stays_to_the_bit(name: str, runs: Path, tmp_path: P
     assert steps(runs / name)[STEPS]["loss"] < steps(runs / name)[1]["loss"]
 
 
-@pytest.mark.parametrize("name", ["resumed"])
-def test_a_resumed_run_is_the_same_to_the_bit(name: str, runs: Path) -> None:
-    found = weights(runs / name)
-    for each, weight in weights(runs / CASES[name][0]).items():
-        assert torch.equal(found[each], weight), each
+@pytest.mark.parametrize("name", cases("resumed", "lora-of-tower-resumed", "tower-beside"))
+def test_a_resumed_run_and_one_of_layers_are_the_same_to_the_bit(name: str, runs: Path) -> None:
+    model, *_, keys = CASES[name]
+    before = layers(runs / keys.get("resume", model))
+    assert before
+    torch.testing.assert_close(layers(runs / name), before, rtol=0, atol=0)
+
+
+def layers(run: Path) -> dict[str, Any]:
+    """The layer files of the last step."""
+    return {path.name: torch.load(path, weights_only=True) for path in step_folder(run, STEPS).glob("layer_*")}
+
+
+@pytest.mark.parametrize("name", cases("text-tower-inside"))
+def test_a_run_on_text_leaves_a_tower_in_its_layers_as_it_is(name: str, runs: Path, tmp_path: Path) -> None:
+    exported = []
+    for run in ("text", name):
+        pp_to_hg(step_folder(runs / run, STEPS), tmp_path / run)
+        exported.append(load_file(tmp_path / run / "model.safetensors"))
+    before = load_file(VISION / "qwen3_vl-tiny" / "model.safetensors")
+    assert exported[0].keys() == exported[1].keys() == before.keys()
+    assert all(torch.equal(exported[0][each], exported[1][each]) for each in before)
+    assert {each for each in before if torch.equal(exported[1][each], before[each])} == {
+        each for each in before if "visual" in each
+    }
+
+
+@pytest.mark.parametrize("name", cases("with-lora", "frozen"))
+def test_a_checkpoint_is_asked_about_an_image(name: str, runs: Path, tmp_path: Path) -> None:
+    """With the tokens that transformers generates of its export."""
+    run, model = runs / name, VISION / f"{CASES[name][0]}-tiny"
+    merge = ExportOptions(merge=name == "with-lora")
+    pp_to_hg(step_folder(run, STEPS), tmp_path / "exported", options=merge)
+    asked = [ChatModel(folder, pixels=Pixels()) for folder in (step_folder(run, STEPS), tmp_path / "exported")]
+    answers = []
+    for each in asked:
+        chat = ChatSession(each, AnswerOptions(12, GREEDY), pytest.fail, pictures=[str(model / "images" / "a.png")])
+        answers.append("".join(chat.ask("What?")))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("name", ["frozen"])

@@ -55,24 +55,20 @@ def test_the_peaks_of_known_devices_and_no_guess_for_others(device: str, tera: f
     assert peak_flops(device) == (tera and tera * 1e12)
 
 
-def test_utilization_is_a_share_of_all_devices_peak(
-    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_utilization_is_a_share_of_all_devices_peak(make_checkpoint: Callable[..., Path]) -> None:
     spec = read_spec(make_checkpoint("llama"))
     needed = sum(ModelFlops(spec).by_layer([100, 50], 20))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    mfu = Utilization(spec, torch.bfloat16, processes=8)([100, 50], 20, seconds=0.5)
-    assert mfu == pytest.approx(needed / 0.5 / (8 * 312e12))
-    assert Utilization(spec, torch.float32, processes=8)([100, 50], 20, seconds=0.5) is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some other device")
-    assert Utilization(spec, torch.bfloat16, processes=8)([100, 50], 20, seconds=0.5) is None
+    a100 = 8 * ["NVIDIA A100-SXM4-80GB"]
+    for devices, peak in ((a100, 8 * 312e12), ([*a100, "NVIDIA A10"], 8 * 312e12 + 125e12)):
+        mfu = Utilization(spec, torch.bfloat16, devices)([100, 50], 20, seconds=0.5)
+        assert mfu == pytest.approx(needed / 0.5 / peak)
+    assert Utilization(spec, torch.float32, a100)([100, 50], 20, seconds=0.5) is None
+    assert Utilization(spec, torch.bfloat16, [*a100, "Some other device"])([100, 50], 20, seconds=0.5) is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_cpu_has_no_utilization(make_checkpoint: Callable[..., Path]) -> None:
     spec = read_spec(make_checkpoint("llama"))
-    assert Utilization(spec, torch.bfloat16, processes=1)([100], 20, seconds=0.5) is None
+    assert Utilization(spec, torch.bfloat16, [""])([100], 20, seconds=0.5) is None
 
 
 def test_peak_memory_is_this_processs_and_not_its_parents() -> None:

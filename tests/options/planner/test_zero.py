@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 from options.planner import zero
 from options.planner.communication import Fabric
+from options.planner.costs import update_time
 from options.planner.inputs import Basis
+from options.planner.memory import StateBytes
 from options.planner.plan import Plan
 from tests.options.planner.helpers import basis_of, config_of, llama
-from training.metrics.devices import parse_devices
+from training.metrics.devices import parse_devices, this_device
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
 P = 6_738_415_616
@@ -90,3 +93,25 @@ def test_without_stages_sums_come_after_the_backward_pass(tmp_path: Path) -> Non
     early = replace(late, in_stages=True)
     spent = [Plan.make(each).stages[0].spent.replicas for each in (late, early)]
     assert spent[0] > spent[1] > 0
+
+
+def test_masters_in_bf16_are_counted_with_an_offloaded_optimizer(tmp_path: Path) -> None:
+    """DeepSpeed holds the weight and its gradient in bf16 then, and the moments where its Adam is told so."""
+    offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    masters = {"enabled": True, "bf16_master_weights_and_grads": True}
+    narrow = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
+    config = partial(config_of, tmp_path, 2, fp16={"enabled": False}, zero_optimization=offload)
+    found = [
+        StateBytes.of(config(bf16={"enabled": True})),
+        StateBytes.of(config(bf16=masters)),
+        StateBytes.of(config(bf16=masters | {"bf16_optimizer_states": True}, optimizer=narrow)),
+    ]
+    assert [each.host for each in found] == [18, 14, 10]
+    # The weight in the checkpoint, its master and both moments; a gradient is not saved.
+    assert [each.checkpoint(1) for each in found] == [2 + 12, 2 + 10, 2 + 6]
+    # 46 bytes cross main memory for a parameter; of fewer bytes are the master in three passes and its gradient in
+    # four, and the two moments in two each.
+    assert [each.spared for each in found] == [0, 7 * 2, 7 * 2 + 2 * 4]
+    apart = StateBytes.of(config(bf16=masters, offload_gradients=True))
+    assert (apart.host, apart.checkpoint(1)) == (14 + 4, 12), "fp32 sums do not fit into the master's gradient"
+    assert update_time(config(bf16=masters), this_device()) < update_time(config(bf16={"enabled": True}), this_device())

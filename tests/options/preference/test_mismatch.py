@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import DataError
+from data.images.image import Image
 from data.sample_set import InMemory, Sample, trained_count
 from options.preference.mismatch import Mismatched
 
@@ -78,3 +79,21 @@ def test_a_first_token_belongs_to_the_prompt() -> None:
     assert [list(each["input_ids"]) for each in found.samples] == [[1, 12], [2, 11]]
     assert [list(each["labels"]) for each in found.samples] == [[-100, 12], [-100, 11]]
     assert numpy.array_equal(found.supervised, [1, 1])
+
+
+def with_image(sample: Sample, path: str, begin: int) -> Sample:
+    return sample | {"images": [Image(path, path, 8, 8, 1, begin)]}
+
+
+def test_prompts_keep_their_images_and_the_same_words_about_others_are_other_prompts() -> None:
+    samples = [with_image(single([7, 9], [n, n + 1]), f"{n}.png", 1) for n in range(20, 24)]
+    found = Mismatched(InMemory(samples), 9)
+    assert [each["images"] for each in found.samples] == [each["images"] for each in samples]
+    assert all(partner != number for number, partner in enumerate(found.partners))
+    assert found.image_tokens.tolist() == [1] * 4
+
+
+def test_an_image_in_an_answer_is_refused() -> None:
+    samples = [single([n], [n + 20, n + 21]) for n in range(3)]
+    with pytest.raises(DataError, match=r"^data: an answer has an image, and kto puts each answer behind another"):
+        Mismatched(InMemory([*samples, with_image(single([4], [24, 25]), "a.png", 2)]), 9)

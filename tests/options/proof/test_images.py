@@ -21,6 +21,7 @@ from options.proof.images import APART, IN_ONE, SEEN, SIDE, SmallImages
 from options.proof.samples import LENGTH, with_images
 from tests.conftest import SHARED
 from tests.launching import run, topology, write_config
+from tests.options.images.test_pairs import pairs
 from tests.options.proof.test_exports import make_small_run
 
 VISION = SHARED / "golden" / "vision"
@@ -85,6 +86,17 @@ def test_a_run_with_images_is_proved(model: str, keys: dict[str, Any], tmp_path:
 def test_a_fault_of_images_is_found(fault: str, model: str, tmp_path: Path) -> None:
     code, rows, printed = prove(model, tmp_path, fault, model_topo=topology((1, 1)))
     assert code == 1 and not rows["loss"] and not rows["gradients"], printed
+
+
+@NEEDED
+@pytest.mark.launched
+@pytest.mark.longest
+@pytest.mark.parametrize("fault", ["", "images_exchanged"])
+def test_preferences_with_images_are_proved_and_their_fault_is_found(fault: str, tmp_path: Path) -> None:
+    (file := tmp_path / "pairs.json").write_text(json.dumps(pairs(VISION / "gemma3-tiny")), encoding="utf-8")
+    keys = {**ALL, "preference": {"loss": "dpo", "beta": 0.2}, "max_seq_len": 300, "data_path": str(file)}
+    code, rows, printed = prove("gemma3", tmp_path, fault, **keys, model_topo=topology((1 if fault else 2, 1)))
+    assert (code, rows["loss"] and rows["gradients"]) == ((1, False) if fault else (0, True)), printed
 
 
 @NEEDED

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from options.row_chunks.cuts import RowCuts
-from options.weight_streaming.trainer import PAGE, piece_of
+from options.weight_streaming.pieces import PAGE, piece_of
 from tests.closeness import assert_near
 from tests.models.helpers import spec_of
 from tests.models.test_adapters import DEEPSEEK
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 STEPS, NORM = 6, 0.5
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "weight_decay": 0.1}}, "gradient_clipping": NORM}
 BF16 = {"bf16": {"enabled": True}}
+STATES = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}, "zero_optimization": {"stage": 1}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
@@ -75,6 +76,7 @@ CASES = {
     "four": Case("tied", BF16, {"one": ((1, 1), EACH_OF_3), "four": ((4, 1), UNEVEN_OF_3), "replicas": ((2, 2), ONE)}),
     # The first scale is too large, so the first steps change nothing; the others' scale is what DeepSpeed's would be.
     "fp16": Case("tied", FP16, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}),
+    "states": Case("tied", STATES, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)}),
     "two-kinds": Case("two-kinds", BF16, {"two": ((2, 1), UNEVEN)}),
     "latent": Case("latent", {}, {"two": ((2, 1), UNEVEN)}),
     "chunks": Case("tied", PACKED, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}, chunk=16),

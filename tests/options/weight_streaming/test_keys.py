@@ -30,7 +30,7 @@ MISTAKES = [
     ("offload_activations: true", "offload_activations: not with schedule: weight_streaming; expected fals"),
     ("offload_gradients: true", "offload_gradients: not with schedule: weight_streaming; expected false, as "),
     ("rebalance: true", "rebalance: not with schedule: weight_streaming; expected false, as GPUs take turns at all"),
-    ("bf16: {bf16_optimizer_states: true}", "bf16.bf16_optimizer_states: not with schedule: weight_str"),
+    ("bf16: {bf16_optimizer_states: true}", "bf16.bf16_optimizer_states: not without bf16.enabled"),
     ("row_chunk: auto", "row_chunk: auto: not with schedule: weight_streaming; expected a number of tokens"),
     (
         "optimizer: {type: Adafactor}\nzero_optimization: {stage: 0}",

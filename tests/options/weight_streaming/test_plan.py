@@ -126,16 +126,27 @@ def test_chunks_cost_a_forward_pass_of_one_and_the_sums(tmp_path: Path) -> None:
     assert chunks.heads == whole.heads
 
 
-def test_memory_has_parts_of_which_the_sums_decide(tmp_path: Path) -> None:
-    """Per weight of a host 2 bytes in bf16, 4 of its gradient's sum, 12 of fp32 and AdamW's states."""
+@pytest.mark.parametrize(
+    ("precision", "weight", "beside"),
+    [
+        ({"bf16": {"enabled": True}}, 2, 2 + 8),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 2, 2 + 4),
+        ({"bf16": {}, "fp16": {"enabled": True}}, 2, 4 + 8),
+        ({"bf16": {}}, 4, 8),
+    ],
+)
+def test_memory_has_parts_of_which_the_sums_decide(
+    precision: dict[str, Any], weight: int, beside: int, tmp_path: Path
+) -> None:
+    """Bytes of a host's weights, of what an update needs beside them, of sums, and of what blocks wait for."""
     spec = llama(tmp_path, num_hidden_layers=8)
-    plan = Streaming(basis_of(spec, config_of(tmp_path, 8, **FEW), "RTX4090"), 8).best()
+    plan = Streaming(basis_of(spec, config_of(tmp_path, 8, **FEW | precision), "RTX4090"), 8).best()
     assert plan is not None
     weights, states, sums, inputs = plan.of_host.values()
-    head = 32000 * 4096 + 4096
-    assert states == 6 * weights and sums == 2 * weights + 4 * (plan.slots.heads - 1) * head
+    head, numel = 32000 * 4096 + 4096, weights // weight
+    assert states == beside * numel and sums == 4 * numel + 4 * (plan.slots.heads - 1) * head
     blocks = sum(plan.slots.forward)
-    assert inputs == plan.slots.a_round * blocks * 2048 * 4096 * 2
+    assert inputs == plan.slots.a_round * blocks * 2048 * 4096 * weight
     assert plan.peak == sum(plan.of_device.values()) and plan.host == weights + states + sums + inputs
 
 

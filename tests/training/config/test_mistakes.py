@@ -128,6 +128,14 @@ MISTAKES = [
     ("#" * 2**20, "cannot be read: larger than 1 MB"),
     # Keys that contradict each other.
     ("ports: {meeting: 29500, failure_detector: 29500}", "ports.failure_detector: 29500 is that of meeting; expect"),
+    (
+        "zero_optimization: {offload_optimizer: {device: cpu, super_offload: true}}",
+        "zero_optimization.offload_optimizer.super_offload: DeepSpeed's, not tested here and not passed on; leave it o",
+    ),
+    (
+        "zero_optimization: {stage: 2, zenflow: {topk_ratio: 0.1}}",
+        "zero_optimization.zenflow: DeepSpeed's, not tested here and not passed on; leave it out",
+    ),
     ("compile: true\nzero_optimization: {stage: 3}", "compile: ZeRO stage 3 gathers weights"),
     (
         "zero_optimization: {stage: 0, cpu_offload: true}",
