@@ -57,6 +57,11 @@ class Images:
         most = max(*tokens, int(data.image_tokens.max()))
         return cls(images / len(tokens), sum(tokens) / max(1, images), most)
 
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What measured steps depend on, if there are images."""
+        return {"images": [ceil(self.number), ceil(self.tokens)]} if self.number else {}
+
     def times(self, factor: float) -> Images:
         """Return those of larger or smaller micro-batches."""
         return replace(self, number=factor * self.number, most=ceil(factor * self.most))
@@ -205,7 +210,7 @@ class Basis:
             "calibration": digest(vars(self.calibration) if self.calibration else None),
             "rows": self.workload.rows,
             "length": ceil(self.workload.length),
-            "images": [ceil(self.workload.images.number), ceil(self.workload.images.tokens)],
+            **self.workload.images.conditions,
             "compile": self.config.compiles(self.device.ampere, self.spec.has_experts),
             "optimizer": self.config.optimizer.type,
             "sharing": [self.config.model_topo.sequence, self.config.model_topo.tensor],
