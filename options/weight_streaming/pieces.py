@@ -18,6 +18,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -84,7 +85,7 @@ class Pieces:
         self.join()
         names = {master: name for name, master in self.masters.items()}
         found = []
-        for master in (each for group in optimizer.param_groups for each in group["params"]):
+        for master in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             name = names[master]
             begin, state = self.ranges[name].start, optimizer.state[master]
             found.append(Slice(name, begin, master.numel(), master, 0, state, states_in=self._states_in(name)))
