@@ -20,7 +20,6 @@ from data.loader import Loader
 from data.sample_set import InMemory, Sample
 from models.api import read_spec
 from models.images import seeing
-from options.preference.collation import JudgedCollation
 from tests.data.images import golden
 from tests.data.images.conftest import LoadSeen
 from tests.data.images.dialogues import TWO, A, C
@@ -207,22 +206,6 @@ def test_what_the_objective_needs_stays() -> None:
     ((_, (_, scale, _, own)), *_) = cut.tensors(cut.batch(0), 0)
     assert float(scale) == pytest.approx(4 / 7)
     assert torch.equal(own, torch.ones(1))
-
-
-def test_the_images_of_a_pairs_documents_come_in_their_order() -> None:
-    """An exchange of the two would be seen."""
-    one, other = sample("llava", 0), sample("llava", 1)
-    first = len(one["input_ids"])
-    moved = [image._replace(begin=image.begin + first) for image in other["images"]]
-    ids, labels = (one[key] + other[key] for key in ("input_ids", "labels"))
-    pair: Sample = {"input_ids": ids, "labels": labels, "first": first, "images": one["images"] + moved}
-    data = InMemory([pair])
-    seeing = SeeingCollation(JudgedCollation(data), PictureSettings(golden.folder("llava")), ("pixel_values",))
-    cut = Loader(data, 1, 1, 1, seed=0, collation=seeing)
-    (((_, positions, pixels), (*_, numbered, _, _)),) = cut.tensors(cut.batch(0), 0)
-    expected = [golden.pictures("llava").tensors(each["images"])["pixel_values"] for each in (one, other)]
-    assert torch.equal(pixels, torch.cat(expected)) and not torch.equal(pixels, torch.cat(expected[::-1]))
-    assert positions[0, first] == 0 and numbered[0, first - 1 : first + 1].tolist() == [0, 1]
 
 
 def test_an_image_that_was_changed_has_the_next_start_read_the_records_anew(
