@@ -141,7 +141,7 @@ def outcomes(
             chunk = None if run == PLAIN else case.chunk
             runs[run] = dims, slots, {"schedule": "weight_streaming", "row_chunk": chunk}
         if case.compared:
-            runs["1f1b"] = ((1, 1), None, {})
+            runs["1f1b"] = ((1, 1), None, BF16 if "bf16" in case.keys else {})  # which has no states in bf16
         for run, (dims, slots, keys) in runs.items():
             about = {"name": f"{name}-{run}", "slots": slots, "steps": STEPS}
             made = config(model, folder / "samples.json", dims, case.keys | keys)
