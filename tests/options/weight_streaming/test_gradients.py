@@ -136,7 +136,7 @@ def outcomes(
     for name in asked & CASES.keys():
         case = CASES[name]
         model = make_checkpoint(MODELS[case.model][0], **MODELS[case.model][1])
-        runs = {}
+        runs: dict[str, tuple[tuple[int, int], Any, dict[str, Any]]] = {}
         for run, (dims, slots) in case.runs.items():
             chunk = None if run == PLAIN else case.chunk
             runs[run] = dims, slots, {"schedule": "weight_streaming", "row_chunk": chunk}
