@@ -60,6 +60,7 @@ def by_transformers(model: Any, golden: Golden, sample: int) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "train", "targets"),
     [

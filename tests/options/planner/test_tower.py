@@ -128,6 +128,7 @@ def test_time_grows_with_the_images_of_a_micro_batch(llava: Golden, tmp_path: Pa
     assert {each.forward.tower for each in layer_times(seen(llava, tmp_path, Images()))} == {0.0}
 
 
+@pytest.mark.slow
 def test_blocks_move_off_the_stage_with_the_tower(golden: Golden, tmp_path: Path) -> None:
     blind, sees = (seen(golden, tmp_path, images) for images in (Images(), Images(64.0, 30.0, 1920)))
     before, after = best_parts(blind), best_parts(sees)

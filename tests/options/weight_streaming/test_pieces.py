@@ -69,7 +69,7 @@ def cpu_adam(weights: Any) -> torch.optim.Optimizer:
     return DeepSpeedCPUAdam(list(weights), lr=1e-2)
 
 
-@pytest.mark.parametrize("make", [adamw, cpu_adam])
+@pytest.mark.parametrize("make", [adamw, pytest.param(cpu_adam, marks=pytest.mark.slow)])  # which is compiled
 @pytest.mark.parametrize("saves", [False, True])
 def test_split_values_learn_the_bits_of_whole_ones(make: Callable[..., torch.optim.Optimizer], saves: bool) -> None:
     shared = Shared(torch.bfloat16)
