@@ -76,6 +76,7 @@ class Eyes(Sees):
         return pictures(self.config, self.inputs, [(high, max(1, round(tokens / high)))] * images, pixels)
 
     def axes_of(self, input_ids: Tensor, images: Mapping[str, Tensor]) -> Tensor:
+        """Compute the positions of one document [L] along three axes, [3, L], of the grids of its `images`."""
         if "eyes" not in self._kept:
             with torch.device("meta"):
                 self._kept["eyes"] = self._whole()

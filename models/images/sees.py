@@ -51,10 +51,6 @@ class Sees(ABC):
         """
 
     @abstractmethod
-    def axes_of(self, input_ids: Tensor, images: Mapping[str, Tensor]) -> Tensor:
-        """Compute the positions of one document [L] along three axes, [3, L], of the grids of its `images`."""
-
-    @abstractmethod
     def marks_of(self, parts: Iterable[Part], shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
         """Make what all blocks have to know of a micro-batch [B, S] with images: `axes` and `together` of `Documents`.
 

@@ -25,11 +25,13 @@ class TellImages(Callback):
     def on_start(self, run: Run) -> None:
         config, log = run.config, run.progress.log
         assert isinstance(config, VisionKeys)
-        if self._model.spec.family.sees is None or not self._model.dataset.has_images:
+        sets = filter(None, (self._model.dataset, self._model.held_out))
+        seen = next((each for each in sets if each.has_images), None)
+        if seen is None:
             if KEY in config.model_fields_set:
                 log.print(f"images: none in the records; {KEY} has no effect")
             return
-        tokens = self._model.dataset.image_tokens
+        tokens = seen.image_tokens
         seeing = int((tokens > 0).sum())
         share = f"in {counted(seeing, 'sample')} of {len(tokens):,}"
         trained = (ADAPTED if config.lora else TRAINED)[config.vision.train]

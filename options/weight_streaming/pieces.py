@@ -74,8 +74,9 @@ class Pieces:
             self.masters[name] = nn.Parameter(places[0].copy_(weight))
             self._rests[name] = torch.empty(len(weight), dtype=torch.int16)
         self._joined = True
+        self._names = {master: name for name, master in self.masters.items()}
 
-    def gradient(self, name: str, piece: slice) -> Tensor:
+    def gradient(self, name: str, piece: slice = slice(None)) -> Tensor:
         """Return a piece of the flattened gradient of a weight; of a tied one the sum over both ends."""
         sums = [self._model.sums[end].view(-1)[piece] for end in self._ends(name)]
         return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
@@ -83,10 +84,9 @@ class Pieces:
     def slices(self, optimizer: torch.optim.Optimizer) -> list[Slice]:
         """List the pieces with the optimizer's states, in its order, for a checkpoint; their values are whole."""
         self.join()
-        names = {master: name for name, master in self.masters.items()}
         found = []
         for master in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            name = names[master]
+            name = self._names[master]
             begin, state = self.ranges[name].start, optimizer.state[master]
             found.append(Slice(name, begin, master.numel(), master, 0, state, states_in=self._states_in(name)))
         return found
@@ -111,10 +111,10 @@ class Pieces:
     @torch.no_grad()
     def update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Update all pieces, of which `masters` have the gradients, and write the weights."""
-        names, groups = {master: name for name, master in self.masters.items()}, optimizer.param_groups
+        groups = optimizer.param_groups
         for group in groups:
             for master in (each for each in group["params"] if each.grad is not None):
-                name = names[master]
+                name = self._names[master]
                 if name in self._rests:
                     self._update_in_parts(optimizer, group, name, step)
                 else:

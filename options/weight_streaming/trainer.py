@@ -117,7 +117,9 @@ class HostEngine:
         """
         meet = self.turns.handover.meet
         for name in self.names:
-            self._squares[name].fill_(torch.linalg.vector_norm(self.gradient(name), dtype=torch.float64).square())
+            self._squares[name].fill_(
+                torch.linalg.vector_norm(self.pieces.gradient(name), dtype=torch.float64).square()
+            )
         meet()
 
         # The norm of the whole gradient: each process's squares, added up in one order everywhere.
@@ -127,7 +129,7 @@ class HostEngine:
         if norm.isfinite():
             masters = self.pieces.masters
             for name, master in masters.items():
-                master.grad = self.gradient(name, self.pieces.ranges[name]) if master.numel() else None
+                master.grad = self.pieces.gradient(name, self.pieces.ranges[name]) if master.numel() else None
             clip(self.optimizer, list(masters.values()), self._clipping, norm)
             self.pieces.update(self.optimizer, self.global_steps)
 
@@ -142,11 +144,7 @@ class HostEngine:
 
     def own_gradients(self) -> dict[str, Tensor]:
         """Return their gradients, for a proof."""
-        return {name: self.gradient(name).view_as(self.module.sums[name]) for name in self.names}
-
-    def gradient(self, name: str, piece: slice = slice(None)) -> Tensor:
-        """Return a piece of the flattened gradient of a weight; of a tied one the sum over both ends."""
-        return self.pieces.gradient(name, piece)
+        return {name: self.pieces.gradient(name).view_as(self.module.sums[name]) for name in self.names}
 
     def get_global_grad_norm(self) -> float:
         """Return the norm of the last step's gradient, before clipping."""
