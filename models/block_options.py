@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from models.layers import Block
+from models.layers import Block, Embedding
 from models.offload import Returns
 from models.spec import ModelSpec
 from models.weight_gradients import linear_layers
@@ -58,7 +58,7 @@ class BlockOptions:
     """Options of the blocks."""
 
     # Layers that keep only their input, one hidden state instead of some thirty, and are computed a second time in the
-    # backward pass: a third more arithmetic.
+    # backward pass: a third more arithmetic. Of the first layer, 0, it is the blocks of a tower.
     recompute: frozenset[int] = frozenset()
     offload: bool = False  # `models.offload`
     # torch.compile fuses the small operations between the matrix products. It compiles at the first steps, for seconds
@@ -67,9 +67,12 @@ class BlockOptions:
     compile: bool = False
     fp8: bool = False
 
-    def apply(self, number: int, block: Block, returns: Returns) -> None:
+    def apply(self, number: int, block: nn.Module, returns: Returns) -> None:
         """Prepare layer `number`; the layers of a chunk share `returns`."""
-        block.recompute = number in self.recompute
+        if isinstance(block, (Embedding, Block)):
+            block.recompute = number in self.recompute
+        if not isinstance(block, Block):
+            return
         block.offload = returns if self.offload else None
         if self.fp8:
             to_fp8(block.block)

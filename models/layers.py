@@ -34,6 +34,8 @@ Activations = tuple[Tensor, ...]
 class Embedding(nn.Module):
     """Layer 0: token ids [B, S] -> hidden states [B, S, H], with learned positions where the family has them."""
 
+    recompute = False  # blocks of a part that sees images, in the backward pass
+
     def __init__(self, family: Family, config: PreTrainedConfig, positions: Positions | None = None) -> None:
         super().__init__()
         padding = config.pad_token_id if family.pads_words else None

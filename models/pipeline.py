@@ -137,10 +137,10 @@ class PipelineModel(SharedWeights):
         for number, layer in self.named_children():
             if spec.trained.lora:
                 save_trained_only(layer)
-            if isinstance(layer, Block):
-                blocks.apply(int(number), layer, returns[chunks[int(number)]])
-            elif isinstance(layer, Head):
+            if isinstance(layer, Head):
                 layer.project_in_loss = True
+            else:
+                blocks.apply(int(number), layer, returns[chunks[int(number)]])
 
     def loss(self, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
         """Compute the loss of a micro-batch; DeepSpeed calls it on the last stage."""

@@ -58,9 +58,8 @@ class ShardedModel(nn.ModuleList):
             layer = build_layer(spec, number, states, positions, dtype, device, shared=shared)
             if spec.trained.lora:
                 save_trained_only(layer)
-            if isinstance(layer, Block):
-                blocks.apply(number, layer, returns)
-            elif isinstance(layer, Head) and spec.tied:
+            blocks.apply(number, layer, returns)
+            if isinstance(layer, Head) and spec.tied:
                 tie_weights(self[0], layer)
             if shards is not None:
                 self._shard(layer, shards)

@@ -30,7 +30,7 @@ from models.checkpoint.layout import ADAPTER, resolve
 from models.checkpoint.source import HuggingFaceSource, PipelineSource, first_few, open_source
 from models.config_json import QUANTIZATION, model_fields, read_json
 from models.errors import CheckpointError
-from models.family import HEAD_WEIGHT
+from models.family import EYES, HEAD_WEIGHT
 from models.images.layer_files import eyes_in_layers
 from models.loading import LayerStates, NewScores, SeededStates
 from models.quantized_base import FP8, NF4, PACKAGE
@@ -249,6 +249,9 @@ def _check_start(start: Path, spec: ModelSpec) -> None:
     for layer in range(spec.n_layers):
         differ |= {*spec.trained_names(layer)} ^ {*other.trained_names(layer)}
     differ -= {HEAD_WEIGHT} if spec.labels else set()  # which a language model's adapter has none of
+    if seen := sorted(name for name in differ if name.startswith(f"{EYES}.")):
+        what = f"the adapter in {start} (lora.start_from) adapts other parts of the tower of images: {seen[0]}"
+        raise ConfigError(f"lora.targets: {what}; expected the targets, and vision.train, that it was trained with")
     adapted, own, given = set(filter(is_factor, differ)), spec.trained.lora, other.trained.lora
     equal = {key: getattr(own, key) == getattr(given, key) for key in ("r", "alpha", "rslora")}
     equal |= {"targets": not adapted, "modules_to_save": adapted == differ}

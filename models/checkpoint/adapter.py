@@ -20,6 +20,7 @@ from models.checkpoint.adapter_settings import SAW, read_settings
 from models.checkpoint.digest import DIGEST, eyes_digest, model_digest
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, layer_file
+from models.checkpoint.peft_names import PEFT_PREFIX, PEFT_WEIGHTS, from_peft, peft_name
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
 from models.config_json import read_json
@@ -29,8 +30,8 @@ from models.quantized_base import Fp8
 from models.scores import LABELS, SCORE, labels_of
 from models.spec import ModelSpec
 
-PEFT_WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-PEFT_PREFIX = "base_model.model."
+PICKLED = "adapter_model.bin"
+EXPECTED = "those of its target_modules, target_parameters and modules_to_save"
 
 
 def is_peft(folder: Path) -> bool:
@@ -74,25 +75,29 @@ class PeftFolder:
         if not self._path.is_file():
             raise CheckpointError(f"{self._path}: not found; expected a folder with an adapter as peft saves it")
         self._file = SafetensorsFile(self._path)
-        self._spec = spec
+        self._spec, sees = spec, spec.family.sees
+        self._named = sees.whole.named if sees and sees.whole.are_in(list(self._file)) else peft_name
         known: set[str] = set()
         for layer in range(spec.n_layers):
-            known.update(peft_name(spec, layer, name) for name in spec.trained_names(layer))
-        _check_known(self._path, set(self._file), known)
+            known.update(self._named(spec, layer, name) for name in spec.trained_names(layer))
+        expected = EXPECTED
+        if spec.is_part and not sees:  # names of the whole model mean nothing to its decoder
+            expected += "; an adapter of a whole model of images and text is for records with images"
+        _check_known(self._path, set(self._file), known, expected)
         self._check_tied()
 
     def read(self, layer: int, names: list[str]) -> dict[str, Tensor]:
         shapes = self._spec.shapes(layer)
         state = {}
         for name in names:
-            tensor = _found(self._file, peft_name(self._spec, layer, name), f"{self._path}")
+            tensor = _found(self._file, self._named(self._spec, layer, name), f"{self._path}")
             state[name] = from_peft(name, tensor, shapes[name])
         return state
 
     def _check_tied(self) -> None:
         """Refuse the ends of a tied model, one weight here, of which the file has one or two."""
         places = (0, EMBEDDING_WEIGHT), (self._spec.n_layers - 1, HEAD_WEIGHT)
-        ends = [peft_name(self._spec, *place) for place in places]
+        ends = [self._named(self._spec, *place) for place in places]
         here = [self._file.read(name) for name in ends if name in self._file]
         if self._spec.tied and here and not (len(here) == len(ends) and torch.equal(*here)):
             expected = f"{' and '.join(ends)}, with equal numbers"
@@ -257,43 +262,9 @@ def check_eyes(adapter: Path, base: PipelineSource | HuggingFaceSource, notes: P
         raise CheckpointError(f"{base.folder}: {what}; expected the weights of its own base")
 
 
-def peft_name(spec: ModelSpec, layer: int, name: str) -> str:
-    """Name a trained weight as peft does."""
-    owner, _, leaf = name.rpartition(".")
-    if not is_factor(name):
-        paths = spec.paths(layer, name)
-        return f"{PEFT_PREFIX}{paths[0] if layer == 0 else paths[-1]}"  # each end of a tied model by its own name
-    factor = leaf[-6:]  # of `gate_up_proj_lora_A`, or all of a linear layer's `lora_A`
-    if leaf == factor:
-        return f"{PEFT_PREFIX}{spec.path(layer, owner)}.{factor}.weight"
-    # peft wraps the module once for each weight, in their order; the last one is the outermost.
-    same = [each for each in spec.shapes(layer) if each.startswith(f"{owner}.") and each.endswith(factor)]
-    inside = len(same) - 1 - same.index(name)
-    return f"{PEFT_PREFIX}{spec.path(layer, owner)}{'.base_layer' * inside}.{factor}.weight"
-
-
-def to_peft(name: str, tensor: Tensor) -> Tensor:
-    """Give a trained weight the shape that it has in peft, which joins the factors of all experts."""
-    if not (is_factor(name) and tensor.dim() == 3):
-        return tensor
-    joined = tensor.flatten(0, 1) if name.endswith("A") else tensor.permute(1, 2, 0).flatten(1)
-    return joined.contiguous()
-
-
-def from_peft(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Give a tensor of peft's the shape that the weight has here; as it is, where it cannot have it."""
-    if not (is_factor(name) and len(shape) == 3) or tensor.numel() != shape.numel():
-        return tensor
-    experts, rows, columns = shape
-    return (
-        tensor.view(shape) if name.endswith("A") else tensor.view(rows, columns, experts).permute(2, 0, 1).contiguous()
-    )
-
-
-def _check_known(path: Path, found: set[str], known: set[str]) -> None:
+def _check_known(path: Path, found: set[str], known: set[str], expected: str = EXPECTED) -> None:
     if other := sorted(found - known):
-        expected = "its target_modules, target_parameters and modules_to_save"
-        raise CheckpointError(f"{path}: {other[0]}: not a weight that {ADAPTER} names; expected those of {expected}")
+        raise CheckpointError(f"{path}: {other[0]}: not a weight that {ADAPTER} names; expected {expected}")
 
 
 def _found(file: MappedFile | SafetensorsFile, name: str, where: str) -> Tensor:

@@ -6,6 +6,7 @@ plain LoRA.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from models.adapters import ALL_LINEAR, Lora, Trained, ends_with, is_factor
 from models.checkpoint.digest import DIGEST
 from models.checkpoint.layout import ADAPTER
+from models.checkpoint.peft_names import PEFT_WEIGHTS
+from models.checkpoint.tensor_files import SafetensorsFile
 from models.config_json import read_json
 from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT
@@ -29,6 +32,7 @@ ANY |= {"ensure_weight_tying", "base_checksum", DIGEST}  # compared with the wei
 SAW = "saw_images"  # in the checkpoint of a run with images, a digest of its tower: peft then loads the whole model
 ANY |= {SAW}
 ANY |= {"fan_in_fan_out"}  # peft looks at the layer itself
+WHERE = {"exclude_modules", "layers_to_transform", "layers_pattern"}  # which modules are adapted
 
 
 class AdapterSettings(BaseModel):
@@ -62,15 +66,18 @@ class AdapterSettings(BaseModel):
         return Lora(*own, targets, experts, whole, beside=tuple(self.adapted_beside))
 
 
-def read_settings(folder: Path) -> AdapterSettings:
+def read_settings(folder: Path, known: Set[str] = frozenset()) -> AdapterSettings:
     """Read an adapter's settings.
+
+    Args:
+        known: settings that are seen in its weights, and not read here.
 
     Raises:
         CheckpointError: no such file, or an adapter of a kind that Pipetune does not train.
     """
     path = folder / ADAPTER
     raw = {name: value for name, value in read_json(path).items() if value is not None}
-    for name in sorted(raw.keys() - AdapterSettings.model_fields.keys() - ANY):
+    for name in sorted(raw.keys() - AdapterSettings.model_fields.keys() - ANY - known):
         if raw[name] is not False and raw[name] not in ({}, [], ""):
             raise CheckpointError(f"{path}: {name}: {raw[name]}, but Pipetune trains plain LoRA; expected no {name}")
     try:
@@ -84,8 +91,15 @@ def read_settings(folder: Path) -> AdapterSettings:
 
 def with_adapter(base: ModelSpec, folder: Path) -> ModelSpec:
     """Get a model with the adapters in a folder; CheckpointError where they are not such as its layers can have."""
-    spec = base.training(Trained(read_settings(folder).lora))
+    file, sees = folder / PEFT_WEIGHTS, base.family.sees
+    names = set(SafetensorsFile(file)) if sees and file.is_file() else set[str]()
+    of_whole = sees is not None and sees.whole.are_in(names)
+    settings = read_settings(folder, WHERE if of_whole else frozenset())
     try:
+        lora = settings.lora
+        if sees and of_whole:
+            lora = sees.whole.lora(base, lora, settings.target_parameters, names)
+        spec = base.training(Trained(lora))
         for layer in range(spec.n_layers):
             spec.shapes(layer)
     except CheckpointError as error:

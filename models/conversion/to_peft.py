@@ -15,16 +15,17 @@ from transformers import AutoModelForCausalLM
 
 from models.adapters import is_factor
 from models.api import adapted_spec, read_spec
-from models.checkpoint.adapter import PEFT_PREFIX, PEFT_WEIGHTS, LayerFiles, peft_name, to_peft
+from models.checkpoint.adapter import LayerFiles
 from models.checkpoint.adapter_settings import SAW, adapted_paths, peft_config, trained_in_full
 from models.checkpoint.digest import DIGEST
 from models.checkpoint.layout import ADAPTER, Manifest, side_files
+from models.checkpoint.peft_names import PEFT_PREFIX, PEFT_WEIGHTS, WholeNames, peft_name, to_peft
 from models.checkpoint.side_files import copy_files
 from models.config_json import read_json, write_json
 from models.conversion.check_adapter import MERGE, dense_beside_experts
 from models.errors import CheckpointError
 from models.family import EYES
-from models.images.names import decoder_of, eyes_in_memory
+from models.images.eyes import whole_names
 from models.images.small import whole_config
 from models.scores import LABELS
 from models.spec import ModelSpec
@@ -50,17 +51,14 @@ def write_adapter(folder: Path, target: Path) -> None:
     _check_modules(folder, spec)
 
     settings = read_json(folder / ADAPTER)
-    config = whole_config(spec.raw) if settings.get(SAW) else None
-    whole = decoder_of(config) if config else ""
+    whole = whole_names(whole_config(spec.raw)) if settings.get(SAW) else None
+    named = whole.named if whole else peft_name
     factors, saved, of_eyes = LayerFiles(folder), dict[str, Tensor](), list[str]()
     for layer in range(spec.n_layers):
         for name, tensor in factors.read(layer, spec.trained_names(layer)).items():
-            if config and name.startswith(f"{EYES}."):
-                path = eyes_in_memory(config, name) + (".weight" if is_factor(name) else "")
-                of_eyes.append(path)
-            else:
-                path = _in_whole(spec, whole, peft_name(spec, layer, name).removeprefix(PEFT_PREFIX))
-            saved[PEFT_PREFIX + path] = to_peft(name, tensor).clone()
+            path = named(spec, layer, name)
+            of_eyes += [path.removeprefix(PEFT_PREFIX)] if name.startswith(f"{EYES}.") else []
+            saved[path] = to_peft(name, tensor).clone()
 
     notes = {"format": "pt"} | {name: settings[name] for name in [DIGEST] if name in settings}
     if plain.labels:
@@ -76,24 +74,14 @@ def write_adapter(folder: Path, target: Path) -> None:
         print(what, file=sys.stderr, flush=True)
 
 
-def _in_whole(spec: ModelSpec, whole: str, path: str) -> str:
-    """Name a part of the decoder as in the model of images and text.
-
-    Args:
-        whole: how names of the decoder begin there; empty for a run without images, whose names stay.
-    """
-    begin = spec.family.prefix
-    return whole + path.removeprefix(begin) if whole and path.startswith(begin) else path
-
-
-def _targets_in_whole(spec: ModelSpec, whole: str, of_eyes: list[str]) -> dict[str, Any]:
+def _targets_in_whole(spec: ModelSpec, whole: WholeNames, of_eyes: list[str]) -> dict[str, Any]:
     """Name what is trained in the whole model in full: its tower has modules of the same last names.
 
     Args:
         of_eyes: the weights of the tower and its projector that are trained.
     """
-    modules, weights = (list(map(partial(_in_whole, spec, whole), paths)) for paths in adapted_paths(spec))
-    saved = list(map(partial(_in_whole, spec, whole), trained_in_full(spec)))
+    modules, weights = (list(map(partial(whole.of, spec), paths)) for paths in adapted_paths(spec))
+    saved = list(map(partial(whole.of, spec), trained_in_full(spec)))
     factors = [path.removesuffix(".weight") for path in of_eyes]
     modules += [path.rpartition(".")[0] for path in factors if path.endswith("lora_A")]
     saved += dict.fromkeys(path.rpartition(".")[0] for path in of_eyes if not is_factor(path.removesuffix(".weight")))

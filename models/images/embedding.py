@@ -2,16 +2,19 @@
 
 It takes `(input_ids [B, S], position_ids [B, S], *images)`, the tensors of `Sees.inputs` of all images of the
 micro-batch, in the order of rows and places; none where there are no images. A tower that is not trained runs in
-evaluation mode, and autograd keeps nothing of it.
+evaluation mode, and autograd keeps nothing of it. The blocks of one that is recompute as transformers has them do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models.attention.positions import Deep, Positions
 from models.family import Family
@@ -28,6 +31,9 @@ class SeeingEmbedding(Embedding):
         self.sees = family.sees
         self.words = config.vocab_size
         self.eyes: Any = family.sees.build()
+        self._blocks = [each for each in self.eyes.modules() if isinstance(each, GradientCheckpointingLayer)]
+        for block in self._blocks:
+            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def embedded(self, input_ids: Tensor, position_ids: Tensor, *images: Tensor) -> Tensor:
         at_image = input_ids == self.sees.image_token
@@ -54,10 +60,15 @@ class SeeingEmbedding(Embedding):
 
     def features(self, images: Sequence[Tensor]) -> list[Tensor]:
         """Compute what images are at the places of their tokens, [T, H], and what is added behind the first blocks."""
+        for block in self._blocks:
+            block.gradient_checkpointing = self.recompute
         dtype = next(self.eyes.parameters()).dtype
         # A pipeline asks for gradients of all inputs that are not integers.
         given = [each.detach().to(dtype) if each.is_floating_point() else each for each in images]
-        found = self.eyes.get_image_features(**dict(zip(self.sees.inputs, given, strict=True)), return_dict=True)
+        compute: Callable[..., Any] = self.eyes.get_image_features
+        if self.recompute and self.training and not self._blocks:  # a tower that transformers recomputes as a whole
+            compute = partial(checkpoint, compute, use_reentrant=False)
+        found = compute(**dict(zip(self.sees.inputs, given, strict=True)), return_dict=True)
         deep = found.deepstack_features if self.sees.deep else ()
         return [flat_features(each) for each in (found.pooler_output, *deep)]
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
 from models.attention.packed import Documents
+from models.checkpoint.peft_names import WholeNames
 from models.derived.derive import FEW_WORDS, compute_buffers
 from models.family import Rule
 from models.images.sees import Part, Sees
@@ -30,6 +31,14 @@ TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
 def whole_class(config: PreTrainedConfig) -> Any:
     """Get transformers' class of a model of images and text."""
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+
+
+def whole_names(config: PreTrainedConfig) -> WholeNames:
+    """Find how names begin in transformers' whole model."""
+    with torch.device("meta"):
+        whole = whole_class(config)(without_blocks(config))
+    decoder = next(name for name, module in whole.named_modules() if module is whole.get_decoder())
+    return WholeNames(f"{decoder}.", f"{whole.base_model_prefix}.")
 
 
 def without_blocks(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -58,6 +67,13 @@ class Eyes(Sees):
     rules: tuple[Rule, ...] = field(repr=False)
     config: PreTrainedConfig = field(repr=False, compare=False)
     _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def whole(self) -> WholeNames:
+        if "names" not in self._kept:
+            self._kept["names"] = whole_names(self.config)
+        names: WholeNames = self._kept["names"]
+        return names
 
     def build(self) -> Any:
         """Build transformers' base model without its language model, on torch's default device."""

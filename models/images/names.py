@@ -49,18 +49,6 @@ def rules_of(config: PreTrainedConfig, parts: Iterable[str]) -> tuple[Rule, ...]
     return tuple(rules)
 
 
-def decoder_of(config: PreTrainedConfig) -> str:
-    """Find how names of the decoder begin in transformers' whole model, with a dot at the end."""
-    with torch.device("meta"):
-        whole = whole_class(config)(without_blocks(config))
-    return next(f"{name}." for name, module in whole.named_modules() if module is whole.get_decoder())
-
-
-def eyes_in_memory(config: PreTrainedConfig, name: str) -> str:
-    """Find the name in transformers' whole model of what has a name of the eyes in the first layer."""
-    return f"{whole_class(config).base_model_prefix}{name.removeprefix(EYES)}"
-
-
 def written_names(config: PreTrainedConfig) -> list[str]:
     """Name the tensors that transformers writes of a whole model that it did not read, a tied weight once."""
     with torch.device("meta"):

@@ -12,6 +12,7 @@ from torch import Tensor
 from models.attention.packed import Documents
 
 if TYPE_CHECKING:
+    from models.checkpoint.peft_names import WholeNames
     from models.family import Family
 
 # A document: its row in a micro-batch, where it begins there, its ids [L], and what gives its images' shapes, by name.
@@ -37,6 +38,11 @@ class Sees(ABC):
     both_ways: bool
     deep: int
     blind: Family = field(repr=False, compare=False)
+
+    @property
+    @abstractmethod
+    def whole(self) -> WholeNames:
+        """How names begin in transformers' whole model."""
 
     @abstractmethod
     def build(self) -> Any:

@@ -32,7 +32,7 @@ from options.planner.communication import PER_HOST, Fabric
 from options.planner.drawing import draw_plan, place_of_picture
 from options.planner.inputs import Basis, Workload
 from options.planner.micro_batch import ROWS, choose_rows
-from options.planner.own_plan import SelfPlannedOption, own_planner, self_planned
+from options.planner.own_plan import SelfPlannedOption, own_planner, planners_for
 from options.planner.plan import Plan
 from options.planner.progress import searching
 from options.planner.search import Feed, advise, feed_of, other_ways, search
@@ -88,11 +88,12 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     if not arguments.search:
         check_sharing(config, spec)
     if not shape:
-        check_start(config, spec)
         _check_other_models(config, spec, folder, log)
 
     assumed = spec, Workload.assumed(config), Workload.assumed
     spec, workload, feed = assumed if shape else _feed(config, spec, folder, log)
+    if not shape:
+        check_start(config, spec)  # with eyes, whose adapters it may have
     for key, choose in () if arguments.search else ((ROWS, choose_rows), (KEY, choose_chunk)):
         if getattr(config, key, None) == "auto":
             chosen, line = choose(config, spec, device, feed, in_stages)
@@ -135,7 +136,7 @@ def _show(basis: Basis, processes: int, feed: Feed | None, main_memory: int | No
         sys.exit(0 if _show_own(own, basis, basis.config.model_topo.stages, main_memory, log) else DOES_NOT_FIT)
     if feed:
         best = search(basis, processes, feed)
-        for option in self_planned(basis.config):
+        for option in planners_for(basis.config, basis.spec):
             _show_own(option, basis, processes, main_memory, log, drawn=not best)
         if not best:
             log.print("search: no pipeline fits, whatever the dims and the micro-batch")

@@ -226,8 +226,16 @@ class Basis:
         return found
 
     @cached_property
+    def computed_again(self) -> frozenset[int]:
+        """Layers that recompute: blocks, and the first one in its tower of images."""
+        if self.recompute is not None:
+            return self.recompute
+        return self.config.recomputed(self.spec.n_blocks, self.once(ModelSpec.trains_eyes))
+
+    @cached_property
     def recomputed(self) -> frozenset[int]:
-        return self.config.recomputed(self.spec.n_blocks) if self.recompute is None else self.recompute
+        """Blocks that recompute."""
+        return self.computed_again - {0}
 
     @property
     def in_fp8(self) -> bool:

@@ -254,8 +254,9 @@ class MemoryModel:
         return memory is None or self.rank(rank, ranges).peak <= memory
 
     def fewest_recomputed(self, rank: int, ranges: Sequence[LayerRange]) -> frozenset[int]:
-        """Return the fewest blocks, the first ones, that a rank recomputes so that these layers fit."""
-        blocks = [layer for layer in layers_of(ranges) if 0 < layer <= self._spec.n_blocks]
+        """Return the fewest blocks, a tower's and the first ones, that a rank recomputes so that these layers fit."""
+        every = replace(self._basis, recompute=None).computed_again
+        blocks = [layer for layer in layers_of(ranges) if layer in every]
 
         def fits(count: int) -> bool:
             return MemoryModel(replace(self._basis, recompute=frozenset(blocks[:count]))).fits(rank, ranges)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from training.config.keys import TrainConfig
+from training.errors import ConfigError
 from training.option import Keys, Option
 
 if TYPE_CHECKING:
+    from models.spec import ModelSpec
     from options.planner.inputs import Basis
     from training.topology import Division
 
@@ -60,6 +62,19 @@ class SelfPlannedOption(Option[Keys]):
 def self_planned(config: TrainConfig) -> list[SelfPlannedOption[Any]]:
     """List the options of a config that plan themselves."""
     return [option for option in config.options if isinstance(option, SelfPlannedOption)]
+
+
+def planners_for(config: TrainConfig, spec: ModelSpec) -> list[SelfPlannedOption[Any]]:
+    """List those of them that train such a model: one that sees images may need whole stages."""
+
+    def trains(option: SelfPlannedOption[Any]) -> bool:
+        try:
+            config.model_copy(update={"schedule": option.schedule}).check_model(spec)
+        except ConfigError:
+            return False
+        return True
+
+    return list(filter(trains, self_planned(config)))
 
 
 def own_planner(config: TrainConfig) -> SelfPlannedOption[Any] | None:

@@ -145,10 +145,11 @@ def choose(
         report.append(f"parts: auto, {reason}")
         basis = replace(basis, config=config.with_parts(parts))
     plan = Plan.make(basis)
-    recompute = plan.basis.recomputed
+    recompute = plan.basis.computed_again
     if config.use_grad_ckpt == "auto":
-        counts = ", ".join(str(len(recompute.intersection(stage.layers))) for stage in plan.stages)
-        blocks = f"{counts} blocks of the stages recompute" if recompute else "no block recomputes"
+        counts = ", ".join(str(len(plan.basis.recomputed.intersection(stage.layers))) for stage in plan.stages)
+        tower = " and those of the tower" if 0 in recompute else ""
+        blocks = f"{counts} blocks of the stages{tower} recompute" if recompute else "no block recomputes"
         report.append(f"gradient checkpointing: auto, {blocks}")
     return Division(config.topology(plan.parts), recompute, tuple(report))
 

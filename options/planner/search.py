@@ -20,10 +20,12 @@ from typing import Any, Literal
 
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
+from options.images.keys import VisionKeys
+from options.images.model import training_tower
 from options.planner.costs import layer_times
 from options.planner.inputs import Basis, Workload
 from options.planner.memory import StateBytes
-from options.planner.own_plan import OwnPlan, own_planner, self_planned
+from options.planner.own_plan import OwnPlan, own_planner, planners_for
 from options.planner.plan import Plan, fitting_parts
 from options.planner.progress import each_of
 from options.planner.row_chunks import advised, can_chunk, chunk_of, fits_chunks, sizes_of
@@ -254,7 +256,7 @@ def other_ways(basis: Basis) -> list[Advice]:
     """List other ways to train the model, each alone: a schedule that plans itself, and adapters."""
     config = basis.config
     found = []
-    for option in self_planned(config):
+    for option in planners_for(config, basis.spec):
         plan = option.fastest(basis, config.model_topo.processes) if option is not own_planner(config) else None
         if plan:
             found.append(Advice(f"schedule: {option.schedule}", plan, None))
@@ -262,10 +264,18 @@ def other_ways(basis: Basis) -> list[Advice]:
         for lora in (LoraSection(), LoraSection(base="nf4")):
             adapted = config.model_copy(update={"lora": lora})
             # Other weights are trained, so nothing that is known of these layers holds.
-            changed = replace(basis.changed(lora=lora), spec=with_trained(basis.spec, adapted), known={})
+            changed = replace(basis.changed(lora=lora), spec=_adapted(basis.spec, adapted), known={})
             written = "{base: nf4}" if lora.base else "true"
             found.append(Advice(f"lora: {written}, which trains adapters", Plan.make(changed), None))
     return [each for each in found if each.alone.peak < Plan.make(basis).peak]
+
+
+def _adapted(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
+    """Train adapters in place of the weights, in as much of a tower of images as the config trains."""
+    adapted = with_trained(spec, config)
+    if isinstance(config, VisionKeys) and spec.family.sees:
+        return training_tower(adapted, config.vision.train)
+    return adapted
 
 
 def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:

@@ -101,7 +101,7 @@ def _calibrate(
         layers[str(kind)] = (forward / planned.forward.total, back)
     if whole.family.sees and workload.images.number and 0 in kinds:
         image = Images(1.0, workload.images.tokens)
-        seen = Basis(plain, whole, replace(workload, images=image), this_device())
+        seen = Basis(plain, whole, replace(workload, images=image), this_device(), recompute=frozenset())
         measured = time_tower(config, whole, round(image.tokens), device, rounds)
         planned_passes = [each.total for each in tower_passes(seen, this_device())]
         ratios = [took / most if most else 1.0 for took, most in zip(measured, planned_passes, strict=True)]

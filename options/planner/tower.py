@@ -34,6 +34,7 @@ from training.config.deepspeed_config import training_dtype
 TOGETHER = "planned_flash_tower"  # transformers hands on where images and windows begin to what is named flash
 MOST = 8  # images that are counted; of more, each takes as much
 LARGE = 2**20  # numbers of a mask that is made of nothing, from which on it is fake, too
+Calls = dict[tuple[int, int], int]  # by queries and keys of a call of attention, how many calls it stands for
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class TowerCase:
     images: int
     tokens: int  # of each
     dtype: torch.dtype
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def tower_memory(basis: Basis) -> TowerMemory:
 
 
 def _case(basis: Basis, images: float) -> TowerCase:
-    return TowerCase(min(MOST, ceil(images)), round(basis.share.images.tokens), training_dtype(basis.config))
+    tokens, dtype = round(basis.share.images.tokens), training_dtype(basis.config)
+    return TowerCase(min(MOST, ceil(images)), tokens, dtype, 0 in basis.computed_again)
 
 
 def work_of(spec: ModelSpec, case: TowerCase) -> TowerWork:
@@ -95,9 +98,7 @@ def work_of(spec: ModelSpec, case: TowerCase) -> TowerWork:
             features = run()
         with OperationRecorder() as backward:
             go_back(features)
-    passes = tuple(forward.noted), tuple(backward.noted)
-    if calls:
-        passes = tuple(_apart(passes[0], calls)), tuple(_apart(passes[1], calls[::-1]))
+    passes = (tuple(_apart(each.noted, calls)) for each in (forward, backward))
     return TowerWork(LayerWork(*passes), len(features[0]))
 
 
@@ -117,16 +118,17 @@ def go_back(features: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def _fake_tower(spec: ModelSpec, case: TowerCase) -> Iterator[tuple[Callable[[], list[Tensor]], int, list[int]]]:
-    """Make a tower that runs inside the `with` block; give its forward pass, the bytes of its pixels, and a list.
+def _fake_tower(spec: ModelSpec, case: TowerCase) -> Iterator[tuple[Callable[[], list[Tensor]], int, Calls]]:
+    """Make a tower that runs inside the `with` block; give its forward pass, the bytes of its pixels, and its calls.
 
-    The list is filled with how many calls of attention each one stands for, in order.
+    How many calls of attention each one stands for is known once it has run.
     """
     sees = spec.family.sees
     assert sees is not None
     with torch.device("meta"):
         module = spec.build(0).to(case.dtype).train()
     assert isinstance(module, SeeingEmbedding)
+    module.recompute = case.recompute
 
     # Only what has a fake factor is fake, so that sizes may be asked for their numbers.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -141,7 +143,7 @@ def _fake_tower(spec: ModelSpec, case: TowerCase) -> Iterator[tuple[Callable[[],
     for weight in module.parameters():
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(_forget)
-    calls: list[int] = []
+    calls: Calls = {}
     if GRIDS in sees.inputs:
         ALL_ATTENTION_FUNCTIONS.register(TOGETHER, partial(_together, calls))
         for part in module.eyes.modules():
@@ -156,7 +158,7 @@ def _forget(weight: Tensor) -> None:
 
 
 def _together(
-    calls: list[int],
+    calls: Calls,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -170,16 +172,15 @@ def _together(
         lengths = cu_seq_lens_q.diff().double()
         seen = round(float(lengths.square().sum() / lengths.sum()))
         key, value = key[:, :, :seen], value[:, :, :seen]
-        calls.append(len(lengths))
+        calls[query.shape[2], seen] = len(lengths)
     output = F.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2).contiguous()
     return output if cu_seq_lens_q is None else output.clone(), None  # what several calls give is joined
 
 
-def _apart(operations: Sequence[Operation], calls: Sequence[int]) -> Iterator[Operation]:
+def _apart(operations: Sequence[Operation], calls: Calls) -> Iterator[Operation]:
     """Yield operations, one of attention for each call that it stands for."""
-    left = iter(calls)
     for each in operations:
-        times = next(left, 1) if each.kind == "attention" else 1
+        times = calls.get(each.shape[1:], 1) if each.kind == "attention" else 1
         reads = {storage: size // times for storage, size in each.reads.items()}
         writes = {storage: size // times for storage, size in each.writes.items()}
         yield from times * [replace(each, reads=reads, writes=writes, flops=each.flops / times)]

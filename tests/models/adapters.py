@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.adapters import Lora, Trained, is_factor
-from models.checkpoint.adapter import PEFT_WEIGHTS, AdaptedStates, PeftFolder, peft_name, to_peft
+from models.checkpoint.adapter import AdaptedStates, PeftFolder
 from models.checkpoint.adapter_settings import peft_config
 from models.checkpoint.digest import DIGEST
 from models.checkpoint.layout import ADAPTER, layer_file
+from models.checkpoint.peft_names import PEFT_WEIGHTS, peft_name, to_peft
 from models.checkpoint.source import open_source
 from models.conversion.to_pipeline import hg_to_pp
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT

@@ -20,16 +20,11 @@ from models import load_model
 from models.adapters import Lora, Trained, fresh_factors
 from models.api import read_spec
 from models.causal_lm import CausalLM
-from models.checkpoint.adapter import (
-    PEFT_WEIGHTS,
-    AdaptedStates,
-    LayerFiles,
-    peft_name,
-    to_peft,
-)
+from models.checkpoint.adapter import AdaptedStates, LayerFiles
 from models.checkpoint.adapter_settings import read_settings
 from models.checkpoint.digest import DIGEST, model_digest
 from models.checkpoint.layout import ADAPTER, layer_file
+from models.checkpoint.peft_names import PEFT_WEIGHTS, peft_name, to_peft
 from models.checkpoint.source import open_source
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from models.adapters import Lora, Trained
 from models.api import read_spec
 from models.causal_lm import CausalLM
-from models.checkpoint.adapter import AdaptedStates, PeftFolder, peft_name, to_peft
+from models.checkpoint.adapter import AdaptedStates, PeftFolder
+from models.checkpoint.peft_names import peft_name, to_peft
 from models.checkpoint.source import open_source
 from models.quantized_base import BYTES
 from tests.closeness import assert_near

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification
 
 from models import load_model
 from models.api import read_spec
-from models.checkpoint.adapter import peft_name, to_peft
+from models.checkpoint.peft_names import peft_name, to_peft
 from models.errors import CheckpointError
 from tests.closeness import assert_near
 from tests.conftest import TINY, save_tokenizer

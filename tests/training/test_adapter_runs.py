@@ -21,7 +21,7 @@ from common.terminal import safe_line
 from models import load_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
-from models.checkpoint.adapter import PEFT_WEIGHTS
+from models.checkpoint.peft_names import PEFT_WEIGHTS
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.errors import CheckpointError
 from tests.closeness import assert_near

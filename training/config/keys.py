@@ -58,8 +58,8 @@ class TrainConfig(RunKeys):
 
     use_grad_ckpt: Annotated[bool | Literal["auto"] | EveryNth, expected("true, false, auto or {every: n}")] = False
     """Recompute activations in the backward pass: less memory for about a third more arithmetic. `true`: in all
-    blocks; `{every: 2}`: in every second one; `auto`: in as many as the planner finds the GPU's memory to need (on
-    a CPU none); the log shows how many in each stage."""
+    blocks, those of a trained tower of images too; `{every: 2}`: in every second one of the language model; `auto`: in
+    as many as the planner finds the GPU's memory to need (on a CPU none); the log shows how many in each stage."""
 
     offload_activations: bool = False
     """Keep what the backward pass needs in host memory: with `use_grad_ckpt` the inputs of blocks, else their
@@ -286,12 +286,18 @@ class TrainConfig(RunKeys):
                     f"trackers: the package {name} is not installed; expected pip install {name}, or no {name} there"
                 )
 
-    def recomputed(self, n_blocks: int) -> frozenset[int]:
-        """List the blocks that recompute; with `auto` all that may have to."""
+    def recomputed(self, n_blocks: int, tower: bool = False) -> frozenset[int]:
+        """List the blocks that recompute, numbers from 1; with `auto` all that may have to.
+
+        Args:
+            tower: whether the first layer, 0, has blocks of its own that may have to.
+        """
         if not self.use_grad_ckpt:
             return frozenset()
-        step = self.use_grad_ckpt["every"] if isinstance(self.use_grad_ckpt, dict) else 1
-        return frozenset(range(step, n_blocks + 1, step))
+        if isinstance(self.use_grad_ckpt, dict):
+            step = self.use_grad_ckpt["every"]
+            return frozenset(range(step, n_blocks + 1, step))
+        return frozenset(range(0 if tower else 1, n_blocks + 1))
 
     def parts_for(self, n_layers: int) -> list[int] | None:
         """Return the layers per chunk, checked; None where `auto` chooses.

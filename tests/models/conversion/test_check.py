@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import convert_model
 from models.adapters import Lora, Trained
 from models.api import read_spec
-from models.checkpoint.adapter import PEFT_WEIGHTS
+from models.checkpoint.peft_names import PEFT_WEIGHTS
 from models.conversion.check import check
 from models.conversion.check_adapter import MERGE
 from models.conversion.check_ahead import readers_of_ahead

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,6 +29,8 @@ from options.demo.chat_model import AnswerOptions, ChatModel
 from options.demo.generation import GREEDY
 from tests.conftest import SHARED
 from tests.launching import topology
+from tests.models.images.conftest import golden_of
+from tests.models.images.test_peft_adapters import adapter_of
 from tests.models.images.test_seeing import written
 from tests.ranks import Ranks, job
 from tests.training.starts import STEPS, TAKEN_UP_AT, steps
@@ -58,6 +61,15 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
     "model-axis": ("mistral3", 2, "pipeline", {"dims": (1, 1, 2), **ALL}),
     "zero": ("gemma3", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 1}, **ALL}),
     "zero-3": ("mistral3", 2, "zero", {"dims": (1, 2), "zero_optimization": {"stage": 3}, **ALL}),
+    "zero-3-recomputed": (
+        "qwen2_5_vl",
+        2,
+        "zero",
+        {"dims": (1, 2), "zero_optimization": {"stage": 3}, "use_grad_ckpt": True, **ALL},
+    ),
+    "v-schedule": ("gemma3", 2, "pipeline", {"dims": (2, 1), "schedule": "dualpipev", **ALL}),
+    "planned": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "use_grad_ckpt": "auto", "rebalance": True, **ALL}),
+    "offloaded": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "offload_activations": True, **ALL}),
     "grid": ("qwen3_5", 4, "pipeline", {"dims": (2, 2), **ALL}),
     "frozen": ("llava", 2, "pipeline", {"dims": (2, 1)}),
     "projector": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "vision": {"train": "projector"}}),
@@ -67,6 +79,12 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
     "text-tower-inside": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "model_path": "inside", **TEXT}),
     "lora-of-tower": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "lora": {"r": 4, "alpha": 8}, **ALL}),
     "lora-of-tower-shared": ("mistral3", 2, "pipeline", {"dims": (1, 1, 2), "lora": {"r": 4, "alpha": 8}, **ALL}),
+    "from-peft": (
+        "llava",
+        2,
+        "pipeline",
+        {"dims": (2, 1), "lora": {"r": 2, "alpha": 6, "targets": ["q_proj", "v_proj"], "start_from": "peft"}, **ALL},
+    ),
     "lora-of-tower-resumed": (
         "qwen2_5_vl",
         2,
@@ -77,7 +95,7 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
 }
 OFTEN = "llava qwen3_vl gemma3 frozen with-lora resumed tower-beside zero".split()
 LATER = {name: pytest.mark.longest for name in CASES if name not in OFTEN}
-SEEING = [name for name in CASES if not name.startswith("text")]
+SEEING = [name for name in CASES if not name.startswith(("text", "from-peft"))]
 EXACT = [name for name in SEEING if name not in ("frozen", "projector") and "lora" not in name]
 
 
@@ -102,6 +120,8 @@ def describe(folder: Path, name: str) -> dict[str, Any]:
     own["model_topo"] = topology(own.pop("dims", (1, 1)))
     for key in ("model_path", "data_path"):
         own[key] = str(folder / own[key])  # of a golden folder as it is
+    if "start_from" in own.get("lora", {}):
+        own["lora"] = own["lora"] | {"start_from": str(folder / own["lora"]["start_from"])}
     if "resume" in own:
         own["resume"] = str(step_folder(folder / own["resume"], TAKEN_UP_AT))
     return job(folder, name, kind, **own)
@@ -116,6 +136,8 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, asked: set[str]
     written(HuggingFaceSource(original, seeing(read_spec(original))), folder / "inside")
     text = json.loads((original / "records.json").read_text(encoding="utf-8"))[2:3]
     (folder / "words.json").write_text(json.dumps(4 * text), encoding="utf-8")
+    if "from-peft" in asked:
+        adapter_of(golden_of(SHARED, "llava-tiny"), folder / "peft", target_modules=["q_proj", "v_proj"])
     needed = asked | {name.removesuffix("-tower-inside") for name in asked}  # what one is compared with
     chosen = [name for name in CASES if name in needed or name not in LATER]
     for processes in (1, 2, 4):
@@ -159,6 +181,21 @@ def test_six_steps_are_those_of_transformers(name: str, runs: Path, tmp_path: Pa
         assert (found[each] - weight).norm() <= apart * weight.norm() + 1e-7, each
 
 
+@pytest.mark.parametrize("name", cases("from-peft"))
+def test_a_run_goes_on_from_an_adapter_of_pefts_whole_model(name: str, runs: Path, tmp_path: Path) -> None:
+    assert told(runs, name)["error"] is None
+    pp_to_hg(step_folder(runs / name, STEPS), tmp_path / "adapter")
+    folder, losses = VISION / f"{CASES[name][0]}-tiny", []
+    for adapter in (runs / "peft", tmp_path / "adapter"):
+        model: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa")
+        adapted = PeftModel.from_pretrained(model, adapter).eval()
+        with torch.no_grad():
+            losses.append(float(mean_loss(adapted, all_inputs(adapted, folder))))
+    done = steps(runs / name)
+    assert done[1]["loss"] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] < done[STEPS]["loss"] < losses[0]
+
+
 @pytest.mark.parametrize("name", cases("frozen", "projector"))
 def test_what_is_not_trained_stays_to_the_bit(name: str, runs: Path, tmp_path: Path) -> None:
     pp_to_hg(step_folder(runs / name, STEPS), tmp_path / "exported")
@@ -172,8 +209,8 @@ def test_what_is_not_trained_stays_to_the_bit(name: str, runs: Path, tmp_path: P
     assert steps(runs / name)[STEPS]["loss"] < steps(runs / name)[1]["loss"]
 
 
-@pytest.mark.parametrize("name", cases("resumed", "lora-of-tower-resumed", "tower-beside"))
-def test_a_resumed_run_and_one_of_layers_are_the_same_to_the_bit(name: str, runs: Path) -> None:
+@pytest.mark.parametrize("name", cases("resumed", "lora-of-tower-resumed", "tower-beside", "recomputed"))
+def test_runs_that_differ_in_nothing_that_counts_are_the_same_to_the_bit(name: str, runs: Path) -> None:
     model, *_, keys = CASES[name]
     before = layers(runs / keys.get("resume", model))
     assert before
@@ -227,23 +264,31 @@ def trained_by_transformers(name: str) -> tuple[list[float], dict[str, Tensor]]:
     if name not in _trained:
         folder = VISION / f"{name}-tiny"
         model: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa")
-        processor: Any = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-        samples = json.loads((folder / "expected.json").read_text(encoding="utf-8"))["samples"]
-        stored = load_file(folder / "expected.safetensors")
-        given = [
-            inputs_of(model, processor, folder, stored, number, each["images"]) for number, each in enumerate(samples)
-        ]
+        given = all_inputs(model, folder)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
         losses = []
         for _ in range(STEPS):
             optimizer.zero_grad()
-            total = sum(loss_of(model, inputs, labels) for inputs, labels in given)
-            mean: Any = total / sum(int((labels[1:] >= 0).sum()) for _, labels in given)
+            mean = mean_loss(model, given)
             mean.backward()
             optimizer.step()
             losses.append(float(mean.detach()))
         _trained[name] = losses, saved(model)
     return _trained[name]
+
+
+def all_inputs(model: Any, folder: Path) -> list[tuple[dict[str, Any], Tensor]]:
+    """What the model gets of each sample, and its labels."""
+    processor: Any = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    samples = json.loads((folder / "expected.json").read_text(encoding="utf-8"))["samples"]
+    stored = load_file(folder / "expected.safetensors")
+    return [inputs_of(model, processor, folder, stored, number, each["images"]) for number, each in enumerate(samples)]
+
+
+def mean_loss(model: Any, given: Sequence[tuple[dict[str, Any], Tensor]]) -> Any:
+    """The mean loss of all trained tokens."""
+    total = sum(loss_of(model, inputs, labels) for inputs, labels in given)
+    return total / sum(int((labels[1:] >= 0).sum()) for _, labels in given)
 
 
 def inputs_of(

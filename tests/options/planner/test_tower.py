@@ -23,6 +23,7 @@ from options.planner.costs import layer_times
 from options.planner.inputs import Basis, Images, Workload
 from options.planner.layer_costs import OperationRecorder
 from options.planner.measurements import TOWER
+from options.planner.memory import MemoryModel
 from options.planner.plan import Plan, best_parts
 from options.planner.timing import calibrate
 from options.planner.tower import LiveBytes, TowerCase, go_back, memory_of, work_of
@@ -36,6 +37,7 @@ from tests.options.planner.test_layer_costs import flops, sizes
 __all__ = ["golden"]  # a fixture
 
 CASE = TowerCase(images=3, tokens=30, dtype=torch.float32)
+AGAIN = replace(CASE, recompute=True)
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 IMAGES = Images(number=4.0, tokens=30.0, most=120)
 
@@ -58,14 +60,16 @@ def at_rest(spec: ModelSpec) -> ModelSpec:
     return spec.training(replace(spec.trained, freeze=frozen(spec, "nothing")))
 
 
-def test_kernels_are_those_of_a_real_pass(golden: Golden) -> None:
+@pytest.mark.parametrize("case", [CASE, AGAIN], ids=["once", "recomputed"])
+def test_kernels_are_those_of_a_real_pass(case: TowerCase, golden: Golden) -> None:
     tower, images = real_tower(golden, golden.spec)
+    tower.recompute = case.recompute
     with FlopCounterMode(display=False) as counter:
         with OperationRecorder() as forward:
             features = tower.features(images)
         with OperationRecorder() as backward:
             go_back(features)
-    found = work_of(golden.spec, CASE)
+    found = work_of(golden.spec, case)
     assert found.tokens == len(features[0])
 
     both = [*found.kernels.forward, *found.kernels.backward]
@@ -77,21 +81,27 @@ def test_kernels_are_those_of_a_real_pass(golden: Golden) -> None:
         assert kinds[0] == kinds[1] > 0
 
 
-@pytest.mark.parametrize("train", ["all", "nothing"])
+@pytest.mark.parametrize("train", ["all", "recomputed", "nothing"])
 def test_bytes_are_those_of_a_real_pass(train: str, golden: Golden) -> None:
-    spec = golden.spec if train == "all" else at_rest(golden.spec)
+    spec = golden.spec if train != "nothing" else at_rest(golden.spec)
+    case = AGAIN if train == "recomputed" else CASE
     tower, images = real_tower(golden, spec)
+    tower.recompute = case.recompute
     for weight in (each for each in tower.parameters() if each.requires_grad):
         weight.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
     with LiveBytes() as live:
         features = tower.features(images)
-        kept = live.now if train == "all" else 0
+        kept = live.now if train != "nothing" else 0
         go_back(features)
-    found, tokens = memory_of(spec, CASE)
+    found, tokens = memory_of(spec, case)
     assert (tokens, found.pixels) == (len(features[0]), sum(each.nbytes for each in images))
     # At rest, what several calls of attention give is there until their block is done.
-    assert found.peak == pytest.approx(live.most, rel=0.02 if train == "all" else 0.1)
+    assert found.peak == pytest.approx(live.most, rel=0.1 if train == "nothing" else 0.02)
     assert found.kept == pytest.approx(kept, rel=0.02)
+    if train == "recomputed":
+        before = memory_of(spec, CASE)[0]
+        assert found.kept < 0.6 * before.kept and found.peak < before.peak
+        return
 
     # The features themselves are there besides.
     with saved_tensors() as saved:
@@ -147,6 +157,30 @@ def test_the_first_stage_keeps_pixels_and_what_the_tower_saves(llava: Golden, tm
     share = IMAGES.most / tokens
     assert after[0] - before[0] >= in_flight * share * (found.pixels + found.kept) * 0.99
     assert after[1] == before[1]
+
+
+def test_a_tower_is_recomputed_where_the_config_says_so(llava: Golden, tmp_path: Path) -> None:
+    parts = [2, llava.spec.n_layers - 2]
+    basis = seen(llava, tmp_path, IMAGES)
+    plain, again = (Plan(replace(basis, recompute=frozenset(layers)), parts) for layers in ([], [0]))
+    assert again.stages[0].memory.activations < plain.stages[0].memory.activations
+    assert again.times[0].backward.tower > 1.3 * plain.times[0].backward.tower
+    assert again.times[0].forward == plain.times[0].forward and again.stages[1].spent == plain.stages[1].spent
+
+    every, blocks = frozenset(range(llava.spec.n_blocks + 1)), frozenset(range(1, llava.spec.n_blocks + 1))
+    for key, found in ((True, every), ("auto", every), ({"every": 1}, blocks), (False, frozenset())):
+        assert basis.changed(use_grad_ckpt=key).computed_again == found
+    assert replace(basis.changed(use_grad_ckpt=True), spec=at_rest(llava.spec), known={}).computed_again == blocks
+
+
+def test_auto_recomputes_the_tower_first(llava: Golden, tmp_path: Path) -> None:
+    asked = seen(llava, tmp_path, Images(64.0, 30.0, 1920)).changed(use_grad_ckpt="auto")
+    parts, plain = [1, llava.spec.n_layers - 1], replace(asked, recompute=frozenset())
+    most = Plan(plain, parts).stages[0].memory.peak
+    short = replace(asked, device=replace(asked.device, memory=most - 1))
+    held = Plan(short, parts).held[0]
+    assert MemoryModel(short).fewest_recomputed(0, held) == {0}
+    assert MemoryModel(replace(short, device=asked.device)).fewest_recomputed(0, held) == frozenset()
 
 
 def test_images_are_counted_by_micro_batch() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from data.sample_set import Sample
 from models.adapters import Lora, Trained
 from models.api import read_spec
-from models.checkpoint.adapter import peft_name, to_peft
+from models.checkpoint.peft_names import peft_name, to_peft
 from options import RunConfig
 from options.proof.reference import Reference
 from options.proof.small_run import small_trained
