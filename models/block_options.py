@@ -67,11 +67,10 @@ class BlockOptions:
     compile: bool = False
     fp8: bool = False
 
-    def apply(self, number: int, block: nn.Module, returns: Returns) -> None:
+    def apply(self, number: int, block: Embedding | Block, returns: Returns) -> None:
         """Prepare layer `number`; the layers of a chunk share `returns`."""
-        if isinstance(block, (Embedding, Block)):
-            block.recompute = number in self.recompute
-        if not isinstance(block, Block):
+        block.recompute = number in self.recompute
+        if isinstance(block, Embedding):
             return
         block.offload = returns if self.offload else None
         if self.fp8:

@@ -30,7 +30,7 @@ from models.adapters import add_idle_weight, save_trained_only
 from models.attention.positions import Positions
 from models.block_options import PLAIN, BlockOptions
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from models.layers import Activations, Block, Head
+from models.layers import Activations, Block, Embedding, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss.micro_batch import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
@@ -139,7 +139,7 @@ class PipelineModel(SharedWeights):
                 save_trained_only(layer)
             if isinstance(layer, Head):
                 layer.project_in_loss = True
-            else:
+            elif isinstance(layer, (Embedding, Block)):
                 blocks.apply(int(number), layer, returns[chunks[int(number)]])
 
     def loss(self, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from models.adapters import save_trained_only
 from models.attention.positions import LINEAR
 from models.block_options import PLAIN, BlockOptions
-from models.layers import Activations, Block, Head
+from models.layers import Activations, Block, Embedding, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
 from models.loss.micro_batch import MicroBatchLoss, micro_batch_loss
 from models.offload import Returns
@@ -58,8 +58,9 @@ class ShardedModel(nn.ModuleList):
             layer = build_layer(spec, number, states, positions, dtype, device, shared=shared)
             if spec.trained.lora:
                 save_trained_only(layer)
-            blocks.apply(number, layer, returns)
-            if isinstance(layer, Head) and spec.tied:
+            if isinstance(layer, (Embedding, Block)):
+                blocks.apply(number, layer, returns)
+            elif isinstance(layer, Head) and spec.tied:
                 tie_weights(self[0], layer)
             if shards is not None:
                 self._shard(layer, shards)

@@ -70,7 +70,7 @@ class WholeNames:
 
         # In few words, where these mean the same; else each module by its name.
         experts = [self._own(spec, each) for each in weights]
-        short = replace(lora, targets=(*dict.fromkeys(path.rpartition(".")[2] for path in paths), *experts))
+        short = replace(lora, targets=(*sorted({path.rpartition(".")[2] for path in paths}), *experts))
         same = list(_linear_factors(spec.training(Trained(short)))) == adapted
         return short if same else replace(lora, targets=(*paths, *experts))
 

@@ -23,6 +23,7 @@ from models.checkpoint.publish import hidden_folder, sweep, writing
 from models.checkpoint.source import HuggingFaceSource
 from models.conversion.check import foreign_code
 from models.errors import CheckpointError
+from options.exports import ALONE
 
 TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as the converter calls them; else f32
 
@@ -78,4 +79,5 @@ def hg_to_gguf(input_path: str | Path, save_path: str | Path, dtype: str | None,
             path.rename(target)
             sync(target.parent)
     kinds = Counter(tensor.tensor_type.name for tensor in tensors)
-    return f"{target}: {len(tensors)} tensors, {', '.join(f'{count} in {kind}' for kind, count in kinds.items())}"
+    listed = ", ".join(f"{count} in {kind}" for kind, count in kinds.items())
+    return f"{target}: {len(tensors)} tensors, {listed}{ALONE if spec.is_part else ''}"

@@ -39,6 +39,7 @@ from models.conversion.check import foreign_code
 from models.conversion.to_huggingface import with_dtype
 from models.errors import CheckpointError
 from models.spec import ModelSpec
+from options.exports import ALONE
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 ROW, PAST = "batch_size", "past_sequence_length"
@@ -59,6 +60,9 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
     folder = resolve(input_path)
     spec = read_spec(folder)
     spec.check_writes(folder)
+    if spec.family.sees:
+        what = "a checkpoint with its tower of images"
+        raise CheckpointError(f"{folder}: {what}; expected the HuggingFace folder that pp_to_hg makes of it")
     if obstacle := _obstacle(spec):
         raise CheckpointError(f"{folder}: {obstacle}")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
@@ -79,7 +83,8 @@ def hg_to_onnx(input_path: str | Path, save_path: str | Path, overwrite: bool = 
         bar.set_description_str("hg_to_onnx: asking onnxruntime")
         found = _compare(model, target / "model.onnx", save_path)
     stored = str(source.dtype()).removeprefix("torch.")
-    return f"{save_path}: float32 (stored: {stored}); {found}; {time.monotonic() - begun:.0f} s in all"
+    seconds = f"{time.monotonic() - begun:.0f} s in all"
+    return f"{save_path}: float32 (stored: {stored}); {found}; {seconds}{ALONE if spec.is_part else ''}"
 
 
 def _obstacle(spec: ModelSpec) -> str | None:

@@ -45,7 +45,7 @@ def plain_and_seeing(golden: Golden, folder: Path, train: Any = "nothing", **key
 
 def too_small(basis: Basis) -> list[Advice]:
     """What is advised where nothing fits."""
-    return advise(replace(basis, device=replace(basis.device, memory=1000)))
+    return advise(replace(basis, device=replace(basis.device, memory=500_000)))
 
 
 @pytest.mark.slow
@@ -54,7 +54,6 @@ def test_nothing_is_advised_that_a_run_refuses(llava: Golden, tmp_path: Path) ->
     of_text, changes = ([each.change for each in found] for found in (plain, seeing))
     assert [change for change in of_text if change.startswith(REFUSED[:2])], "else this shows nothing"
     assert changes and not [change for change in changes if change.startswith(REFUSED)]
-    assert "use_grad_ckpt: true" in changes
     for each in seeing:
         basis = each.best.basis  # type: ignore[union-attr]  # a pipeline's, as no other schedule is left
         check_sharing(basis.config, basis.spec)

@@ -40,7 +40,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "weight_streaming", **staged((2, 1))}, "schedule: weight_streaming: not with images in the records"),
     (staged((1, 2), sequence=2), "model_topo.sequence: not with images in the records, as they lie in whole rows"),
     ({"preference": {"loss": "reward"}}, "preference: not with images in the records; expected records of text alone"),
+    ({"labels": ["a", "b"]}, "labels: not with images in the records; expected records of text alone"),
+    ({"distillation": {"teacher": "t"}}, "distillation: not with images in the records; expected records of text"),
     ({"mtp": {}}, "mtp: not with images in the records; expected records of text alone"),
+    ({"schedule": "dualpipev", **staged((2, 1), parts=[2, 1, 1, 1])}, "parts: .2, 1, 1, 1.: qwen3_vl_text adds"),
     (
         staged((2, 1), parts=[2, 3]),
         "model_topo.parts: .2, 3.: qwen3_vl_text adds features of images behind its first",

@@ -95,8 +95,9 @@ def test_bytes_are_those_of_a_real_pass(train: str, golden: Golden) -> None:
         go_back(features)
     found, tokens = memory_of(spec, case)
     assert (tokens, found.pixels) == (len(features[0]), sum(each.nbytes for each in images))
-    # At rest, what several calls of attention give is there until their block is done.
-    assert found.peak == pytest.approx(live.most, rel=0.1 if train == "nothing" else 0.02)
+    # At rest, what several calls of attention give is there until their block is done; in a block that is computed
+    # again a fake kernel's result may be one hidden state more, which it copies.
+    assert found.peak == pytest.approx(live.most, rel=0.02 if train == "all" else 0.1)
     assert found.kept == pytest.approx(kept, rel=0.02)
     if train == "recomputed":
         before = memory_of(spec, CASE)[0]
@@ -164,7 +165,7 @@ def test_a_tower_is_recomputed_where_the_config_says_so(llava: Golden, tmp_path:
     basis = seen(llava, tmp_path, IMAGES)
     plain, again = (Plan(replace(basis, recompute=frozenset(layers)), parts) for layers in ([], [0]))
     assert again.stages[0].memory.activations < plain.stages[0].memory.activations
-    assert again.times[0].backward.tower > 1.3 * plain.times[0].backward.tower
+    assert again.times[0].backward.tower > 1.1 * plain.times[0].backward.tower
     assert again.times[0].forward == plain.times[0].forward and again.stages[1].spent == plain.stages[1].spent
 
     every, blocks = frozenset(range(llava.spec.n_blocks + 1)), frozenset(range(1, llava.spec.n_blocks + 1))
