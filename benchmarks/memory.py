@@ -144,9 +144,11 @@ def measure_images(folder: Path) -> Report:
 
     stages = 1 if torch.cuda.is_available() else 2
     found, rows = {}, []
-    for name, train in product(MODELS, ("nothing", "all")):
+    trained: dict[str, Any] = {"vision": {"train": "all"}}
+    ways = {"nothing": {"vision": {"train": "nothing"}}, "all": trained, "all, recomputed": trained | RECOMPUTED}
+    for name, (train, keys) in product(MODELS, ways.items()):
         write_model(folder, name)
-        peaks = run_workers(stages, "benchmarks.memory", folder, "plan", keys={"vision": {"train": train}}, images=True)
+        peaks = run_workers(stages, "benchmarks.memory", folder, "plan", keys=keys, images=True)
         found[f"{name}, {train}"] = peaks
         for rank, (plan, peak) in enumerate(peaks):
             figures = f"{plan / 1e6:,.0f}", f"{peak / 1e6:,.0f}", f"{plan / peak - 1:+.1%}"
