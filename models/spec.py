@@ -222,10 +222,6 @@ class ModelSpec:
         with torch.device("meta"):
             return [name for name, weight in self.build(layer).named_parameters() if weight.requires_grad]
 
-    def trains_eyes(self) -> bool:
-        """Return whether anything is trained of the part that sees images."""
-        return self.family.sees is not None and any(name.startswith(f"{EYES}.") for name in self.trained_names(0))
-
     def packed_names(self, layer: int) -> list[str]:
         """List the weights of a layer that are held in 4 or 8 bits."""
         if not (self.trained.lora and self.trained.lora.base and 0 < layer <= self.n_blocks):

@@ -224,7 +224,7 @@ def split_as_configured(config: TrainConfig, spec: ModelSpec, in_stages: bool) -
         why = "nothing plans the memory" if in_stages else "it is not known how ZeRO divides the memory"
         report.append(f"gradient checkpointing: auto, all blocks, as {why}")
     topology = config.topology(parts if in_stages else [])
-    return Division(topology, config.recomputed(spec.n_blocks, spec.trains_eyes()), tuple(report))
+    return Division(topology, config.recomputed(spec.n_blocks, spec.family.sees is not None), tuple(report))
 
 
 def usual_kernels(config: TrainConfig, spec: ModelSpec) -> list[str]:

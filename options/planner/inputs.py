@@ -18,6 +18,7 @@ from common.whole_files import kept, read_regular
 from data.loader import Loader
 from data.sample_set import SampleSet
 from models.attention.positions import attention_kind
+from models.family import EYES
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from options.planner.communication import Fabric
@@ -230,7 +231,8 @@ class Basis:
         """Layers that recompute: blocks, and the first one in its tower of images."""
         if self.recompute is not None:
             return self.recompute
-        return self.config.recomputed(self.spec.n_blocks, self.once(ModelSpec.trains_eyes))
+        trains_tower = any(name.startswith(f"{EYES}.") for name in self.trained_names[0])
+        return self.config.recomputed(self.spec.n_blocks, trains_tower)
 
     @cached_property
     def recomputed(self) -> frozenset[int]:

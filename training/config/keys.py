@@ -287,17 +287,11 @@ class TrainConfig(RunKeys):
                 )
 
     def recomputed(self, n_blocks: int, tower: bool = False) -> frozenset[int]:
-        """List the blocks that recompute, numbers from 1; with `auto` all that may have to.
-
-        Args:
-            tower: whether the first layer, 0, has blocks of its own that may have to.
-        """
+        """List the blocks that recompute, with `auto` all that may have to; 0 stands for those of a tower."""
         if not self.use_grad_ckpt:
             return frozenset()
-        if isinstance(self.use_grad_ckpt, dict):
-            step = self.use_grad_ckpt["every"]
-            return frozenset(range(step, n_blocks + 1, step))
-        return frozenset(range(0 if tower else 1, n_blocks + 1))
+        every = self.use_grad_ckpt["every"] if isinstance(self.use_grad_ckpt, dict) else None
+        return frozenset(range(every or (0 if tower else 1), n_blocks + 1, every or 1))
 
     def parts_for(self, n_layers: int) -> list[int] | None:
         """Return the layers per chunk, checked; None where `auto` chooses.

@@ -58,6 +58,5 @@ def test_no_bit_changes(as_a_whole: bool, golden: Golden) -> None:
 
 def test_a_tower_at_rest_is_never_computed_again(golden: Golden) -> None:
     spec = golden.spec.training(replace(golden.spec.trained, freeze=frozen(golden.spec, "nothing")))
-    assert not spec.trains_eyes() and golden.spec.trains_eyes() and not golden.spec.blind.trains_eyes()
     features, _, once = passes(tower_of(golden, spec, True), golden.images(0))
     assert not features[0].requires_grad and set(once) == {1}
