@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data.settings import Pixels
+from models.adapters import is_factor
 from models.api import read_spec
 from models.checkpoint.source import HuggingFaceSource
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
@@ -79,6 +80,12 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
     "text-tower-inside": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "model_path": "inside", **TEXT}),
     "lora-of-tower": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "lora": {"r": 4, "alpha": 8}, **ALL}),
     "lora-of-tower-shared": ("mistral3", 2, "pipeline", {"dims": (1, 1, 2), "lora": {"r": 4, "alpha": 8}, **ALL}),
+    "base-in-4-bits": (
+        "mistral3",
+        2,
+        "pipeline",
+        {"dims": (2, 1), "lora": {"r": 4, "alpha": 8, "base": "nf4"}, "use_grad_ckpt": True, **ALL},
+    ),
     "from-peft": (
         "llava",
         2,
@@ -95,7 +102,7 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
 }
 OFTEN = "llava qwen3_vl gemma3 frozen with-lora resumed tower-beside zero".split()
 LATER = {name: pytest.mark.longest for name in CASES if name not in OFTEN}
-SEEING = [name for name in CASES if not name.startswith(("text", "from-peft"))]
+SEEING = [name for name in CASES if not name.startswith(("text", "from-peft", "base-in-4-bits"))]
 EXACT = [name for name in SEEING if name not in ("frozen", "projector") and "lora" not in name]
 
 
@@ -194,6 +201,17 @@ def test_a_run_goes_on_from_an_adapter_of_pefts_whole_model(name: str, runs: Pat
     done = steps(runs / name)
     assert done[1]["loss"] == pytest.approx(losses[0], rel=1e-5)
     assert losses[1] < done[STEPS]["loss"] < losses[0]
+
+
+@pytest.mark.parametrize("name", cases("base-in-4-bits"))
+def test_a_rounded_base_learns_beside_a_tower_that_keeps_its_bits(name: str, runs: Path) -> None:
+    assert told(runs, name)["error"] is None
+    done = steps(runs / name)
+    assert done[1]["loss"] == pytest.approx(expected(name)["loss"], rel=0.05)
+    assert done[1]["loss"] != pytest.approx(expected(name)["loss"], rel=1e-5), "as the language model's is rounded"
+    assert done[STEPS]["loss"] < done[1]["loss"]
+    factors = [each for file in layers(runs / name).values() for each in file if each.startswith("eyes.")]
+    assert factors and all(map(is_factor, factors))
 
 
 @pytest.mark.parametrize("name", cases("frozen", "projector"))
