@@ -22,8 +22,8 @@ from models.attention.packed import Documents
 from models.checkpoint.peft_names import WholeNames
 from models.derived.derive import FEW_WORDS, compute_buffers
 from models.family import Rule
-from models.images.sees import Part, Sees
 from models.images.tensors import GRIDS, pictures
+from models.sees import Part, Sees
 
 TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
 
