@@ -241,6 +241,7 @@ class LayerWork:
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
+    weights: frozenset[int] = frozenset()  # storages of the layer's own
 
 
 def product(rows: int, inner: int, columns: int, itemsize: int, written: int) -> Operation:
@@ -261,9 +262,10 @@ def work_of(spec: ModelSpec, case: LayerCase, compiled: bool = False) -> LayerWo
         with OperationRecorder() as backward:
             sources = [fake.hidden, *(weight for weight in fake.module.parameters() if weight.requires_grad)]
             torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
-        blocks = compiled and isinstance(fake.module, Block)
+        blocks, weights = compiled and isinstance(fake.module, Block), frozenset(_storages(fake.module.parameters()))
     noted = [*forward.noted, *backward.noted]
-    return LayerWork(*(tuple(_fused(each.noted, noted) if blocks else each.noted) for each in (forward, backward)))
+    there, back = (tuple(_fused(each.noted, noted) if blocks else each.noted) for each in (forward, backward))
+    return LayerWork(there, back, weights)
 
 
 def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> list[Operation]:

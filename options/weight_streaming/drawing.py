@@ -65,7 +65,7 @@ def lanes(turn: Slot, a_round: int, rounds: int) -> dict[str, float]:
     number = len(own_lanes(turn.share, 0, a_round))
     fetched = turn.weights + (turn.sums if rounds > 1 else 0.0) + number * turn.enters
     return {
-        "its micro-batches are computed": number * turn.seconds,
+        "its micro-batches are computed": turn.begins + number * turn.seconds,
         "weights, sums and inputs arrive": fetched / HOST_LINK,
         "sums and outputs leave": (turn.sums + number * turn.leaves) / HOST_LINK,
     }

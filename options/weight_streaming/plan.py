@@ -25,15 +25,17 @@ from math import ceil
 from pathlib import Path
 
 from common.quantities import counted, duration, gigabytes
-from options.planner.costs import FP32_SUM, HOST, layer_times
-from options.planner.inputs import Basis
-from options.planner.memory import MemoryModel, StateBytes
+from options.planner.costs import CASTS_EAGER, FP32_SUM, HOST, layer_times, share_of_last_product
+from options.planner.inputs import Basis, layer_kinds
+from options.planner.memory import FP8_EAGER, MemoryModel, StateBytes
 from options.planner.partition import best_split
 from options.planner.plan import RESOLUTION
 from options.planner.progress import each_of
 from options.planner.row_chunks import chunk_of
 from options.planner.row_chunks import cut as cut_rows
 from options.planner.saved import carried_numbers
+from options.weight_streaming import WEIGHT_STREAMING
+from options.weight_streaming.products import last_product
 from options.weight_streaming.schedule import Slot, Slots, Streamed, StreamedDivision, simulate_turns
 from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload
@@ -47,6 +49,7 @@ UPDATED = 12  # bytes of main memory that an update reads and writes for a param
 REST = 2  # bytes of what a bf16 weight leaves of its fp32 value
 ADDING = 3  # times that adding up the heads' sums moves them
 SUM = 4  # bytes of a gradient's sum in main memory; of one of a key or a value on a device
+OF_COPIES = "weights of a turn in 8 bits"
 OF_ROWS, OF_OPTIMIZER = "hidden states of whole rows", "optimizer states, and what makes the weights fp32"
 TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
 
@@ -118,16 +121,18 @@ class Streaming:
         zero = basis.config.zero_optimization.model_copy(
             update={"stage": 1, "offload_optimizer": OptimizerOffload(device="cpu")}
         )
-        keys = {"offload_activations": False, "offload_gradients": True, "schedule": "1f1b", "zero_optimization": zero}
+        keys = {"schedule": WEIGHT_STREAMING, "use_grad_ckpt": True, "zero_optimization": zero}
         topo = basis.config.model_topo.spread(1, 1)
-        in_chunks = basis.changed(model_topo=topo, use_grad_ckpt=True, **keys)
+        in_chunks = basis.changed(model_topo=topo, offload_activations=False, offload_gradients=True, **keys)
         chunk = chunk_of(basis.config)
         self.basis = in_chunks.in_chunks_of(None) if chunk else in_chunks  # of whole rows, but for `_cut_rows`
         plain = self.basis.changed(offload_gradients=False)  # here sums cross in each round, not in each micro-batch
 
         self.gpus, self.head = gpus, basis.spec.n_layers - 1
-        self.forward = [time.forward.total for time in layer_times(plain)]
-        self.backward = [time.backward.total for time in layer_times(plain)]
+        self.forward, self.backward = passes(plain)
+        self._begins, self._copies, self._rounding = [0.0] * basis.spec.n_layers, [0] * basis.spec.n_layers, 0
+        if plain.in_fp8:
+            self._copy_weights(plain)
         states, itemsize = StateBytes.of(plain.config), training_dtype(plain.config).itemsize
         self._memory, self._hidden_of_rows, self._keys_of_rows = MemoryModel(self.basis), 0, 0
         if chunk:
@@ -177,6 +182,13 @@ class Streaming:
             if layer < self.head:
                 self.backward[layer] += self.forward[layer] / chunks
 
+    def _copy_weights(self, basis: Basis) -> None:
+        """Count copies of the weights in 8 bits, which linear layers have; a turn makes those of its own."""
+        for layer in range(1, self.head):
+            numels = [shape.numel() for shape in basis.shapes(layer).values() if len(shape) > 1]
+            self._copies[layer], self._rounding = sum(numels), max(self._rounding, max(numels) * FP8_EAGER)
+            self._begins[layer] = self._copies[layer] * sum(CASTS_EAGER) / basis.device.bandwidth
+
     def best(self) -> StreamedPlan | None:
         """Return the fastest plan that fits."""
         return min((plan for plan in self._plans if plan.fits), key=lambda plan: plan.seconds, default=None)
@@ -213,9 +225,9 @@ class Streaming:
     def _head_slots(self) -> int:
         """Return a power of two, which divides most rounds."""
         # By estimates: a resumed run has measured its first steps, and has to have the same sums.
-        *blocks, head = layer_times(replace(self.basis, calibration=None, measured=None))
-        longest, slots = max(block.backward.total for block in blocks), 1
-        while head.forward.total + head.backward.total > slots * longest:
+        forward, backward = passes(replace(self.basis, calibration=None, measured=None))
+        longest, slots = max(backward[:-1]), 1
+        while forward[-1] + backward[-1] > slots * longest:
             if 2 * slots > min(MOST_HEADS, self.basis.micro_batches):
                 break
             slots *= 2
@@ -230,6 +242,7 @@ class Streaming:
                 enters=self._hidden if begin else 0.0,
                 leaves=(end - begin) * self._hidden,
                 update=sum(self._update[begin:end]),
+                begins=sum(self._begins[begin:end]),
             )
             for begin, end in layer_ranges(forward)
         ]
@@ -245,7 +258,8 @@ class Streaming:
             inputs = end - max(begin, 1)  # the embedding's is not kept
             leaves = hidden if begin else 0.0
             seconds, weights = sum(self.backward[begin:end]), sum(self._weights[max(begin, 1) : end])
-            made.append(Slot(seconds, weights, sum(self._sums[begin:end]), (inputs + 1) * hidden, leaves))
+            sums, begins = sum(self._sums[begin:end]), sum(self._begins[begin:end])
+            made.append(Slot(seconds, weights, sums, (inputs + 1) * hidden, leaves, begins=begins))
         return made
 
     def memory(self, forward: Sequence[int], backward: Sequence[int]) -> dict[str, int]:
@@ -260,9 +274,23 @@ class Streaming:
         return {
             "weights of two turns": int(2 * weights),
             "sums of gradients of two turns": int(2 * sums),
-            "activations of a turn": max(activations),
+            "activations of a turn": max(*activations, self._rounding),
+            **({OF_COPIES: max(sum(self._copies[begin:end]) for begin, end in ranges)} if any(self._copies) else {}),
             **({OF_ROWS: self._hidden_of_rows} if self._hidden_of_rows else {}),
         }
+
+
+def passes(basis: Basis) -> tuple[list[float], list[float]]:
+    """Return seconds of a forward pass through each layer, and of a backward pass with all but a last product again."""
+    spared = {0: 0.0, basis.spec.n_layers - 1: 0.0}  # which part of a forward pass is left out, by kind of layer
+    for kind in set(layer_kinds(basis.spec)) - spared.keys():
+        spared[kind] = share_of_last_product(basis, kind) if basis.once(last_product, kind) else 0.0
+
+    forward, backward = [], []
+    for time, kind in zip(layer_times(basis), layer_kinds(basis.spec), strict=True):
+        forward.append(time.forward.total)
+        backward.append(time.backward.total - spared[kind] * time.forward.total)
+    return forward, backward
 
 
 def divide(basis: Basis) -> StreamedDivision:
