@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import ceil
+from operator import attrgetter
 from pathlib import Path
 
 from common.quantities import counted, duration, gigabytes
 from options.planner.costs import CASTS_EAGER, FP32_SUM, HOST, layer_times, share_of_last_product
 from options.planner.inputs import Basis, layer_kinds
-from options.planner.memory import FP8_EAGER, MemoryModel, StateBytes
+from options.planner.memory import FP8_EAGER, MemoryModel, beside_weights
 from options.planner.partition import best_split
 from options.planner.plan import RESOLUTION
 from options.planner.progress import each_of
@@ -43,10 +44,10 @@ from training.metrics.devices import HOST_LINK
 from training.topology import layer_ranges
 
 MOST_BLOCKS = 4
+ALIKE = 0.99  # of the time of a step, from which on plans count as equally fast
 MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
 UPDATED = 12  # bytes of main memory that an update reads and writes for a parameter, beside states: gradient and weight
-REST = 2  # bytes of what a bf16 weight leaves of its fp32 value
 ADDING = 3  # times that adding up the heads' sums moves them
 SUM = 4  # bytes of a gradient's sum in main memory; of one of a key or a value on a device
 OF_COPIES = "weights of a turn in 8 bits"
@@ -87,6 +88,10 @@ class StreamedPlan:
 
     @property
     def fits(self) -> bool:
+        return self.fits_device and (self.basis.main_memory is None or self.host <= self.basis.main_memory)
+
+    @property
+    def fits_device(self) -> bool:
         return not self.basis.device.memory or self.peak <= self.basis.device.memory
 
     @property
@@ -107,11 +112,11 @@ class StreamedPlan:
         line = f"weight streaming: {', '.join([*known, f'bubble {self.bubble:.1%}', memory])}"
         return [line, *describe_turns(self.slots)]
 
-    def draw(self, path: Path, main_memory: int | None) -> Path:
+    def draw(self, path: Path) -> Path:
         """Draw memory by part, and the time of each turn, as a PNG."""
         from options.weight_streaming.drawing import draw_streamed
 
-        return draw_streamed(self, path, main_memory)
+        return draw_streamed(self, path)
 
 
 class Streaming:
@@ -133,20 +138,15 @@ class Streaming:
         self._begins, self._copies, self._rounding = [0.0] * basis.spec.n_layers, [0] * basis.spec.n_layers, 0
         if plain.in_fp8:
             self._copy_weights(plain)
-        states, itemsize = StateBytes.of(plain.config), training_dtype(plain.config).itemsize
+        itemsize = training_dtype(plain.config).itemsize
         self._memory, self._hidden_of_rows, self._keys_of_rows = MemoryModel(self.basis), 0, 0
         if chunk:
             self._cut_rows(in_chunks, chunk, itemsize)
 
         self._weights = [numel * itemsize for numel in self.basis.parameters]
-        self._sums = [numel * states.sum for numel in self.basis.trained]
+        self._sums = [numel * SUM for numel in self.basis.trained]
         self.heads = self._head_slots()
-        trained = sum(self.basis.trained)
-        bf16, averages = plain.config.bf16, states.host - SUM - SUM - itemsize
-        if bf16.enabled:
-            beside, averages = REST, averages / 2 if bf16.bf16_optimizer_states else averages
-        else:
-            beside = 0 if itemsize == SUM else SUM
+        trained, (beside, averages) = sum(self.basis.trained), beside_weights(plain.config)
         self._update = [numel * (UPDATED + 2 * averages) / TOTAL_HOST for numel in self.basis.trained]
 
         # A turn of the head beyond the first has sums of its own, which the update adds up.
@@ -190,12 +190,17 @@ class Streaming:
             self._begins[layer] = self._copies[layer] * sum(CASTS_EAGER) / basis.device.bandwidth
 
     def best(self) -> StreamedPlan | None:
-        """Return the fastest plan that fits."""
-        return min((plan for plan in self._plans if plan.fits), key=lambda plan: plan.seconds, default=None)
+        """Return, of the fastest plans that fit, the one that takes the least memory of the host."""
+        fitting = [plan for plan in self._plans if plan.fits]
+        within = min((plan.seconds for plan in fitting), default=0.0) / ALIKE
+        return min((plan for plan in fitting if plan.seconds <= within), key=attrgetter("host"), default=None)
 
     def smallest(self) -> StreamedPlan | None:
-        """Return the plan that takes the least memory of a device."""
-        return min(self._plans, key=lambda plan: plan.peak, default=None)
+        """Return the plan that takes the least memory: of the host where it fits a device, else of that."""
+        fitting = [plan for plan in self._plans if plan.fits_device]
+        if fitting:
+            return min(fitting, key=attrgetter("host"))
+        return min(self._plans, key=attrgetter("peak"), default=None)
 
     @cached_property
     def _plans(self) -> list[StreamedPlan]:
@@ -298,12 +303,16 @@ def divide(basis: Basis) -> StreamedDivision:
     config, streaming = basis.config, Streaming(basis, basis.config.model_topo.stages)
     each = (1,) * (basis.spec.n_layers - 1)
     slots = Slots(each, each, min(MOST_ROUND, basis.micro_batches), streaming.heads)
-    if found := streaming.best():
+    report = []
+    if found := streaming.best() or streaming.smallest():
         slots = found.slots
+        if not found.fits:
+            least = f"{gigabytes(found.peak)} of a device and {gigabytes(found.host)} of the host"
+            report.append(f"warning: weight streaming: planned to take {least}, which have less")
 
     # Who loads and saves which layers: each about as many weights.
     parts = config.parts_for(basis.spec.n_layers) or cut(basis.trained, config.chunks)
-    return StreamedDivision(config.topology(parts), report=tuple(describe_turns(slots)), slots=slots)
+    return StreamedDivision(config.topology(parts), report=(*report, *describe_turns(slots)), slots=slots)
 
 
 def describe_turns(slots: Slots) -> list[str]:
