@@ -179,12 +179,9 @@ def advice_table(advice: Sequence[Advice], now: Plan | OwnPlan) -> Table:
 
 def needs_table(plan: OwnPlan, basis: Basis) -> Table:
     """Show what a plan needs beside what is there."""
-    device = basis.device
-    made = _table("memory in GB", ["of", "needed", "there", "short"])
-    for what, needed, there in (
-        (f"each {device.name}", plan.peak, device.memory),
-        ("a host", plan.host, basis.main_memory),
-    ):
+    device, made = basis.device, _table("memory in GB", ["of", "needed", "there", "short"])
+    rows = (f"each {device.name}", plan.peak, device.memory), ("a host", plan.host, basis.main_memory)
+    for what, needed, there in rows:
         short = f"{(needed - there) / GIGA:.2f}" if there and needed > there else ""
         made.add_row(what, f"{needed / GIGA:.2f}", f"{there / GIGA:.2f}" if there else "not known", short)
     return made

@@ -17,7 +17,9 @@ from training.errors import ConfigError
 
 
 def arguments(**given: Any) -> Namespace:
-    return Namespace(**{"devices": None, "links": None, "per_host": None, "search": False, "calibrate": False} | given)
+    return Namespace(
+        **dict.fromkeys(("devices", "host_memory", "links", "per_host")) | {"search": False, "calibrate": False} | given
+    )
 
 
 def test_the_pass_of_a_teacher_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,7 +237,7 @@ def test_this_machines_cards_are_all_asked(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_plan_shows_the_card_of_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = basis(tmp_path, PAIR).config
     Path(config.save_path).mkdir()
-    asked = Namespace(devices=PAIR, search=False, calibrate=False, links=None, per_host=None)
+    asked = Namespace(devices=PAIR, search=False, calibrate=False, links=None, per_host=None, host_memory=None)
     plan_run(config, asked)
     printed = capsys.readouterr().out
     assert "6 layers" not in printed and "8 layers; 1xRTX4090-24G,1xRTX3090-24G" in printed
@@ -251,7 +251,9 @@ def test_the_plan_shows_the_card_of_each_stage(tmp_path: Path, capsys: pytest.Ca
 def test_numbers_that_one_of_the_cards_lacks_are_refused(tmp_path: Path) -> None:
     config = basis(tmp_path, PAIR, bf16={"enabled": True}, fp16={"enabled": False}, fp8={"enabled": True}).config
     with pytest.raises(ConfigError, match=r"^fp8\.enabled: RTX3090-24G is older"):
-        plan_run(config, Namespace(devices=PAIR, search=False, calibrate=False, links=None, per_host=None))
+        plan_run(
+            config, Namespace(devices=PAIR, search=False, calibrate=False, links=None, per_host=None, host_memory=None)
+        )
 
 
 def test_auto_chooses_for_the_cards_that_are_named(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_what_lies_whole_between_products_is_gathered(tmp_path: Path) -> None:
 def test_a_plan_refuses_what_its_run_would(tmp_path: Path) -> None:
     spec_of(tmp_path, LLAMA)
     config = config_of(tmp_path, 1).model_copy(update={"model_topo": topo(1, 3, sequence=3)})
-    asked = Namespace(devices="3xH100", links=None, per_host=None, search=False, calibrate=False)
+    asked = Namespace(devices="3xH100", links=None, per_host=None, search=False, calibrate=False, host_memory=None)
     with pytest.raises(ConfigError, match=r"^model_topo.sequence: 3 does not divide the 32 heads"):
         plan_run(config, asked)
 

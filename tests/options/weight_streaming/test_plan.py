@@ -177,10 +177,10 @@ def test_the_picture_shows_the_parts_beside_what_is_there_and_the_lanes_of_every
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     spec, config = llama(tmp_path, num_hidden_layers=8), config_of(tmp_path, 8, **FEW, **{ROWS: rows})
-    streaming = Streaming(basis_of(spec, config, "RTX4090"), 8)
+    streaming = Streaming(replace(basis_of(spec, config, "RTX4090"), main_memory=main_memory), 8)
     plan = streaming.best() or streaming.smallest()
     assert plan is not None
-    plan.draw(tmp_path / "plan.png", main_memory)
+    plan.draw(tmp_path / "plan.png")
     (figure,) = drawn
     title = figure.get_suptitle()
     assert says in title and "tokens/s" in title and f"8 x {plan.basis.device.name}" in title
