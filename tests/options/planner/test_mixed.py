@@ -242,9 +242,8 @@ def test_the_plan_shows_the_card_of_each_stage(tmp_path: Path, capsys: pytest.Ca
     assert "6 layers" not in printed and "8 layers; 1xRTX4090-24G,1xRTX3090-24G" in printed
     assert "│     0 │ RTX4090-24G │" in printed and "│     1 │ RTX3090-24G │" in printed
     assert "a roofline of RTX4090-24G" in printed and "a roofline of RTX3090-24G" in printed
-    asked.calibrate = True
     with pytest.raises(ConfigError, match=r"^--calibrate: measures one kind of device"):
-        plan_run(config, asked)
+        plan_run(config, arguments(devices=PAIR, calibrate=True))
 
 
 def test_numbers_that_one_of_the_cards_lacks_are_refused(tmp_path: Path) -> None:
