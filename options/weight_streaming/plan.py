@@ -191,19 +191,19 @@ class Streaming:
 
     def best(self) -> StreamedPlan | None:
         """Return, of the fastest plans that fit, the one that takes the least memory of the host."""
-        fitting = [plan for plan in self._plans if plan.fits]
+        fitting = [plan for plan in self.plans if plan.fits]
         within = min((plan.seconds for plan in fitting), default=0.0) / ALIKE
         return min((plan for plan in fitting if plan.seconds <= within), key=attrgetter("host"), default=None)
 
     def smallest(self) -> StreamedPlan | None:
         """Return the plan that takes the least memory: of the host where it fits a device, else of that."""
-        fitting = [plan for plan in self._plans if plan.fits_device]
+        fitting = [plan for plan in self.plans if plan.fits_device]
         if fitting:
             return min(fitting, key=attrgetter("host"))
-        return min(self._plans, key=attrgetter("peak"), default=None)
+        return min(self.plans, key=attrgetter("peak"), default=None)
 
     @cached_property
-    def _plans(self) -> list[StreamedPlan]:
+    def plans(self) -> list[StreamedPlan]:
         return list(self._tried())
 
     def _tried(self) -> Iterator[StreamedPlan]:
