@@ -73,9 +73,9 @@ def schedules() -> Iterator[list[str]]:
             speed = [f"{plan.bubble:.1%}", f"{plan.tokens_per_s:,.0f}"] if plan.fits else ["", ""]
             yield [name, str(gpus), f"{config.schedule}{sums}", memory, f"{host / GIGA:.0f}", *speed]
         if streamed := Streaming(plans[0].basis, gpus).best():
-            memory, host = f"{streamed.peak / GIGA:.1f}", f"{streamed.host / GIGA:.0f}"
             speed = [f"{streamed.bubble:.1%}", f"{streamed.tokens_per_s:,.0f}"]
-            yield [name, str(gpus), f"weight streaming: {slots_of(streamed)}", memory, host, *speed]
+            sizes = [f"{streamed.peak / GIGA:.1f}", f"{streamed.host / GIGA:.0f}"]
+            yield [name, str(gpus), f"weight streaming: {slots_of(streamed)}", *sizes, *speed]
 
 
 def planned(model: dict[str, Any], gpus: int, schedule: str) -> Plan:

@@ -20,7 +20,7 @@ takes longer than that counts. `options.planner.timing` measures single layers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -293,9 +293,8 @@ def _layer_work(basis: Basis, layer: int, dtype: torch.dtype, device: Device) ->
     is_block = 0 < layer < basis.spec.n_layers - 1
     if not (is_block and basis.in_fp8):
         return found
-    rounded = found.weights if basis.config.weights_on_host else frozenset()
-    forward, backward = (tuple(in_fp8(each, compiled, rounded)) for each in (found.forward, found.backward))
-    return replace(found, forward=forward, backward=backward)
+    rounded = basis.config.weights_on_host
+    return LayerWork(*(tuple(in_fp8(each, compiled, rounded)) for each in (found.forward, found.backward)))
 
 
 def share_of_last_product(basis: Basis, layer: int) -> float:
@@ -307,11 +306,11 @@ def share_of_last_product(basis: Basis, layer: int) -> float:
     return roofline.seconds(last) / roofline.pass_of(work).total
 
 
-def in_fp8(operations: Iterable[Operation], compiled: bool, rounded: Collection[int] = ()) -> Iterator[Operation]:
+def in_fp8(operations: Iterable[Operation], compiled: bool, rounded: bool = False) -> Iterator[Operation]:
     """Yield a block's operations, linear layers' products in fp8, after the passes that round their factors.
 
     Args:
-        rounded: storages of weights that are rounded before, once for all micro-batches.
+        rounded: whether weights are before, once for all micro-batches.
     """
     for operation in operations:
         at_a_time, rows, columns = operation.shape
@@ -320,7 +319,7 @@ def in_fp8(operations: Iterable[Operation], compiled: bool, rounded: Collection[
             continue
         inner = round(operation.flops / 2 / rows / columns)
         factors = [rows * inner, inner * columns]  # of which a weight is the second
-        for elements in factors[:1] if operation.reads.keys() & rounded else factors:
+        for elements in factors[:1] if rounded and operation.weighs else factors:
             for size in CASTS_COMPILED if compiled else CASTS_EAGER:
                 yield Operation("traffic", {0: elements * size}, {})
         yield replace(operation, reads={0: rows * inner + inner * columns}, fp8=True)
