@@ -18,7 +18,7 @@ from options.planner.inputs import Workload
 from options.planner.layer_costs import product
 from options.planner.micro_batch import ROWS, choose_rows
 from options.planner.plan import Plan
-from options.weight_streaming.plan import StreamedPlan, Streaming
+from options.weight_streaming.plan import StreamedPlan, Streaming, least
 from options.weight_streaming.schedule import Slot, simulate_turns
 from training.config.deepspeed_config import training_dtype
 from training.metrics.devices import HOST_LINK
@@ -132,7 +132,8 @@ def kept() -> Iterator[list[str]]:
         every = Streaming(plan.basis, gpus).plans
         for what, numbers, seconds in parts_of(plan):
             found = [each for each in (keeping(other, numbers, seconds) for other in every) if each.fits]
-            best = min(found, key=lambda each: each.seconds)
+            best = least(found)
+            assert best is not None
             speed = [f"{best.bubble:.1%}", f"{best.tokens_per_s:,.0f}", f"{plan.seconds / best.seconds - 1:+.1%}"]
             yield [name, str(gpus), said, what, f"{best.host / GIGA:.0f}", *speed]
 

@@ -2,10 +2,11 @@
 
 The blocks, and the embedding with the first ones, are cut into forward slots and, independently, into backward slots,
 so that the slowest is as fast as possible; the head has slots of its own, forward and backward at once. They share it
-by micro-batches, as many as it takes to be no slower than a block's backward slot: that depends on the model, and not
-on the number of GPUs, which so changes no bit. Every block recomputes: a forward slot leaves the input of each of its
-blocks in host memory, and a backward slot fetches it. Tried are one to `MOST_BLOCKS` blocks in a backward slot, forward
-slots about as long, and all sizes of a round.
+by micro-batches, as many as it takes to be little slower than a block's backward slot, and as a small host has room
+for: that depends on the model and the host, and not on the number of GPUs, which so changes no bit. Every block
+recomputes: a forward slot leaves the input of each of its blocks in host memory, and a backward slot fetches it; a
+block's last product is left out there (`products`). Tried are one to `MOST_BLOCKS` blocks in a backward slot, forward
+slots about as long, and all sizes of a round. In fp8 a slot rounds its weights before its micro-batches (`eight_bits`).
 
 With rows in chunks a turn's activations are those of the longest chunk; of whole rows it has hidden states and one
 layer's keys and values. A backward slot makes these first: the forward pass of one chunk more. Gradients of weights are
@@ -46,6 +47,8 @@ from training.topology import layer_ranges
 MOST_BLOCKS = 4
 ALIKE = 0.99  # of the time of a step, from which on plans count as equally fast
 MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
+LONGER = 1.5  # times a block's backward slot that a slot of the head may take: the next half of it gains 1 %
+OF_HEADS = 1 / 4  # of the host's memory beside weights, sums and states, that sums of further slots may take
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
 UPDATED = 12  # bytes of main memory that an update reads and writes for a parameter, beside states: gradient and weight
 ADDING = 3  # times that adding up the heads' sums moves them
@@ -145,8 +148,8 @@ class Streaming:
 
         self._weights = [numel * itemsize for numel in self.basis.parameters]
         self._sums = [numel * SUM for numel in self.basis.trained]
-        self.heads = self._head_slots()
         trained, (beside, averages) = sum(self.basis.trained), beside_weights(plain.config)
+        self.heads = self._head_slots(plain, sum(self._weights) + trained * (beside + averages + SUM))
         self._update = [numel * (UPDATED + 2 * averages) / TOTAL_HOST for numel in self.basis.trained]
 
         # A turn of the head beyond the first has sums of its own, which the update adds up.
@@ -191,9 +194,7 @@ class Streaming:
 
     def best(self) -> StreamedPlan | None:
         """Return, of the fastest plans that fit, the one that takes the least memory of the host."""
-        fitting = [plan for plan in self.plans if plan.fits]
-        within = min((plan.seconds for plan in fitting), default=0.0) / ALIKE
-        return min((plan for plan in fitting if plan.seconds <= within), key=attrgetter("host"), default=None)
+        return least([plan for plan in self.plans if plan.fits])
 
     def smallest(self) -> StreamedPlan | None:
         """Return the plan that takes the least memory: of the host where it fits a device, else of that."""
@@ -227,14 +228,19 @@ class Streaming:
                     found = Slots(tuple(forward), tuple(backward), a_round, self.heads)
                     yield StreamedPlan(self.basis, self.gpus, found, made, step, memory, host)
 
-    def _head_slots(self) -> int:
-        """Return a power of two, which divides most rounds."""
+    def _head_slots(self, basis: Basis, held: float) -> int:
+        """Return a power of two, which divides most rounds.
+
+        Args:
+            held: bytes of the host that are needed anyway; most of the others are for the inputs of blocks.
+        """
+        most: float = min(MOST_HEADS, basis.micro_batches)
+        if basis.main_memory is not None:
+            most = min(most, 1 + OF_HEADS * (basis.main_memory - held) / max(1, self._sums[self.head]))
         # By estimates: a resumed run has measured its first steps, and has to have the same sums.
-        forward, backward = passes(replace(self.basis, calibration=None, measured=None))
-        longest, slots = max(backward[:-1]), 1
-        while forward[-1] + backward[-1] > slots * longest:
-            if 2 * slots > min(MOST_HEADS, self.basis.micro_batches):
-                break
+        forward, backward = passes(replace(basis, calibration=None, measured=None))
+        longest, slots = LONGER * max(backward[:-1]), 1
+        while forward[-1] + backward[-1] > slots * longest and 2 * slots <= most:
             slots *= 2
         return slots
 
@@ -283,6 +289,12 @@ class Streaming:
             **({OF_COPIES: max(sum(self._copies[begin:end]) for begin, end in ranges)} if any(self._copies) else {}),
             **({OF_ROWS: self._hidden_of_rows} if self._hidden_of_rows else {}),
         }
+
+
+def least(plans: Sequence[StreamedPlan]) -> StreamedPlan | None:
+    """Return, of the fastest plans, the one that takes the least memory of the host."""
+    within = min((plan.seconds for plan in plans), default=0.0) / ALIKE
+    return min((plan for plan in plans if plan.seconds <= within), key=attrgetter("host"), default=None)
 
 
 def passes(basis: Basis) -> tuple[list[float], list[float]]:

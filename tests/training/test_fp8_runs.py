@@ -103,8 +103,7 @@ def test_weight_streaming_goes_on_there_and_back(outcomes: dict[str, Any], folde
     expected = losses(folder, "fp8")
     for name, first in (("turns", 0), ("there", SAVED), ("pipeline", SAVED)):
         torch.testing.assert_close(losses(folder, name), expected[first:], atol=0, rtol=NEAR)
-    first = losses(folder, "turns")[0], expected[0]
-    torch.testing.assert_close(*first, atol=0, rtol=1e-6, msg="with the same roundings")
+    torch.testing.assert_close(losses(folder, "turns")[0], expected[0], atol=0, rtol=1e-6, msg="the same roundings")
 
 
 def test_a_run_in_turns_resumes_to_the_last_bit(outcomes: dict[str, Any], folder: Path) -> None:
