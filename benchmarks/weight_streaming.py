@@ -7,6 +7,7 @@ prints one of the tables.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from options.planner.inputs import Workload
 from options.planner.layer_costs import product
 from options.planner.micro_batch import ROWS, choose_rows
 from options.planner.plan import Plan
-from options.weight_streaming.plan import StreamedPlan, Streaming, least
+from options.weight_streaming.plan import StreamedPlan, Streaming, least, passes
 from options.weight_streaming.schedule import Slot, simulate_turns
 from training.config.deepspeed_config import training_dtype
 from training.metrics.devices import HOST_LINK
@@ -37,6 +38,7 @@ STREAMED = KEYS | {"schedule": "weight_streaming", ROWS: "auto"}
 FP8: dict[str, Any] = {"fp8": {"enabled": True}}
 STATES: dict[str, Any] = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
 # Model, its shape, GPUs, keys, what is named of them, GB of a host, and llmq's tokens/s (benchmarks/4090x4.md there).
+PEER_COLUMNS = ["model", DEVICE, "", "rows", "slots", "memory, GB", "host, GB"]
 PEERS: tuple[tuple[str, str, int, dict[str, Any], str, float | None, int], ...] = (
     ("Qwen2.5-7B", "qwen2-7b", 4, {}, "bf16", None, 10_897),
     ("Qwen2.5-7B", "qwen2-7b", 4, FP8, "fp8", None, 16_487),
@@ -96,14 +98,40 @@ def slots_of(plan: StreamedPlan) -> str:
 
 def peers() -> Iterator[list[str]]:
     """Yield rows of plans beside llmq's figures, for rows of 1,024 tokens, 512 a step."""
-    yield ["model", DEVICE, "", "rows", "slots", "memory, GB", "host, GB", "bubble", "tokens/s", "the bound", "llmq"]
+    yield [*PEER_COLUMNS, "bubble", "tokens/s", "no bubble", "NVIDIA's rates", "llmq"]
     for name, shape, gpus, keys, said, host, published in PEERS:
         plan = fastest(shape, gpus, keys, host)
         named = f"{said}, a host of {host:.0f} GB" if host else said
         memory, rows = f"{plan.peak / GIGA:.1f}", str(plan.basis.config.micro_batch_size)
         bound = plan.basis.workload.tokens * gpus / plan.step.work
-        speeds = [f"{plan.bubble:.1%}", *(f"{each:,.0f}" for each in (plan.tokens_per_s, bound, published))]
-        yield [name, str(gpus), named, rows, slots_of(plan), memory, f"{plan.host / GIGA:.0f}", *speeds]
+        speeds = [f"{each:,.0f}" for each in (plan.tokens_per_s, bound, at_best(plan), published)]
+        yield [
+            name,
+            str(gpus),
+            named,
+            rows,
+            slots_of(plan),
+            memory,
+            f"{plan.host / GIGA:.0f}",
+            f"{plan.bubble:.1%}",
+            *speeds,
+        ]
+
+
+def at_best(plan: StreamedPlan) -> float:
+    """Return tokens/s of GPUs that do nothing but multiply, at the rates that NVIDIA names."""
+    ideal = replace(
+        plan.basis.device,
+        products=1.0,
+        attention=1.0,
+        half_length=0.0,
+        bandwidth=math.inf,
+        kernel=0.0,
+        launch=0.0,
+        cores=1,
+    )
+    forward, backward = passes(replace(plan.basis.changed(offload_gradients=False), device=ideal))
+    return plan.basis.workload.tokens * plan.gpus / plan.basis.micro_batches / (sum(forward) + sum(backward))
 
 
 def fastest(shape: str, gpus: int, keys: dict[str, Any], host: float | None) -> StreamedPlan:
