@@ -1,7 +1,7 @@
 """Make the 8-bit copies of a turn's weights once, when they have arrived, and not in every micro-batch (`fp8`).
 
 The copies are those that torchao makes, so the products are those of a pipeline in fp8. The weights arrive in bf16: to
-send copies that the host makes would halve their bytes and gain 2 % at most, as they come while the turn before computes
+send copies that the host makes would halve their bytes and gain less than 2 %, as they come beside the computing
 (docs/performance.md#beside-llmq).
 """
 
