@@ -64,6 +64,16 @@ def test_no_gradient_changes_in_any_family(case: str, dtype: torch.dtype) -> Non
     torch.testing.assert_close(others, gradients, atol=0, rtol=0)
 
 
+@pytest.mark.longest
+def test_compiled_gradients_are_the_same() -> None:
+    spec = spec_of("llama")
+    eager, compiled = block_of(spec, torch.float32), block_of(spec, torch.float32)
+    for block in (eager, compiled):
+        leave_out(block.get_submodule(DOWN))
+    compiled.block.compile(dynamic=True)
+    torch.testing.assert_close(results(compiled, spec), results(eager, spec))
+
+
 @pytest.mark.parametrize("cuts", [WHOLE, CUTS[0]], ids=["whole", "chunks"])
 def test_forward_passes_are_whole(cuts: list[int]) -> None:
     """In turns what a layer hands on, the loss and the sums are those of whole passes."""
