@@ -65,6 +65,8 @@ def _prepare(arguments: Namespace, entry: EntryPoint) -> None:
     """
     if arguments.devices:
         arguments.processes, _ = parse_devices(arguments.devices)
+    if arguments.host_memory is not None and not arguments.host_memory > 0:
+        raise ConfigError(f"--host-memory: expected gigabytes above 0, found {arguments.host_memory:g}")
     if arguments.search and not entry.in_stages:
         raise ConfigError("--search: proposes pipelines; expected train_ds.py")
     if not arguments.auto:

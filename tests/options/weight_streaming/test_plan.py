@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -16,6 +16,7 @@ from common.quantities import GIGA
 from models.api import read_spec
 from options.planner.command import plan_run
 from options.planner.costs import CASTS_EAGER, layer_times
+from options.planner.flags import FLAGS
 from options.planner.measurements import Measured
 from options.planner.plan import Plan
 from options.planner.shapes import shape_of
@@ -26,7 +27,9 @@ from options.weight_streaming.products import last_product
 from options.weight_streaming.schedule import Slot
 from tests.options.planner.helpers import basis_of, config_of, llama
 from tests.options.planner.test_command import arguments
+from training.errors import ConfigError
 from training.metrics.devices import HOST_LINK
+from training.option import EntryPoint
 
 KEYS: dict[str, Any] = {
     "bf16": {"enabled": True},
@@ -276,3 +279,14 @@ def test_a_plan_is_drawn_whether_it_fits_or_not(
     printed = capsys.readouterr().out
     assert left.value.code == code and printed.count("drawn: ") == 1
     assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_is_for_a_host_of_the_memory_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama(tmp_path, num_hidden_layers=8)
+    config = config_of(tmp_path, 8, **FEW, schedule="weight_streaming")
+    for gigabytes, code, says in ((40.0, 0, "40.00"), (20.0, 1, "weight streaming: does not fit")):
+        with pytest.raises(SystemExit) as left:
+            plan_run(config, arguments(devices="8xRTX4090", host_memory=gigabytes))
+        assert left.value.code == code and says in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^--host-memory: expected gigabytes above 0, found -5$"):
+        FLAGS.prepare(arguments(devices="8xRTX4090", host_memory=-5.0), cast(EntryPoint, None))
