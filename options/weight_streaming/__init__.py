@@ -9,6 +9,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from options.planner.own_plan import SelfPlannedOption
+from options.weight_streaming.schedule import WEIGHT_STREAMING
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.schedule.instructions import Schedule
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from options.weight_streaming.plan import StreamedPlan
     from options.weight_streaming.schedule import StreamedDivision
     from training.engine.trainer import Trainer
-
-WEIGHT_STREAMING = "weight_streaming"
 
 
 class StreamingKeys(TrainConfig):

@@ -61,7 +61,7 @@ class EightBits:
 
 
 def _forward(linear: Any, is_last: bool, inputs: Tensor) -> Tensor:
-    product = _Unfinished if is_last and torch.is_grad_enabled() else matmul_with_hp_or_float8_args
+    product = _UnfinishedInFp8 if is_last and torch.is_grad_enabled() else matmul_with_hp_or_float8_args
     weight = _Copied.apply(linear.weight, linear.copied)
     output: Tensor = product.apply(inputs, weight, linear.linear_mm_config, linear.config)
     return output if linear.bias is None else output + linear.bias
@@ -80,7 +80,7 @@ class _Copied(torch.autograd.Function):
 
 
 @torch.compiler.allow_in_graph
-class _Unfinished(matmul_with_hp_or_float8_args):
+class _UnfinishedInFp8(matmul_with_hp_or_float8_args):
     """torchao's product, of which only the backward pass is computed."""
 
     @staticmethod

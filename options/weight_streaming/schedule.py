@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 from training.topology import Division
 
+WEIGHT_STREAMING = "weight_streaming"  # as the config names it
+
 
 @dataclass(frozen=True)
 class Slots:
