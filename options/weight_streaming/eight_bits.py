@@ -8,7 +8,6 @@ send copies that the host makes would halve their bytes and gain less than 2 %, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class EightBits:
         """
         for name, linear in block.named_modules():
             if isinstance(linear, Float8Linear):
-                vars(linear)["forward"] = partial(_forward, linear, name == last)
+                linear.__class__ = EndingCopiedLinear if name == last else CopiedLinear
                 self._layers.setdefault(number, []).append(linear)
 
     @torch.no_grad()
@@ -60,11 +59,25 @@ class EightBits:
         return found
 
 
-def _forward(linear: Any, is_last: bool, inputs: Tensor) -> Tensor:
-    product = _UnfinishedInFp8 if is_last and torch.is_grad_enabled() else matmul_with_hp_or_float8_args
-    weight = _Copied.apply(linear.weight, linear.copied)
-    output: Tensor = product.apply(inputs, weight, linear.linear_mm_config, linear.config)
-    return output if linear.bias is None else output + linear.bias
+class CopiedLinear(Float8Linear):
+    """A linear layer that multiplies with a copy of its weight."""
+
+    copied: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._multiplied(matmul_with_hp_or_float8_args, input)
+
+    def _multiplied(self, product: type[torch.autograd.Function], inputs: Tensor) -> Tensor:
+        weight = _Copied.apply(self.weight, self.copied)
+        output: Tensor = product.apply(inputs, weight, self.linear_mm_config, self.config)
+        return output if self.bias is None else output + self.bias
+
+
+class EndingCopiedLinear(CopiedLinear):
+    """The one that a block ends in, whose product is left out where the block is computed again."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._multiplied(_UnfinishedInFp8, input) if torch.is_grad_enabled() else super().forward(input)
 
 
 class _Copied(torch.autograd.Function):

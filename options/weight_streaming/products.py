@@ -8,11 +8,9 @@ in, or that ends in experts, is computed whole.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -48,7 +46,7 @@ def last_product(spec: ModelSpec, layer: int) -> str | None:
 def leave_out(linear: nn.Module) -> None:
     """Let a linear layer multiply in forward passes alone, and not where a block is computed again."""
     assert isinstance(linear, nn.Linear)
-    vars(linear)["forward"] = partial(_forward, linear)
+    linear.__class__ = EndingLinear
 
 
 def nothing_like(inputs: Tensor, weight: Tensor) -> Tensor:
@@ -56,11 +54,14 @@ def nothing_like(inputs: Tensor, weight: Tensor) -> Tensor:
     return inputs.new_zeros(()).expand(*inputs.shape[:-1], len(weight))
 
 
-def _forward(linear: nn.Linear, inputs: Tensor) -> Tensor:
-    if torch.is_grad_enabled():  # as in backward turns alone
-        left_out: Tensor = _Unfinished.apply(inputs, linear.weight, linear.bias)
-        return left_out
-    return F.linear(inputs, linear.weight, linear.bias)
+class EndingLinear(nn.Linear):
+    """A linear layer that a block ends in; a class, as compiled blocks of a kind then have one program."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # as in backward turns alone
+            left_out: Tensor = _Unfinished.apply(input, self.weight, self.bias)
+            return left_out
+        return super().forward(input)
 
 
 class _Unfinished(torch.autograd.Function):
