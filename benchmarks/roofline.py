@@ -20,10 +20,10 @@ import yaml
 from common.quantities import GIGA
 from models.api import read_spec
 from models.spec import ModelSpec
+from options import RunConfig
 from options.planner.inputs import Basis, Workload
 from options.planner.plan import Plan, fitting_parts
 from options.planner.shapes import FILE as SHAPES_FILE
-from training.config.keys import TrainConfig
 from training.metrics.devices import parse_devices
 
 LINES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.yml").read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ class Run:
         paths = dict.fromkeys(("model_path", "data_path", "save_path"), "-")
         topology = {"process_topology": {"dims": list(self.dims)}, "parts": self.parts}
         shape = {"train_batch_size": self.batch, "max_seq_len": self.length, "model_topo": topology}
-        config = TrainConfig.model_validate(paths | shape | {"compile": False, "use_flash_attn": False} | self.keys)
+        config = RunConfig.model_validate(paths | shape | {"compile": False, "use_flash_attn": False} | self.keys)
         staged = config.zero_optimization.stage < 2
         device = parse_devices(self.devices)[1]
         return Basis(config, spec, Workload.assumed(config), device, in_stages=staged, known=known)

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from common.log import Log
-from common.quantities import counted
+from common.quantities import GIGA, counted
 from common.terminal import reason_of
 from data.errors import DataError
 from data.tokenized.dataset import Dataset
@@ -94,7 +94,11 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     spec, workload, feed = assumed if shape else _feed(config, spec, folder, log)
     if not shape:
         check_start(config, spec)  # with eyes, whose adapters it may have
-    for key, choose in () if arguments.search else ((ROWS, choose_rows), (KEY, choose_chunk)):
+    main_memory = None if arguments.devices else psutil.virtual_memory().total
+    if arguments.host_memory:
+        main_memory = int(arguments.host_memory * GIGA)
+    choosers = (ROWS, partial(choose_rows, main_memory=main_memory)), (KEY, choose_chunk)
+    for key, choose in () if arguments.search else choosers:
         if getattr(config, key, None) == "auto":
             chosen, line = choose(config, spec, device, feed, in_stages)
             log.print(line)
@@ -108,7 +112,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     # Measurements on this machine do not hold for other devices, unless the user says that they are the same.
     here = arguments.calibrate or not arguments.devices
     basis, ignored = Basis.of_run(config, spec, workload, device, calibrated=here)
-    basis = replace(basis, named=fabric, in_stages=in_stages)
+    basis = replace(basis, named=fabric, in_stages=in_stages, main_memory=main_memory)
 
     processes = count or config.model_topo.processes
     where = device.counted(processes) if device.memory else f"{counted(processes, 'process')} on a {device.name}"
@@ -116,9 +120,8 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     known = [f"model_path: {folder}: not found; planned by the known shape of {shape[0]}, full rows"] if shape else []
     for line in [*known, *ignored, *describe_ignored_keys(config, in_stages, plan=True)]:
         log.print(line)
-    main_memory = None if arguments.devices else psutil.virtual_memory().total
     with searching(log):
-        _show(basis, processes, feed if arguments.search else None, main_memory, log)
+        _show(basis, processes, feed if arguments.search else None, log)
 
 
 def _check_calibration(arguments: argparse.Namespace, device: Device) -> None:
@@ -129,15 +132,15 @@ def _check_calibration(arguments: argparse.Namespace, device: Device) -> None:
         raise ConfigError("--calibrate: this machine has no GPU to measure; expected no --devices")
 
 
-def _show(basis: Basis, processes: int, feed: Feed | None, main_memory: int | None, log: Console) -> None:
+def _show(basis: Basis, processes: int, feed: Feed | None, log: Console) -> None:
     """Show the plan of a config, or with `feed` the fastest plans; exit with 1 where none fits."""
     own = own_planner(basis.config)
     if own and not feed:
-        sys.exit(0 if _show_own(own, basis, basis.config.model_topo.stages, main_memory, log) else DOES_NOT_FIT)
+        sys.exit(0 if _show_own(own, basis, basis.config.model_topo.stages, log) else DOES_NOT_FIT)
     if feed:
         best = search(basis, processes, feed)
         for option in planners_for(basis.config, basis.spec):
-            _show_own(option, basis, processes, main_memory, log, drawn=not best)
+            _show_own(option, basis, processes, log, drawn=not best)
         if not best:
             log.print("search: no pipeline fits, whatever the dims and the micro-batch")
             sys.exit(DOES_NOT_FIT)
@@ -153,7 +156,6 @@ def _show_own(
     option: SelfPlannedOption[Any],
     basis: Basis,
     devices: int,
-    main_memory: int | None,
     log: Console,
     drawn: bool = True,
 ) -> bool:
@@ -167,13 +169,12 @@ def _show_own(
         log.print(f"{name}: the model cannot be divided among {counted(devices, 'device')}")
         return False
 
-    log.print(needs_table(plan, basis.device, main_memory))
+    log.print(needs_table(plan, basis))
     for line in plan.describe():
         log.print(line)
     if drawn:
-        _draw(partial(plan.draw, main_memory=main_memory), basis.config, log)
-    has_room = main_memory is None or plan.host <= main_memory
-    if plan.fits and has_room:
+        _draw(plan.draw, basis.config, log)
+    if plan.fits:
         return True
     log.print(f"{name}: does not fit")
     log.print(advice_table([each for each in other_ways(basis) if each.best.fits], plan))

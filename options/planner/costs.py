@@ -254,11 +254,8 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
         forward, backward = _passes(whole, layer, device)
         alone = _passes(replace(whole, workload=chunk), layer, device)
         return forward.at_least(alone[0].times(chunks)), backward.at_least(alone[1].times(chunks))
-    spec, work, dtype = basis.spec, basis.share, training_dtype(basis.config)
-    is_block = 0 < layer < spec.n_layers - 1
-    slides = is_block and attention_kind(spec.config, layer - 1) == SLIDING
-    window = spec.config.sliding_window if slides else math.inf
-    roofline = Roofline(device, dtype, min(math.ceil(work.length), window), min(work.attended, window))
+    spec, dtype = basis.spec, training_dtype(basis.config)
+    roofline = _roofline(basis, layer, dtype, device)
     counted = _layer_work(basis, layer, dtype, device)
     forward, backward = roofline.pass_of(counted.forward), roofline.pass_of(counted.backward)
     if layer == spec.n_layers - 1:
@@ -266,6 +263,13 @@ def _passes(basis: Basis, layer: int, device: Device) -> tuple[Spent, Spent]:
         head = basis.shapes(layer)[HEAD_WEIGHT].numel() if HEAD_WEIGHT in basis.trained_names[layer] else 0
         backward += Spent(loss=head * HEAD_GRADIENT / device.bandwidth)
     return forward, backward
+
+
+def _roofline(basis: Basis, layer: int, dtype: torch.dtype, device: Device) -> Roofline:
+    spec, work = basis.spec, basis.share
+    slides = 0 < layer < spec.n_layers - 1 and attention_kind(spec.config, layer - 1) == SLIDING
+    window = spec.config.sliding_window if slides else math.inf
+    return Roofline(device, dtype, min(math.ceil(work.length), window), min(work.attended, window))
 
 
 def tower_passes(basis: Basis, device: Device) -> tuple[Spent, Spent]:
@@ -289,18 +293,33 @@ def _layer_work(basis: Basis, layer: int, dtype: torch.dtype, device: Device) ->
     is_block = 0 < layer < basis.spec.n_layers - 1
     if not (is_block and basis.in_fp8):
         return found
-    return LayerWork(*(tuple(in_fp8(each, compiled)) for each in (found.forward, found.backward)))
+    rounded = basis.config.weights_on_host
+    return LayerWork(*(tuple(in_fp8(each, compiled, rounded)) for each in (found.forward, found.backward)))
 
 
-def in_fp8(operations: Iterable[Operation], compiled: bool) -> Iterator[Operation]:
-    """Yield a block's operations, linear layers' products in fp8, after the passes that round their factors."""
+def share_of_last_product(basis: Basis, layer: int) -> float:
+    """Return which part of a block's forward pass its last product takes."""
+    device, dtype = basis.device, training_dtype(basis.config)
+    roofline = _roofline(basis, layer, dtype, device)
+    work = _layer_work(basis, layer, dtype, device).forward
+    last = [each for each in work if each.kind == "products"][-1]
+    return roofline.seconds(last) / roofline.pass_of(work).total
+
+
+def in_fp8(operations: Iterable[Operation], compiled: bool, rounded: bool = False) -> Iterator[Operation]:
+    """Yield a block's operations, linear layers' products in fp8, after the passes that round their factors.
+
+    Args:
+        rounded: whether weights are before, once for all micro-batches.
+    """
     for operation in operations:
         at_a_time, rows, columns = operation.shape
         if operation.kind != "products" or at_a_time > 1:  # several at a time are those of attention
             yield operation
             continue
         inner = round(operation.flops / 2 / rows / columns)
-        for elements in (rows * inner, inner * columns):
+        factors = [rows * inner, inner * columns]  # of which a weight is the second
+        for elements in factors[:1] if rounded and operation.weighs else factors:
             for size in CASTS_COMPILED if compiled else CASTS_EAGER:
                 yield Operation("traffic", {0: elements * size}, {})
         yield replace(operation, reads={0: rows * inner + inner * columns}, fp8=True)

@@ -17,6 +17,7 @@ from training.option import Action, CommandLine, EntryPoint, Flags, IsOverride
 NEEDS = {
     "dry_run": ("auto",),
     "devices": ("plan", "dry_run"),
+    "host_memory": ("devices",),
     "search": ("plan",),
     "calibrate": ("plan",),
     "links": ("plan",),
@@ -38,6 +39,8 @@ def _add(line: CommandLine) -> None:
     add("--plan", action="store_true", help="predict the run's time and memory, and exit")
     known = f"with --plan or --dry-run: plan for these devices instead of this machine's; known: {', '.join(KNOWN)}"
     add("--devices", metavar="8xA100-40G", help=f"{known}; by its numbers: '{OWN}'; mixed: 4xRTX4090,4xRTX3090")
+    memory = "with --devices: gigabytes of a host's memory, into which weight streaming has to fit"
+    add("--host-memory", type=float, metavar="GB", help=memory)
     links = "with --plan: the link inside a host and the link between hosts"
     add("--links", metavar="nvlink4,ib400", help=links)
     add("--per-host", type=int, metavar="N", help="with --links: GPUs of a host; 8 otherwise")
@@ -62,6 +65,8 @@ def _prepare(arguments: Namespace, entry: EntryPoint) -> None:
     """
     if arguments.devices:
         arguments.processes, _ = parse_devices(arguments.devices)
+    if arguments.host_memory is not None and not arguments.host_memory > 0:
+        raise ConfigError(f"--host-memory: expected gigabytes above 0, found {arguments.host_memory:g}")
     if arguments.search and not entry.in_stages:
         raise ConfigError("--search: proposes pipelines; expected train_ds.py")
     if not arguments.auto:

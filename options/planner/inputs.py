@@ -162,6 +162,7 @@ class Basis:
     links: Links | None = None  # measured by `--check`
     named: Fabric | None = None  # from `--links`, which overrides `links`
     in_stages: bool = True  # else plain ZeRO
+    main_memory: int | None = None  # bytes of a host; None where they are not known
     recompute: frozenset[int] | None = None  # layers that recompute; without, by the config (with `auto`: all blocks)
     known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False, compare=False)  # cache of `once`
 

@@ -11,7 +11,7 @@ the length asked for; experts share the tokens evenly. It takes 0.1 s for each k
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -229,6 +229,7 @@ class Operation:
     # Of a product's result: products at a time, rows, columns. Of attention: 1, queries, keys.
     shape: tuple[int, int, int] = (1, 1, 1)
     fp8: bool = False  # whether a product's factors are of 8 bits
+    weighs: bool = False  # whether it reads a weight of the layer, which of a product is the second factor
 
     @property
     def bytes(self) -> int:
@@ -261,9 +262,16 @@ def work_of(spec: ModelSpec, case: LayerCase, compiled: bool = False) -> LayerWo
         with OperationRecorder() as backward:
             sources = [fake.hidden, *(weight for weight in fake.module.parameters() if weight.requires_grad)]
             torch.autograd.grad(output, sources, torch.empty_like(output), allow_unused=True)
-        blocks = compiled and isinstance(fake.module, Block)
+        blocks, weights = compiled and isinstance(fake.module, Block), _storages(fake.module.parameters()).keys()
     noted = [*forward.noted, *backward.noted]
-    return LayerWork(*(tuple(_fused(each.noted, noted) if blocks else each.noted) for each in (forward, backward)))
+    passes = (_fused(each.noted, noted) if blocks else each.noted for each in (forward, backward))
+    return LayerWork(*(tuple(_weighing(each, weights)) for each in passes))
+
+
+def _weighing(operations: Iterable[Operation], weights: Collection[int]) -> Iterator[Operation]:
+    """Yield operations, and mark those that read weights."""
+    for each in operations:
+        yield replace(each, weighs=not each.reads.keys().isdisjoint(weights))
 
 
 def _fused(operations: Sequence[Operation], everything: Sequence[Operation]) -> list[Operation]:

@@ -52,6 +52,7 @@ SUMMED = 4  # bytes of the sum of a key's gradient, or a value's
 # Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
 # 8 bits alone, for both factors in both orders.
 FP8_EAGER, FP8_COMPILED = 9, 4
+MASTER, REST = 4.0, 2.0  # of an fp32 weight, and of what a bf16 weight leaves of it
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class StateBytes:
     step: float = 0.0  # temporaries of the optimizer's step: copies of the gradient, with SGD's decay added
     host: float = 0.0  # in main memory
     bucket: float = 0.0  # bytes of an element of the buffer; 0 where there is none
-    master: float = 4.0  # the optimizer's weight, and the gradient that it gets beside it
+    master: float = MASTER  # the optimizer's weight, and the gradient that it gets beside it
     spared: float = 0.0  # that the optimizer's passes over main memory move less than those over numbers in fp32
 
     @classmethod
@@ -112,6 +113,20 @@ class StateBytes:
         apart = replicas - 1 if self.sum <= self.master else replicas
         copies = self.master + self.weight + (self.sum - self.gradient) * apart
         return self.weight + max(self.optimizer * replicas, self.host * replicas - copies)
+
+
+def beside_weights(config: TrainConfig) -> tuple[float, float]:
+    """Return bytes per parameter that stand on a host beside weight and sum, where weights are there (`pieces.py`).
+
+    Returns:
+        Of what makes the weight fp32, and of the optimizer's states.
+    """
+    zero = config.zero_optimization.model_copy(update={"stage": 1, "offload_optimizer": None})
+    alone = config.model_copy(update={"zero_optimization": zero, "model_topo": config.model_topo.spread(1, 1)})
+    averages = StateBytes.of(alone).optimizer - MASTER
+    if config.bf16.enabled:
+        return REST, averages / 2 if config.bf16.bf16_optimizer_states else averages
+    return (0 if training_dtype(config) == torch.float32 else MASTER), averages
 
 
 def sent_bytes(config: TrainConfig) -> int:

@@ -28,14 +28,22 @@ NOTABLE = 1.1  # times the fastest: what a run is told that leaves the key out
 ALIKE = 0.995  # of the time of a step, from which on fewer rows are taken: they take less memory
 
 
-def choose_rows(config: TrainConfig, spec: ModelSpec, device: Device, feed: Feed, in_stages: bool) -> tuple[int, str]:
+def choose_rows(
+    config: TrainConfig,
+    spec: ModelSpec,
+    device: Device,
+    feed: Feed,
+    in_stages: bool,
+    main_memory: int | None = None,
+) -> tuple[int, str]:
     """Return the rows of a micro-batch, and a line for the log.
 
     Args:
         device: of each process.
         feed: the workload of a config.
+        main_memory: bytes of a host, where they are known.
     """
-    bases = _possible(config, spec, device, feed, in_stages)
+    bases = [replace(basis, main_memory=main_memory) for basis in _possible(config, spec, device, feed, in_stages)]
     if not device.known and len(bases) > 1:
         bases = _timed(bases)
     seconds = _all_seconds(bases)

@@ -34,13 +34,13 @@ class OwnPlan(Protocol):
 
     @property
     def fits(self) -> bool:
-        """Whether a device has room for it."""
+        """Whether a device has room for it, and a host."""
 
     def describe(self) -> list[str]:
         """Say in lines what it takes."""
 
-    def draw(self, path: Path, main_memory: int | None) -> Path:
-        """Draw it as a PNG, beside a host's bytes of main memory, where they are known."""
+    def draw(self, path: Path) -> Path:
+        """Draw it as a PNG, beside the memory that is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class SelfPlannedOption(Option[Keys]):
 
     Attributes:
         schedule: the value of the key `schedule` that asks for it.
-        fastest: returns the fastest plan on so many devices, of those that fit; if none does, that with the lowest
-            peak, and None where the model cannot be divided among them.
+        fastest: returns the fastest plan on so many devices, of those that fit; if none does, that which takes the
+            least, and None where the model cannot be divided among them.
         divide: divides a run's model, with lines for the log.
     """
 

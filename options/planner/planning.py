@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import torch
+from psutil import virtual_memory
 
 from common.quantities import duration
 from data.loader import Loader
@@ -65,7 +67,7 @@ class Planning(Callback):
         rows = known.settings.get(ROWS) if known else None
         if rows is not None and config.train_batch_size % (rows * config.model_topo.row_replicas) == 0:
             return Choice({ROWS: rows})
-        return self._chosen(ROWS, choose_rows, config)
+        return self._chosen(ROWS, partial(choose_rows, main_memory=virtual_memory().total), config)
 
     def _chunk(self, config: TrainConfig, known: CheckpointRecord | None) -> Choice:
         """Choose the tokens of a row's chunks, likewise."""
@@ -138,7 +140,7 @@ def choose(
     """Choose the division of a pipeline over such devices; see `divide`."""
     basis, report = Basis.of_run(config, spec, Workload.of(loader, config), device)
     if own := own_planner(config):
-        division = own.divide(basis)
+        division = own.divide(replace(basis, main_memory=virtual_memory().total))
         return replace(division, report=(*report, *division.report))
     if config.parts_for(spec.n_layers) is None:
         parts, reason = _resumed_parts(basis, saved)

@@ -22,7 +22,7 @@ from data.loader import Loader
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from options.planner.inputs import Basis, Workload
-from options.planner.memory import StateBytes
+from options.planner.memory import MASTER, StateBytes, beside_weights
 from options.planner.plan import Plan
 from options.planner.search import next_change
 from training.config.keys import TrainConfig
@@ -56,7 +56,9 @@ def check_resources(config: TrainConfig, spec: ModelSpec, layers: Sequence[int],
 
     # What they take of the host's memory: all where it is the one to compute in, else what is offloaded.
     in_memory = trained * state.host
-    if not torch.cuda.is_available() or config.weights_on_host:
+    if config.weights_on_host:
+        in_memory = trained * (state.weight + MASTER + sum(beside_weights(config))) + frozen_bytes
+    elif not torch.cuda.is_available():
         stage = config.zero_optimization.stage  # ZeRO 2 and 3 shard more than the optimizer
         a_weight = state.host + state.optimizer + state.gradient / (replicas if stage > 1 else 1)
         a_weight += state.weight / (replicas if stage > 2 else 1)

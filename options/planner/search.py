@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import floor, inf
-from typing import Any, Literal
+from typing import Any
 
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
 from options.images.keys import VisionKeys
 from options.images.model import training_tower
 from options.planner.costs import layer_times
+from options.planner.grids import LONG, grids
 from options.planner.inputs import Basis, Workload
 from options.planner.memory import StateBytes
 from options.planner.own_plan import OwnPlan, own_planner, planners_for
@@ -32,18 +33,14 @@ from options.planner.row_chunks import advised, can_chunk, chunk_of, fits_chunks
 from options.planner.simulation import simulate
 from options.row_chunks.keys import KEY
 from training.config.contradictions import PARAMETERS, of_optimizer
-from training.config.deepspeed_config import check_sharing
 from training.config.keys import TrainConfig
-from training.config.model_topo import ModelTopo
 from training.config.objective import LoraSection
 from training.config.optimization import OptimizerOffload
 from training.data_setup import training_loader
-from training.errors import ConfigError
 from training.trained import with_trained
 
 FASTEST = 5  # plans that a search returns
 SIZES = (1, 2, 4, 8, 16)  # rows of a micro-batch that are tried
-LONG = 4096  # least tokens of a row on each rank under sequence parallelism
 SHORTEST = 128  # least max_seq_len that is advised
 COSTLY = ("optimizer.type", "max_seq_len")  # changes of what is trained
 OFFLOADS = "zero_optimization.offload_optimizer: {device: cpu}", "offload_activations: true", "offload_gradients: true"
@@ -99,7 +96,7 @@ def candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Ba
     """Enumerate all sensible combinations."""
     config = basis.config
     tried: dict[str, Iterable[Any]] = {
-        "model_topo": _grids(basis, devices),
+        "model_topo": grids(basis, devices),
         "train_micro_batch_size_per_gpu": SIZES,
         "schedule": ("1f1b", "dualpipev"),
         "use_grad_ckpt": (False, True),
@@ -119,50 +116,6 @@ def candidates(basis: Basis, devices: int, fixed: Container[str]) -> Iterator[Ba
         if chunk_of(changed) and changed.micro_batch_size > 1 and "train_micro_batch_size_per_gpu" not in fixed:
             continue
         yield candidate
-
-
-def _grids(basis: Basis, devices: int) -> list[ModelTopo]:
-    """Return all (stages, replicas) grids for N devices, with tensor and sequence parallelism where they may help."""
-    fabric, gpus = basis.fabric, basis.device.reserves
-    grids = []
-    for stages, tensor in product(_divisors(devices), _divisors(devices)):
-        if devices % (stages * tensor) or tensor > fabric.per_host:
-            continue
-        replicas = devices // (stages * tensor)
-        for sequence in _divisors(replicas):
-            if tensor * sequence == 1 or (gpus and basis.workload.longest >= LONG * sequence):
-                tried = fabric.placed(_grid(basis.config.model_topo, stages, replicas, tensor, sequence))
-                if _can_share(basis.changed(model_topo=tried)):
-                    grids.append(tried)
-    return grids
-
-
-def _grid(topo: ModelTopo, stages: int, replicas: int, tensor: int, sequence: int) -> ModelTopo:
-    """Spread a model, with `parts: auto`; processes of tensor parallelism are neighbours."""
-    named = topo.process_topology
-    axes: list[Literal["pipe", "data", "model"]] = [axis for axis in named.axes if axis != "model"]
-    sizes = {"pipe": stages, "data": replicas, "model": tensor}
-    if tensor > 1:
-        axes.append("model")
-    changed = named.model_copy(update={"dims": [sizes[axis] for axis in axes]})
-    if axes != named.axes:
-        changed = type(named).model_construct(set(named.model_fields_set), axes=axes, dims=changed.dims)
-    experts = topo.experts if tensor > 1 else "columns"
-    shared = {"sequence": sequence, "experts": experts}
-    return topo.model_copy(update={"parts": None, "process_topology": changed, **shared})
-
-
-def _can_share(basis: Basis) -> bool:
-    """Say whether the model allows the config's tensor and sequence parallelism."""
-    try:
-        check_sharing(basis.config, basis.spec)
-    except ConfigError:
-        return False
-    return True
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _may_fit(basis: Basis) -> bool:

@@ -17,7 +17,7 @@ from options.planner.plan import ERROR, Plan
 from options.planner.row_chunks import chunk_of
 from options.planner.search import Advice
 from training.distributed.links import FILE as LINKS_FILE
-from training.metrics.devices import TERA, Device
+from training.metrics.devices import TERA
 
 MEMORY = "weights gradients optimizer activations step peak".split()  # columns of a plan, and of `StageMemory`
 
@@ -177,10 +177,11 @@ def advice_table(advice: Sequence[Advice], now: Plan | OwnPlan) -> Table:
     return made
 
 
-def needs_table(plan: OwnPlan, device: Device, main_memory: int | None) -> Table:
-    """Show what a plan needs beside what is there; `main_memory` is of a host, None where it is not known."""
-    made = _table("memory in GB", ["of", "needed", "there", "short"])
-    for what, needed, there in ((f"each {device.name}", plan.peak, device.memory), ("a host", plan.host, main_memory)):
+def needs_table(plan: OwnPlan, basis: Basis) -> Table:
+    """Show what a plan needs beside what is there."""
+    device, made = basis.device, _table("memory in GB", ["of", "needed", "there", "short"])
+    rows = (f"each {device.name}", plan.peak, device.memory), ("a host", plan.host, basis.main_memory)
+    for what, needed, there in rows:
         short = f"{(needed - there) / GIGA:.2f}" if there and needed > there else ""
         made.add_row(what, f"{needed / GIGA:.2f}", f"{there / GIGA:.2f}" if there else "not known", short)
     return made

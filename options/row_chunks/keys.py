@@ -37,6 +37,7 @@ class ChunkKeys(TrainConfig):
             (self.schedule == "dualpipev", f"schedule: {self.schedule}"),
             (self.model_topo.sequence > 1, "model_topo.sequence, which divides rows among processes"),
             (self.offload_activations, "offload_activations"),
+            (self.fp8.enabled, "fp8.enabled, whose products need multiples of 16 tokens"),
         ):
             if unlike:
                 yield f"{KEY}: not with {other}; expected one of them"

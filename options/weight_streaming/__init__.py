@@ -9,6 +9,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from options.planner.own_plan import SelfPlannedOption
+from options.weight_streaming.schedule import WEIGHT_STREAMING
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.schedule.instructions import Schedule
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from options.weight_streaming.plan import StreamedPlan
     from options.weight_streaming.schedule import StreamedDivision
     from training.engine.trainer import Trainer
-
-WEIGHT_STREAMING = "weight_streaming"
 
 
 class StreamingKeys(TrainConfig):
@@ -67,7 +66,6 @@ def _contradictions(config: StreamingKeys) -> Iterator[str]:
         (topo.tensor > 1 or topo.sequence > 1, "model_topo", "no model axis and no sequence"),
         (config.bf16.bf16_master_weights_and_grads, "bf16.bf16_master_weights_and_grads", f"none, as {masters}"),
         (config.fp16.fp16_master_weights_and_grads, "fp16.fp16_master_weights_and_grads", f"none, as {masters}"),
-        (config.fp8.enabled, "fp8.enabled", "false"),
         (config.lora is not None and config.lora.base, "lora.base", "none"),
         (config.offload_activations, "offload_activations", f"false, as {needless} what blocks need"),
         (config.offload_gradients, "offload_gradients", f"false, as {needless} sums of gradients"),

@@ -22,17 +22,13 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT, DPI = 12.0, 7.0, 120  # inches, and dots an inch
 
 
-def draw_streamed(plan: StreamedPlan, path: Path, main_memory: int | None) -> Path:
-    """Write the picture as a PNG.
-
-    Args:
-        main_memory: bytes of a host; None where they are not known.
-    """
+def draw_streamed(plan: StreamedPlan, path: Path) -> Path:
+    """Write the picture as a PNG."""
     from matplotlib.figure import Figure  # takes a second
 
     figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
     device, host, turns = figure.subplots(3, 1, height_ratios=[1, 1, 3])
-    kind = plan.basis.device
+    kind, main_memory = plan.basis.device, plan.basis.main_memory
     _draw_memory(device, plan.of_device, kind.memory, f"{kind.name}: {gigabytes(kind.memory or 0)} usable")
     _draw_memory(host, plan.of_host, main_memory, f"this host: {gigabytes(main_memory or 0)}")
     device.set_xlabel("memory of a device, GB")
@@ -41,12 +37,11 @@ def draw_streamed(plan: StreamedPlan, path: Path, main_memory: int | None) -> Pa
     for panel in (device, host, turns):
         panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
-    fits = plan.fits and (main_memory is None or plan.host <= main_memory)
     limit = f" of {gigabytes(kind.memory)}" if kind.memory else ""
     name = f"{plan.basis.spec.family.name}, weight streaming"
     lines = [
         f"{name}: a round of {counted(len(plan.turns), 'turn')} on {plan.gpus} x {kind.name}",
-        f"memory: {'fits' if fits else 'does not fit'}: at most {gigabytes(plan.peak)}{limit} on a device, "
+        f"memory: {'fits' if plan.fits else 'does not fit'}: at most {gigabytes(plan.peak)}{limit} on a device, "
         f"{gigabytes(plan.host)} of main memory",
     ]
     if kind.known:
@@ -65,7 +60,7 @@ def lanes(turn: Slot, a_round: int, rounds: int) -> dict[str, float]:
     number = len(own_lanes(turn.share, 0, a_round))
     fetched = turn.weights + (turn.sums if rounds > 1 else 0.0) + number * turn.enters
     return {
-        "its micro-batches are computed": number * turn.seconds,
+        "its micro-batches are computed": turn.begins + number * turn.seconds,
         "weights, sums and inputs arrive": fetched / HOST_LINK,
         "sums and outputs leave": (turn.sums + number * turn.leaves) / HOST_LINK,
     }

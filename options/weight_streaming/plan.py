@@ -2,10 +2,11 @@
 
 The blocks, and the embedding with the first ones, are cut into forward slots and, independently, into backward slots,
 so that the slowest is as fast as possible; the head has slots of its own, forward and backward at once. They share it
-by micro-batches, as many as it takes to be no slower than a block's backward slot: that depends on the model, and not
-on the number of GPUs, which so changes no bit. Every block recomputes: a forward slot leaves the input of each of its
-blocks in host memory, and a backward slot fetches it. Tried are one to `MOST_BLOCKS` blocks in a backward slot, forward
-slots about as long, and all sizes of a round.
+by micro-batches, as many as it takes to be little slower than a block's backward slot, and as a small host has room
+for: that depends on the model and the host, and not on the number of GPUs, which so changes no bit. Every block
+recomputes: a forward slot leaves the input of each of its blocks in host memory, and a backward slot fetches it; a
+block's last product is left out there (`products`). Tried are one to `MOST_BLOCKS` blocks in a backward slot, forward
+slots about as long, and all sizes of a round. In fp8 a slot rounds its weights before its micro-batches (`eight_bits`).
 
 With rows in chunks a turn's activations are those of the longest chunk; of whole rows it has hidden states and one
 layer's keys and values. A backward slot makes these first: the forward pass of one chunk more. Gradients of weights are
@@ -22,31 +23,36 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import ceil
+from operator import attrgetter
 from pathlib import Path
 
 from common.quantities import counted, duration, gigabytes
-from options.planner.costs import FP32_SUM, HOST, layer_times
-from options.planner.inputs import Basis
-from options.planner.memory import MemoryModel, StateBytes
+from options.planner.costs import CASTS_EAGER, FP32_SUM, HOST, layer_times, share_of_last_product
+from options.planner.inputs import Basis, layer_kinds
+from options.planner.memory import FP8_EAGER, MemoryModel, beside_weights
 from options.planner.partition import best_split
 from options.planner.plan import RESOLUTION
 from options.planner.progress import each_of
 from options.planner.row_chunks import chunk_of
 from options.planner.row_chunks import cut as cut_rows
 from options.planner.saved import carried_numbers
-from options.weight_streaming.schedule import Slot, Slots, Streamed, StreamedDivision, simulate_turns
+from options.weight_streaming.products import last_product
+from options.weight_streaming.schedule import WEIGHT_STREAMING, Slot, Slots, Streamed, StreamedDivision, simulate_turns
 from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload
 from training.metrics.devices import HOST_LINK
 from training.topology import layer_ranges
 
 MOST_BLOCKS = 4
+ALIKE = 0.99  # of the time of a step, from which on plans count as equally fast
 MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
+LONGER = 1.5  # times a block's backward slot that a slot of the head may take: the next half of it gains 1 %
+OF_HEADS = 1 / 4  # of the host's memory beside weights, sums and states, that sums of further slots may take
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
 UPDATED = 12  # bytes of main memory that an update reads and writes for a parameter, beside states: gradient and weight
-REST = 2  # bytes of what a bf16 weight leaves of its fp32 value
 ADDING = 3  # times that adding up the heads' sums moves them
 SUM = 4  # bytes of a gradient's sum in main memory; of one of a key or a value on a device
+OF_COPIES = "weights of a turn in 8 bits"
 OF_ROWS, OF_OPTIMIZER = "hidden states of whole rows", "optimizer states, and what makes the weights fp32"
 TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
 
@@ -84,6 +90,10 @@ class StreamedPlan:
 
     @property
     def fits(self) -> bool:
+        return self.fits_device and (self.basis.main_memory is None or self.host <= self.basis.main_memory)
+
+    @property
+    def fits_device(self) -> bool:
         return not self.basis.device.memory or self.peak <= self.basis.device.memory
 
     @property
@@ -104,11 +114,11 @@ class StreamedPlan:
         line = f"weight streaming: {', '.join([*known, f'bubble {self.bubble:.1%}', memory])}"
         return [line, *describe_turns(self.slots)]
 
-    def draw(self, path: Path, main_memory: int | None) -> Path:
+    def draw(self, path: Path) -> Path:
         """Draw memory by part, and the time of each turn, as a PNG."""
         from options.weight_streaming.drawing import draw_streamed
 
-        return draw_streamed(self, path, main_memory)
+        return draw_streamed(self, path)
 
 
 class Streaming:
@@ -118,30 +128,27 @@ class Streaming:
         zero = basis.config.zero_optimization.model_copy(
             update={"stage": 1, "offload_optimizer": OptimizerOffload(device="cpu")}
         )
-        keys = {"offload_activations": False, "offload_gradients": True, "schedule": "1f1b", "zero_optimization": zero}
+        keys = {"schedule": WEIGHT_STREAMING, "use_grad_ckpt": True, "zero_optimization": zero}
         topo = basis.config.model_topo.spread(1, 1)
-        in_chunks = basis.changed(model_topo=topo, use_grad_ckpt=True, **keys)
+        in_chunks = basis.changed(model_topo=topo, offload_activations=False, offload_gradients=True, **keys)
         chunk = chunk_of(basis.config)
         self.basis = in_chunks.in_chunks_of(None) if chunk else in_chunks  # of whole rows, but for `_cut_rows`
         plain = self.basis.changed(offload_gradients=False)  # here sums cross in each round, not in each micro-batch
 
         self.gpus, self.head = gpus, basis.spec.n_layers - 1
-        self.forward = [time.forward.total for time in layer_times(plain)]
-        self.backward = [time.backward.total for time in layer_times(plain)]
-        states, itemsize = StateBytes.of(plain.config), training_dtype(plain.config).itemsize
+        self.forward, self.backward = passes(plain)
+        self._begins, self._copies, self._rounding = [0.0] * basis.spec.n_layers, [0] * basis.spec.n_layers, 0
+        if plain.in_fp8:
+            self._copy_weights(plain)
+        itemsize = training_dtype(plain.config).itemsize
         self._memory, self._hidden_of_rows, self._keys_of_rows = MemoryModel(self.basis), 0, 0
         if chunk:
             self._cut_rows(in_chunks, chunk, itemsize)
 
         self._weights = [numel * itemsize for numel in self.basis.parameters]
-        self._sums = [numel * states.sum for numel in self.basis.trained]
-        self.heads = self._head_slots()
-        trained = sum(self.basis.trained)
-        bf16, averages = plain.config.bf16, states.host - SUM - SUM - itemsize
-        if bf16.enabled:
-            beside, averages = REST, averages / 2 if bf16.bf16_optimizer_states else averages
-        else:
-            beside = 0 if itemsize == SUM else SUM
+        self._sums = [numel * SUM for numel in self.basis.trained]
+        trained, (beside, averages) = sum(self.basis.trained), beside_weights(plain.config)
+        self.heads = self._head_slots(plain, sum(self._weights) + trained * (beside + averages + SUM))
         self._update = [numel * (UPDATED + 2 * averages) / TOTAL_HOST for numel in self.basis.trained]
 
         # A turn of the head beyond the first has sums of its own, which the update adds up.
@@ -177,16 +184,26 @@ class Streaming:
             if layer < self.head:
                 self.backward[layer] += self.forward[layer] / chunks
 
+    def _copy_weights(self, basis: Basis) -> None:
+        """Count copies of the weights in 8 bits, which linear layers have; a turn makes those of its own."""
+        for layer in range(1, self.head):
+            numels = [shape.numel() for shape in basis.shapes(layer).values() if len(shape) > 1]
+            self._copies[layer], self._rounding = sum(numels), max(self._rounding, max(numels) * FP8_EAGER)
+            self._begins[layer] = self._copies[layer] * sum(CASTS_EAGER) / basis.device.bandwidth
+
     def best(self) -> StreamedPlan | None:
-        """Return the fastest plan that fits."""
-        return min((plan for plan in self._plans if plan.fits), key=lambda plan: plan.seconds, default=None)
+        """Return, of the fastest plans that fit, the one that takes the least memory of the host."""
+        return least([plan for plan in self.plans if plan.fits])
 
     def smallest(self) -> StreamedPlan | None:
-        """Return the plan that takes the least memory of a device."""
-        return min(self._plans, key=lambda plan: plan.peak, default=None)
+        """Return the plan that takes the least memory: of the host where it fits a device, else of that."""
+        fitting = [plan for plan in self.plans if plan.fits_device]
+        if fitting:
+            return min(fitting, key=attrgetter("host"))
+        return min(self.plans, key=attrgetter("peak"), default=None)
 
     @cached_property
-    def _plans(self) -> list[StreamedPlan]:
+    def plans(self) -> list[StreamedPlan]:
         return list(self._tried())
 
     def _tried(self) -> Iterator[StreamedPlan]:
@@ -210,14 +227,19 @@ class Streaming:
                     found = Slots(tuple(forward), tuple(backward), a_round, self.heads)
                     yield StreamedPlan(self.basis, self.gpus, found, made, step, memory, host)
 
-    def _head_slots(self) -> int:
-        """Return a power of two, which divides most rounds."""
+    def _head_slots(self, basis: Basis, held: float) -> int:
+        """Return a power of two, which divides most rounds.
+
+        Args:
+            held: bytes of the host that are needed anyway; most of the others are for the inputs of blocks.
+        """
+        most: float = min(MOST_HEADS, basis.micro_batches)
+        if basis.main_memory is not None:
+            most = min(most, 1 + OF_HEADS * (basis.main_memory - held) / max(1, self._sums[self.head]))
         # By estimates: a resumed run has measured its first steps, and has to have the same sums.
-        *blocks, head = layer_times(replace(self.basis, calibration=None, measured=None))
-        longest, slots = max(block.backward.total for block in blocks), 1
-        while head.forward.total + head.backward.total > slots * longest:
-            if 2 * slots > min(MOST_HEADS, self.basis.micro_batches):
-                break
+        forward, backward = passes(replace(basis, calibration=None, measured=None))
+        longest, slots = LONGER * max(backward[:-1]), 1
+        while forward[-1] + backward[-1] > slots * longest and 2 * slots <= most:
             slots *= 2
         return slots
 
@@ -230,6 +252,7 @@ class Streaming:
                 enters=self._hidden if begin else 0.0,
                 leaves=(end - begin) * self._hidden,
                 update=sum(self._update[begin:end]),
+                begins=sum(self._begins[begin:end]),
             )
             for begin, end in layer_ranges(forward)
         ]
@@ -245,7 +268,8 @@ class Streaming:
             inputs = end - max(begin, 1)  # the embedding's is not kept
             leaves = hidden if begin else 0.0
             seconds, weights = sum(self.backward[begin:end]), sum(self._weights[max(begin, 1) : end])
-            made.append(Slot(seconds, weights, sum(self._sums[begin:end]), (inputs + 1) * hidden, leaves))
+            sums, begins = sum(self._sums[begin:end]), sum(self._begins[begin:end])
+            made.append(Slot(seconds, weights, sums, (inputs + 1) * hidden, leaves, begins=begins))
         return made
 
     def memory(self, forward: Sequence[int], backward: Sequence[int]) -> dict[str, int]:
@@ -260,9 +284,29 @@ class Streaming:
         return {
             "weights of two turns": int(2 * weights),
             "sums of gradients of two turns": int(2 * sums),
-            "activations of a turn": max(activations),
+            "activations of a turn": max(*activations, self._rounding),
+            **({OF_COPIES: max(sum(self._copies[begin:end]) for begin, end in ranges)} if any(self._copies) else {}),
             **({OF_ROWS: self._hidden_of_rows} if self._hidden_of_rows else {}),
         }
+
+
+def least(plans: Sequence[StreamedPlan]) -> StreamedPlan | None:
+    """Return, of the fastest plans, the one that takes the least memory of the host."""
+    within = min((plan.seconds for plan in plans), default=0.0) / ALIKE
+    return min((plan for plan in plans if plan.seconds <= within), key=attrgetter("host"), default=None)
+
+
+def passes(basis: Basis) -> tuple[list[float], list[float]]:
+    """Return seconds of a forward pass through each layer, and of a backward pass with all but a last product again."""
+    spared = {0: 0.0, basis.spec.n_layers - 1: 0.0}  # which part of a forward pass is left out, by kind of layer
+    for kind in set(layer_kinds(basis.spec)) - spared.keys():
+        spared[kind] = share_of_last_product(basis, kind) if basis.once(last_product, kind) else 0.0
+
+    forward, backward = [], []
+    for time, kind in zip(layer_times(basis), layer_kinds(basis.spec), strict=True):
+        forward.append(time.forward.total)
+        backward.append(time.backward.total - spared[kind] * time.forward.total)
+    return forward, backward
 
 
 def divide(basis: Basis) -> StreamedDivision:
@@ -270,12 +314,16 @@ def divide(basis: Basis) -> StreamedDivision:
     config, streaming = basis.config, Streaming(basis, basis.config.model_topo.stages)
     each = (1,) * (basis.spec.n_layers - 1)
     slots = Slots(each, each, min(MOST_ROUND, basis.micro_batches), streaming.heads)
-    if found := streaming.best():
+    report = []
+    if found := streaming.best() or streaming.smallest():
         slots = found.slots
+        if not found.fits:
+            least = f"{gigabytes(found.peak)} of a device and {gigabytes(found.host)} of the host"
+            report.append(f"warning: weight streaming: planned to take {least}, which have less")
 
     # Who loads and saves which layers: each about as many weights.
     parts = config.parts_for(basis.spec.n_layers) or cut(basis.trained, config.chunks)
-    return StreamedDivision(config.topology(parts), report=tuple(describe_turns(slots)), slots=slots)
+    return StreamedDivision(config.topology(parts), report=(*report, *describe_turns(slots)), slots=slots)
 
 
 def describe_turns(slots: Slots) -> list[str]:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 from training.topology import Division
 
+WEIGHT_STREAMING = "weight_streaming"  # as the config names it
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -51,6 +53,7 @@ class Slot:
 
     Attributes:
         seconds: compute time of a micro-batch.
+        begins: compute time before the first, once the weights are there.
         weights: bytes of weights, needed before the turn begins.
         sums: bytes of gradient sums, fetched in every round but the first, and sent back.
         enters, leaves: bytes of a micro-batch's activations, fetched before and sent after.
@@ -65,6 +68,7 @@ class Slot:
     leaves: float = 0.0
     update: float = 0.0
     share: tuple[int, int] = (0, 1)
+    begins: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,13 +128,14 @@ def simulate_turns(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round
             piece = (slots[number].weights + (slots[number].sums if again else 0.0)) / link / pieces
             moved += piece * link * pieces
 
+        computed[gpu] = max(computed[gpu], loaded[gpu]) + slot.begins
         for done, lane in enumerate(lanes):
             while pieces and (
                 max(came[gpu], allowed) < handed[lane] or (most - pieces < done and allowed <= came[gpu])
             ):
                 came[gpu], pieces = max(came[gpu], allowed) + piece, pieces - 1
             came[gpu] = max(came[gpu], handed[lane]) + slot.enters / link
-            computed[gpu] = max(computed[gpu], came[gpu], loaded[gpu]) + slot.seconds
+            computed[gpu] = max(computed[gpu], came[gpu]) + slot.seconds
             left[gpu] = max(left[gpu], computed[gpu]) + slot.leaves / link
             handed[lane] = left[gpu]
 
@@ -141,5 +146,6 @@ def simulate_turns(slots: Sequence[Slot], gpus: int, micro_batches: int, a_round
         summed[turn % len(slots)] = left[gpu]
         released[gpu] = left[gpu] if slot.sums else computed[gpu]
         moved += slot.sums + len(lanes) * (slot.enters + slot.leaves) + (slot.weights if turn < gpus else 0.0)
-    work = sum(len(own_lanes(slot.share, 0, micro_batches)) * slot.seconds for slot in slots)
+    rounds = micro_batches // a_round
+    work = sum(len(own_lanes(slot.share, 0, micro_batches)) * slot.seconds + rounds * slot.begins for slot in slots)
     return Streamed(max(updated, *left, *computed), work, moved)

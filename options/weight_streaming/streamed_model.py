@@ -2,7 +2,7 @@
 
 Each process has every layer as a module. On a CPU its parameters are views of the shared memory. On a GPU they are
 copied to the device for a turn and point back to host memory after it, so a device holds the layers of two turns: the
-current one and the next.
+current one and the next. In fp8 the copies in 8 bits are there for the turn (`options.weight_streaming.eight_bits`).
 
 Gradients are summed in fp32, in shared memory too. On a GPU the sums go to the device with the weights, and back at
 the end of the turn. Micro-batches are added in their order, whichever process computes them.
@@ -10,8 +10,10 @@ the end of the turn. Micro-batches are added in their order, whichever process c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +27,14 @@ from models.offload import Returns
 from models.parallel.groups import RankGroups
 from models.router import n_experts
 from models.spec import ModelSpec
+from options.planner.inputs import layer_kinds
+from options.weight_streaming.products import last_product, leave_out
 from options.weight_streaming.shared_memory import share_tensors
 from training.distributed.processes import gather
 from training.engine.gradients import add
+
+if TYPE_CHECKING:
+    from options.weight_streaming.eight_bits import EightBits
 
 
 class StreamedModel(nn.Module):
@@ -44,6 +51,7 @@ class StreamedModel(nn.Module):
         sums: `<layer>.<name>` -> the sum of a trained weight's gradients, in fp32 and in shared memory.
         head_sums: for each turn of the head, the sums that it adds to; the first turn's are in `sums`.
         positions: masks and rotary angles of the blocks, a list of one.
+        eight_bits: copies of the weights for products in fp8, if these are.
     """
 
     def __init__(
@@ -87,8 +95,9 @@ class StreamedModel(nn.Module):
         gather(None)  # all have loaded theirs
 
         # Layers with these weights as their own.
-        returns = Returns()
-        for number, layer in enumerate(layers):
+        returns, last = Returns(), cache(lambda kind: last_product(spec, kind))
+        self.eight_bits = _eight_bits() if blocks.fp8 else None
+        for (number, layer), kind in zip(enumerate(layers), layer_kinds(spec), strict=True):
             names = layer.state_dict()
             layer.load_state_dict({name: self.weights[f"{number}.{name}"] for name in names}, assign=True)
             for buffer in layer.buffers():
@@ -97,6 +106,10 @@ class StreamedModel(nn.Module):
                 save_trained_only(layer)
             if isinstance(layer, Block):
                 blocks.apply(number, layer, returns)
+                if self.eight_bits:
+                    self.eight_bits.add(number, layer, last(kind))
+                elif ending := last(kind):
+                    leave_out(layer.get_submodule(ending))
             elif isinstance(layer, Head):
                 layer.project_in_loss = True
             self.add_module(str(number), layer)
@@ -131,7 +144,7 @@ class LoadedLayers:
     """
 
     model: StreamedModel
-    layers: Iterable[int]
+    layers: Sequence[int]
     stream: torch.cuda.Stream | None
     part: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -169,15 +182,16 @@ class LoadedLayers:
                 self.sums[name] = there.copy_(total, non_blocking=True) if begun else there
 
     def use(self) -> None:
-        """Point the layers at the copied weights; the compute stream waits for the copies."""
-        if self.stream is None:
-            return
-        computing = torch.cuda.current_stream(self.model.device)
-        computing.wait_stream(self.stream)
-        for weight, there in self._weights.items():
-            weight.data, self._weights[weight] = there, weight.data
-        for tensor in (*self._weights, *self.sums.values()):
-            tensor.record_stream(computing)
+        """Point the layers at the copied weights, for which the compute stream waits; in fp8 round them once."""
+        if self.stream is not None:
+            computing = torch.cuda.current_stream(self.model.device)
+            computing.wait_stream(self.stream)
+            for weight, there in self._weights.items():
+                weight.data, self._weights[weight] = there, weight.data
+            for tensor in (*self._weights, *self.sums.values()):
+                tensor.record_stream(computing)
+        if self.model.eight_bits:
+            self.model.eight_bits.make(self.layers)
 
     def clear_sums(self) -> None:
         """Set the sums to zero, for a turn without micro-batches."""
@@ -205,6 +219,8 @@ class LoadedLayers:
 
     def give_back(self, stream: torch.cuda.Stream | None) -> None:
         """Start copying the sums back to host memory on `stream`, and point the weights back there."""
+        if self.model.eight_bits:
+            self.model.eight_bits.drop(self.layers)
         if stream is None:
             return
         stream.wait_stream(torch.cuda.current_stream(self.model.device))
@@ -214,3 +230,9 @@ class LoadedLayers:
                 total.record_stream(stream)
         for weight, host in self._weights.items():
             weight.data = host
+
+
+def _eight_bits() -> EightBits:
+    from options.weight_streaming.eight_bits import EightBits  # torchao, which other runs do not need
+
+    return EightBits()

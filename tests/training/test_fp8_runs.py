@@ -1,6 +1,7 @@
 """Whole jobs in fp8, emulated on a CPU, beside the same in bf16: their losses, checkpoints and exports.
 
-Two stages through the real launcher; a third run goes on from the checkpoint in fp8 with bf16 products.
+Two stages through the real launcher; a third run goes on from the checkpoint in fp8 with bf16 products, others under
+weight streaming and back.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from models.conversion.to_huggingface import pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
 from tests.conftest import FAQ
 from tests.launching import metrics, topology
-from tests.models.helpers import joined, read_weights
+from tests.models.helpers import assert_same_bits, joined, read_weights
 from tests.ranks import Ranks, job
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 STEPS, SAVED = 8, 5
 NEAR = 2e-3  # relative, of the losses of so few steps
+STREAMED: dict[str, Any] = {"schedule": "weight_streaming", "fp8": {"enabled": True}}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,10 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
         "bf16": {},
         "fp8": {"fp8": {"enabled": True}},
         "back": {"resume": str(folder / "fp8" / f"step-{SAVED:06d}")},
+        "there": {"resume": str(folder / "fp8" / f"step-{SAVED:06d}")} | STREAMED,
+        "turns": STREAMED,
+        "resumed": {"resume": str(folder / "turns" / f"step-{SAVED:06d}")} | STREAMED,
+        "pipeline": {"resume": str(folder / "turns" / f"step-{SAVED:06d}"), "fp8": {"enabled": True}},
     }
     found = ranks.jobs([job(folder, name, **shared | keys) for name, keys in changes.items()], folder, "fp8")
     assert not any(outcome["error"] or outcome["code"] for outcome in found.values()), found
@@ -90,3 +96,16 @@ def test_a_run_goes_on_in_bf16_and_says_so(outcomes: dict[str, Any], folder: Pat
     assert "fp8.enabled True -> False: the products of the blocks are rounded to other numbers" in printed
     assert torch.isfinite(losses(folder, "back")).all()
     torch.testing.assert_close(losses(folder, "back"), losses(folder, "fp8")[SAVED:], atol=0, rtol=NEAR)
+
+
+def test_weight_streaming_goes_on_there_and_back(outcomes: dict[str, Any], folder: Path) -> None:
+    """In turns losses are those of the pipeline, from its checkpoint or from the start, and the other way round."""
+    expected = losses(folder, "fp8")
+    for name, first in (("turns", 0), ("there", SAVED), ("pipeline", SAVED)):
+        torch.testing.assert_close(losses(folder, name), expected[first:], atol=0, rtol=NEAR)
+    torch.testing.assert_close(losses(folder, "turns")[0], expected[0], atol=0, rtol=1e-6, msg="the same roundings")
+
+
+def test_a_run_in_turns_resumes_to_the_last_bit(outcomes: dict[str, Any], folder: Path) -> None:
+    torch.testing.assert_close(losses(folder, "resumed"), losses(folder, "turns")[SAVED:], atol=0, rtol=0)
+    assert_same_bits(*(joined(read_weights(folder / name / "hf")) for name in ("resumed", "turns")))

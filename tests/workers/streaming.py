@@ -1,4 +1,4 @@
-"""Trains steps under any schedule, with an evaluation after them (see `cases.py`).
+"""Trains steps under any schedule, with an evaluation after them (see `cases.py`); fp8 is emulated.
 
 Its cases are {"name", "config": {...}, "slots": [forward, backward, a_round, heads] | null, "steps": number}. Writes
 <folder>/<name>.<rank>.safetensors with "losses", "norms", "evaluated", and the pieces
@@ -8,13 +8,16 @@ of the weights that the rank updates, <name>@<offset>.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 
 from models.api import read_spec
+from models.block_options import to_fp8
 from options.planner.planning import divide
 from options.weight_streaming.schedule import Slots, StreamedDivision
 from tests.workers.cases import loader_of
@@ -32,7 +35,9 @@ def run_case(case: dict[str, Any], config: TrainConfig, folder: Path) -> None:
         forward, backward, *others = case["slots"]
         assert isinstance(division, StreamedDivision)
         division = replace(division, slots=Slots(tuple(forward), tuple(backward), *others))
-    trainer = trainer_kind(config).build(config, spec, model_folder, division)
+    emulated = patch("models.block_options.to_fp8", partial(to_fp8, emulate=True))
+    with emulated, patch("training.engine.building.check_gpu"):
+        trainer = trainer_kind(config).build(config, spec, model_folder, division)
     losses, norms = [], []
     for step in range(case["steps"]):
         losses.append(trainer.train_step(loader, loader.batch(step)))

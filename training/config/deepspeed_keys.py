@@ -135,7 +135,7 @@ def describe_ignored_keys(config: TrainConfig, in_stages: bool = True, plan: boo
         idle |= given["zero_optimization"].keys() - (BELOW_3 if zero.stage else set())
     if zero.stage == 1 and not zero.offloads and not config.data_types:  # then bf16 has an optimizer of its own
         idle |= BF16_ALONE
-    unplanned = UNPLANNED - idle - (BF16_ALONE if zero.offloads else set())
+    unplanned = UNPLANNED - idle - (BF16_ALONE if zero.offloads or config.weights_on_host else set())
     keys: list[tuple[str, str]] = []
     for section, names in given.items():
         keys += [(f"{section}.{key}", key) for key in sorted(names)]

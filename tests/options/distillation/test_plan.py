@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from options.planner.command import plan_run
 from tests.options.planner.helpers import config_of, llama
+from tests.options.planner.test_command import arguments
 from training.errors import ConfigError
-
-
-def arguments(**given: Any) -> Namespace:
-    return Namespace(**{"devices": None, "links": None, "per_host": None, "search": False, "calibrate": False} | given)
 
 
 def test_the_pass_of_a_teacher_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

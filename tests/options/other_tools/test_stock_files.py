@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from options import RunConfig, load_config
 from options.other_tools.command import write_config
 from options.planner.command import plan_run
 from tests.cases import tiered
+from tests.options.planner.test_command import arguments
 from training.command_line import inspect
 from training.optimizer.lr_schedules import lr_ratio
 
@@ -83,7 +83,7 @@ def test_a_stock_file_is_inspected_and_planned_at_the_first_start(
     config.check_entry_point(in_stages=True)
     load_model(config.model_path)
     inspect(config, 1)
-    plan_run(config, Namespace(devices=None, links=None, per_host=None, search=False, calibrate=False))
+    plan_run(config, arguments())
     assert "MFU" in capsys.readouterr().out or config.model_topo.processes
 
 

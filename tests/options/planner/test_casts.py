@@ -15,7 +15,7 @@ from models.attention.kernels import EAGER as OWN
 from models.spec import ModelSpec
 from options.planner.costs import CASTS_COMPILED, CASTS_EAGER, Roofline, in_fp8, layer_times
 from options.planner.inputs import Basis
-from options.planner.layer_costs import product
+from options.planner.layer_costs import LayerCase, product, work_of
 from options.planner.plan import Plan
 from options.planner.search import search
 from options.planner.tables import plan_summary
@@ -45,6 +45,15 @@ def test_a_product_gets_twice_the_rate_after_its_factors_are_rounded(compiled: b
     assert multiplied.bytes == factors + 2 * 128 * 132 * 128 * 66
     assert {each.kind for each in casts} == {"traffic"}
     assert sum(each.bytes for each in casts) == factors * sum(CASTS_COMPILED if compiled else CASTS_EAGER)
+
+
+def test_what_weights_are_rounded_to_before_is_not_counted(tmp_path: Path) -> None:
+    """Each weight is a factor once forward and once backward, of the gradient of what it multiplied."""
+    work = basis(tmp_path, FP8, compile=True).once(work_of, LayerCase(1, 1, 512, torch.bfloat16, flash=True), True)
+    weights = 4 * 4096 * 4096 + 3 * 11008 * 4096
+    for operations in (work.forward, work.backward):
+        before, after = (sum(each.bytes for each in in_fp8(operations, True, rounded)) for rounded in (False, True))
+        assert before - after == weights * sum(CASTS_COMPILED)
 
 
 def test_the_eager_passes_are_those_of_torchao() -> None:

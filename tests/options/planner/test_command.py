@@ -30,7 +30,7 @@ from training.metrics.devices import GIB, KNOWN, OWN, TERA, USABLE, parse_device
 
 
 def arguments(**given: Any) -> Namespace:
-    return Namespace(**{"devices": None, "links": None, "per_host": None, "search": False, "calibrate": False} | given)
+    return Namespace(**dict.fromkeys("devices host_memory links per_host search calibrate".split()) | given)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from options.planner.planning import choose
 from tests.conftest import TINY
 from tests.launching import topology
 from tests.options.planner.helpers import config_of, llama, spec_of
+from tests.options.planner.test_command import arguments
 from training.checkpoint.folder import CheckpointRecord, DataOrder
 from training.config.keys import TrainConfig
 from training.metrics.devices import Device, parse_devices, this_device
@@ -148,10 +148,10 @@ def test_plan_names_what_corrects_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     spec, config = llama(tmp_path), config_of(tmp_path, 8)
     plan = plan_of(config, spec, [5, 4, 4, 4, 4, 4, 4, 5], this_device())
     keep(measure(plan, STEPS, [1.0, *[0.5] * 7], [2 * 10**9] * 8), config)
-    plan_run(config, Namespace(devices=None, links=None, search=False, calibrate=False))
+    plan_run(config, arguments())
     printed = capsys.readouterr().out
     assert "times and peaks: corrected by steps 3-7 (measured.json)" in printed and "speed: " in printed
-    plan_run(config, Namespace(devices="8xA100-40G", links=None, search=False, calibrate=False))
+    plan_run(config, arguments(devices="8xA100-40G"))
     printed = capsys.readouterr().out
     assert "measured.json: ignored: measured with another device: CPU then, A100-40G now" in printed
     assert "times: estimated" in printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -26,6 +25,7 @@ from options.planner.search import more_stages, search
 from options.planner.tables import plan_summary
 from tests.options.planner.auto.helpers import UNTRAINED, auto, outline
 from tests.options.planner.helpers import basis_of, config_of, llama
+from tests.options.planner.test_command import arguments
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
 from training.language_model import split_as_configured
@@ -237,21 +237,19 @@ def test_this_machines_cards_are_all_asked(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_plan_shows_the_card_of_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = basis(tmp_path, PAIR).config
     Path(config.save_path).mkdir()
-    asked = Namespace(devices=PAIR, search=False, calibrate=False, links=None, per_host=None)
-    plan_run(config, asked)
+    plan_run(config, arguments(devices=PAIR))
     printed = capsys.readouterr().out
     assert "6 layers" not in printed and "8 layers; 1xRTX4090-24G,1xRTX3090-24G" in printed
     assert "│     0 │ RTX4090-24G │" in printed and "│     1 │ RTX3090-24G │" in printed
     assert "a roofline of RTX4090-24G" in printed and "a roofline of RTX3090-24G" in printed
-    asked.calibrate = True
     with pytest.raises(ConfigError, match=r"^--calibrate: measures one kind of device"):
-        plan_run(config, asked)
+        plan_run(config, arguments(devices=PAIR, calibrate=True))
 
 
 def test_numbers_that_one_of_the_cards_lacks_are_refused(tmp_path: Path) -> None:
     config = basis(tmp_path, PAIR, bf16={"enabled": True}, fp16={"enabled": False}, fp8={"enabled": True}).config
     with pytest.raises(ConfigError, match=r"^fp8\.enabled: RTX3090-24G is older"):
-        plan_run(config, Namespace(devices=PAIR, search=False, calibrate=False, links=None, per_host=None))
+        plan_run(config, arguments(devices=PAIR))
 
 
 def test_auto_chooses_for_the_cards_that_are_named(tmp_path: Path) -> None:

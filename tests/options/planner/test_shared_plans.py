@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from options.planner.plan import Plan
 from options.planner.saved import saved_tensors
 from options.planner.search import candidates, search
 from tests.options.planner.helpers import config_of, spec_of
+from tests.options.planner.test_command import arguments
 from training.config.deepspeed_config import check_sharing
 from training.config.model_topo import ModelTopo
 from training.errors import ConfigError
@@ -191,9 +191,8 @@ def test_what_lies_whole_between_products_is_gathered(tmp_path: Path) -> None:
 def test_a_plan_refuses_what_its_run_would(tmp_path: Path) -> None:
     spec_of(tmp_path, LLAMA)
     config = config_of(tmp_path, 1).model_copy(update={"model_topo": topo(1, 3, sequence=3)})
-    asked = Namespace(devices="3xH100", links=None, per_host=None, search=False, calibrate=False)
     with pytest.raises(ConfigError, match=r"^model_topo.sequence: 3 does not divide the 32 heads"):
-        plan_run(config, asked)
+        plan_run(config, arguments(devices="3xH100"))
 
 
 def test_a_model_that_stages_alone_hold_badly_is_shared(spec: ModelSpec, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def config_of(**keys: Any) -> TrainConfig:
         ({"row_chunk": "some"}, "expected a number of tokens, auto, or nothing"),
         (STAGES | {"row_chunk": 8, "schedule": "dualpipev"}, "row_chunk: not with schedule: dualpipev"),
         ({"row_chunk": 8, "offload_activations": True}, "row_chunk: not with offload_activations"),
+        ({"row_chunk": 8, "fp8": {"enabled": True}, "bf16": {"enabled": True}}, "row_chunk: not with fp8.enabled, who"),
         (
             {"row_chunk": 8, "model_topo": topology((1, 2)) | {"sequence": 2}},
             "row_chunk: not with model_topo.sequence, which divides rows among processes",

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 STEPS, NORM = 6, 0.5
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0e-3, "weight_decay": 0.1}}, "gradient_clipping": NORM}
 BF16 = {"bf16": {"enabled": True}}
+FP8 = BF16 | {"fp8": {"enabled": True}}
 STATES = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}, "zero_optimization": {"stage": 1}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,6 +78,7 @@ CASES = {
     # The first scale is too large, so the first steps change nothing; the others' scale is what DeepSpeed's would be.
     "fp16": Case("tied", FP16, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}),
     "states": Case("tied", STATES, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)}),
+    "fp8": Case("untied", FP8, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}),
     "two-kinds": Case("two-kinds", BF16, {"two": ((2, 1), UNEVEN)}),
     "latent": Case("latent", {}, {"two": ((2, 1), UNEVEN)}),
     "chunks": Case("tied", PACKED, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}, chunk=16),

@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 from tests.launching import write_config
 from tests.training.config.test_config import refusal, write
 from training.checkpoint.saved_slices import SavedOptimizer
+from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.keys import TrainConfig
 from training.config.yaml_file import load_config_of
 from training.errors import ConfigError
@@ -54,6 +55,8 @@ def test_it_needs_a_pipeline_but_no_zero(tmp_path: Path) -> None:
     config = read(tmp_path, RunConfig, **STREAMED, **offloads)  # where the optimizer is on the host anyway
     assert config.weights_on_host and not read(tmp_path, RunConfig).weights_on_host
     assert read(tmp_path, RunConfig, **STREAMED).zero_optimization.stage == 0
+    states = read(tmp_path, RunConfig, **STREAMED, bf16={"enabled": True, "bf16_optimizer_states": True})
+    assert not describe_ignored_keys(states, plan=True)
     config.check_entry_point(in_stages=True)
     with pytest.raises(ConfigError, match=r"^schedule: weight_streaming is a pipeline's; expected train_ds\.py, or no"):
         config.check_entry_point(in_stages=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -15,16 +15,21 @@ from matplotlib.patches import Rectangle, StepPatch
 from common.quantities import GIGA
 from models.api import read_spec
 from options.planner.command import plan_run
+from options.planner.costs import CASTS_EAGER, layer_times
+from options.planner.flags import FLAGS
 from options.planner.measurements import Measured
 from options.planner.plan import Plan
 from options.planner.shapes import shape_of
 from options.row_chunks.cuts import RowCuts
 from options.weight_streaming.drawing import lanes
-from options.weight_streaming.plan import OF_ROWS, StreamedPlan, Streaming
+from options.weight_streaming.plan import ALIKE, OF_COPIES, OF_ROWS, StreamedPlan, Streaming, passes
+from options.weight_streaming.products import last_product
 from options.weight_streaming.schedule import Slot
 from tests.options.planner.helpers import basis_of, config_of, llama
 from tests.options.planner.test_command import arguments
+from training.errors import ConfigError
 from training.metrics.devices import HOST_LINK
+from training.option import EntryPoint
 
 KEYS: dict[str, Any] = {
     "bf16": {"enabled": True},
@@ -47,7 +52,7 @@ def test_all_layers_are_computed_and_gpus_hardly_wait(gpus: int, tmp_path: Path)
     work = 64 * (sum(streaming.forward) + sum(streaming.backward))
     assert plan.step.work == pytest.approx(work) and plan.seconds * gpus > work
     # Few micro-batches: the update alone, for which all wait, is a tenth of the step of eight GPUs.
-    assert plan.bubble < (0.03 if gpus == 1 else 0.2)
+    assert plan.bubble < (0.04 if gpus == 1 else 0.22)
     assert plan.peak <= (basis.device.memory or 0)
     assert gpus == 1 or (pipeline.fits and plan.tokens_per_s > 1.05 * pipeline.tokens_per_s)
     assert pipeline.fits == (gpus == 8)  # one such GPU does not hold 16-bit weights and sums of 7 billion parameters
@@ -71,6 +76,61 @@ def test_neither_gpus_nor_measurements_change_how_many_turns_share_the_head(tmp_
         )
         counts |= {Streaming(each, gpus).heads for each in (basis, replace(basis, measured=measured))}
     assert len(counts) == 1
+
+
+def test_a_block_is_computed_again_but_for_its_last_product(tmp_path: Path) -> None:
+    """A llama's last product has 11008 of 4 x 4096 + 3 x 11008 parts of the work; a norm behind it needs all of it."""
+    spec = llama(tmp_path, num_hidden_layers=2)
+    basis = basis_of(spec, config_of(tmp_path, 1, **KEYS, use_flash_attn=True, compile=True), "RTX4090")
+    whole, part = layer_times(basis), passes(basis)
+    assert part[0] == [time.forward.total for time in whole]
+    spared = (whole[1].backward.total - part[1][1]) / whole[1].forward.total
+    assert 0.8 < spared / (11008 / (4 * 4096 + 3 * 11008)) <= 1
+    assert part[1][::3] == [whole[layer].backward.total for layer in (0, 3)]
+    normed = replace(basis, known={(last_product, 1): None})  # as of a family that normalises what it ends in
+    assert passes(normed)[1][1] == whole[1].backward.total
+
+
+def test_in_fp8_a_turn_rounds_its_weights_once(tmp_path: Path) -> None:
+    spec = llama(tmp_path, num_hidden_layers=8)
+    keys = FEW | {"use_flash_attn": True, "compile": True, "fp8": {"enabled": True}}
+    bases = [basis_of(spec, config_of(tmp_path, 1, **each), "RTX4090") for each in (keys | {"fp8": {}}, keys)]
+    plain, faster = (Streaming(basis, 1) for basis in bases)
+    pipeline = layer_times(bases[1])
+    assert plain.forward[1] > pipeline[1].forward.total > faster.forward[1], "in a pipeline each pass rounds weights"
+    assert (plain.forward[0], plain.forward[-1]) == (faster.forward[0], faster.forward[-1])
+
+    numel = 4 * 4096 * 4096 + 3 * 11008 * 4096
+    seconds = numel * sum(CASTS_EAGER) / bases[1].device.bandwidth
+    begins = [slot.begins for slot in faster.slots([2, 1, 6], [2, 2, 5])]
+    assert begins == pytest.approx([seconds * count for count in (1, 1, 6, *[0] * faster.heads, 5, 2, 1)])
+    assert not any(slot.begins for slot in plain.slots([9], [9]))
+    assert faster.memory([2, 1, 6], [2, 2, 5])[OF_COPIES] == 6 * numel
+    best = plain.best(), faster.best()
+    assert best[0] and best[1] and best[1].seconds < 0.85 * best[0].seconds and OF_COPIES not in best[0].of_device
+
+
+def test_a_small_host_gets_what_fits_it(tmp_path: Path) -> None:
+    """Rounds become smaller, and the head's turns fewer where their sums leave nothing for the inputs of blocks."""
+    spec = llama(tmp_path, num_hidden_layers=8, vocab_size=128_000)
+    basis = basis_of(spec, config_of(tmp_path, 2, **KEYS), "RTX4090")
+    held = 16 * sum(basis.parameters)
+    roomy, tight, none = (Streaming(replace(basis, main_memory=held + more), 2) for more in (10**11, 10**9, -1))
+    plans = roomy.best(), tight.best()
+    assert plans[0] and plans[1] and roomy.heads > tight.heads == 1
+    assert plans[1].host <= held + 10**9 < plans[0].host
+    assert plans[1].slots.a_round < plans[0].slots.a_round
+    assert none.best() is None and none.smallest()
+
+
+def test_of_plans_that_are_as_fast_the_one_with_the_least_host_memory_is_taken(tmp_path: Path) -> None:
+    basis = basis_of(llama(tmp_path, num_hidden_layers=8), config_of(tmp_path, 2, **FEW), "RTX4090")
+    streaming = Streaming(basis, 2)
+    taken, fitting = streaming.best(), [plan for plan in streaming.plans if plan.fits]
+    fastest = min(plan.seconds for plan in fitting)
+    assert taken and taken.seconds <= fastest / ALIKE
+    assert taken.host == min(plan.host for plan in fitting if plan.seconds <= fastest / ALIKE)
+    assert taken.host < min(fitting, key=lambda plan: plan.seconds).host
 
 
 def test_what_fits_no_gpu_in_turns_either_has_no_plan(tmp_path: Path) -> None:
@@ -177,10 +237,10 @@ def test_the_picture_shows_the_parts_beside_what_is_there_and_the_lanes_of_every
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     spec, config = llama(tmp_path, num_hidden_layers=8), config_of(tmp_path, 8, **FEW, **{ROWS: rows})
-    streaming = Streaming(basis_of(spec, config, "RTX4090"), 8)
+    streaming = Streaming(replace(basis_of(spec, config, "RTX4090"), main_memory=main_memory), 8)
     plan = streaming.best() or streaming.smallest()
     assert plan is not None
-    plan.draw(tmp_path / "plan.png", main_memory)
+    plan.draw(tmp_path / "plan.png")
     (figure,) = drawn
     title = figure.get_suptitle()
     assert says in title and "tokens/s" in title and f"8 x {plan.basis.device.name}" in title
@@ -219,3 +279,14 @@ def test_a_plan_is_drawn_whether_it_fits_or_not(
     printed = capsys.readouterr().out
     assert left.value.code == code and printed.count("drawn: ") == 1
     assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_is_for_a_host_of_the_memory_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama(tmp_path, num_hidden_layers=8)
+    config = config_of(tmp_path, 8, **FEW, schedule="weight_streaming")
+    for gigabytes, code, says in ((40.0, 0, "40.00"), (20.0, 1, "weight streaming: does not fit")):
+        with pytest.raises(SystemExit) as left:
+            plan_run(config, arguments(devices="8xRTX4090", host_memory=gigabytes))
+        assert left.value.code == code and says in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^--host-memory: expected gigabytes above 0, found -5$"):
+        FLAGS.prepare(arguments(devices="8xRTX4090", host_memory=-5.0), cast(EntryPoint, None))

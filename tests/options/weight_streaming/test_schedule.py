@@ -85,7 +85,7 @@ def test_event_by_event_the_same_comes_out(seed: int) -> None:
     gpus, a_round, rounds = chance.randint(1, 4), chance.randint(1, 6), chance.randint(1, 4)
 
     def any_slot() -> Slot:
-        names = "seconds weights sums enters leaves update".split()
+        names = "seconds weights sums enters leaves update begins".split()
         numbers: dict[str, Any] = {name: chance.choice([0, 0.1, 1, 1, 5]) * chance.random() for name in names}
         return Slot(**numbers)
 
@@ -113,7 +113,8 @@ class Events:
 
     Attributes:
         ends: when; of ("update",), ("weights", turn), ("come", turn, micro-batch), ("compute", turn, micro-batch),
-            ("go", turn, micro-batch) and ("sums", turn); micro-batches are counted from the round's first.
+            ("go", turn, micro-batch) and ("sums", turn); micro-batches are counted from the round's first, and what a
+            turn computes before them is -1.
     """
 
     def __init__(self, slots: list[Slot], gpus: int, a_round: int, rounds: int, link: float) -> None:
@@ -123,7 +124,7 @@ class Events:
         self._free = {(kind, gpu): 0.0 for kind in ("in", "core", "out") for gpu in range(gpus)}
         # What core and outgoing link do is in a fixed order; the incoming link chooses.
         turns = [range(gpu, self._turns, gpus) for gpu in range(gpus)]
-        self._core = [[(turn, m) for turn in own for m in self._lanes(turn)] for own in turns]
+        self._core = [[(turn, m) for turn in own for m in (-1, *self._lanes(turn))] for own in turns]
         self._out = [[(turn, m) for turn in own for m in (*self._lanes(turn), a_round)] for own in turns]  # and sums
         self._incoming = [(gpu, 0, 0) for gpu in range(gpus)]  # turn; micro-batches and pieces for the next that came
 
@@ -133,7 +134,7 @@ class Events:
             yield self._comes(gpu)
         if self._core[gpu]:
             turn, m = self._core[gpu][0]
-            ready = self._after(("come", turn, m), ("weights", turn))
+            ready = self._after(("weights", turn) if m < 0 else ("come", turn, m))
             yield max(self._free["core", gpu], ready), partial(self._compute, gpu)
         if self._out[gpu]:
             turn, m = self._out[gpu][0]
@@ -200,7 +201,8 @@ class Events:
 
     def _compute(self, gpu: int, begin: float) -> None:
         turn, m = self._core[gpu].pop(0)
-        self.ends["compute", turn, m] = self._free["core", gpu] = begin + self._slot(turn).seconds
+        slot = self._slot(turn)
+        self.ends["compute", turn, m] = self._free["core", gpu] = begin + (slot.begins if m < 0 else slot.seconds)
 
     def _go(self, gpu: int, begin: float) -> None:
         turn, m = self._out[gpu].pop(0)

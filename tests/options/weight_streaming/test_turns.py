@@ -82,6 +82,7 @@ class Turns:
         sums = {f"{number}.weight": torch.zeros(1, SIZE) for number in range(LAYERS)}
         device = torch.device("cpu")
         self.model: Any = SimpleNamespace(layer=self.layers.__getitem__, sums=sums, head_sums=[sums], device=device)
+        self.model.eight_bits = None
         self.between: Any = object.__new__(Handover)
         vars(self.between).update(arriving=Stream(), leaving=Stream(), _thread=AtOnce(), _counting=None)
         vars(self.between).update(_device=device, _size=64, _memory=bytearray(64 * MICRO_BATCHES), _reached={})
