@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DIGITS = 16  # of a digest
+MOST_NUMBERS = 16  # of an image that a sample keeps: more are of its patches, and are made again with the pixels
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -125,8 +126,8 @@ class Pictures:
         tokens = int((numpy.asarray(made["input_ids"]) == self.image_token).sum())
         if not tokens:
             raise DataError(f"no token {self.image_token}, the model's image_token_id, in {placed['replacement']!r}")
-        beside = {name: array for name, array in _of_images(made).items() if not name.startswith("pixel")}
-        shape = {name: array.tolist() for name, array in beside.items()}
+        beside = {name: array for name, array in _of_images(made).items() if array.size <= MOST_NUMBERS}
+        shape = {name: array.tolist() for name, array in beside.items() if not name.startswith("pixel")}
         return Expansion(placed["replacement"], tokens, shape)
 
     def _process(self, pictures: list[PIL.Image.Image]) -> Arrays:

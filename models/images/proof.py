@@ -41,10 +41,10 @@ from models.derived.proof import (
     roughen,
     write_checkpoint,
 )
-from models.images.eyes import flat_features
+from models.images.eyes import features_of
 from models.images.model import with_eyes
 from models.images.small import small_whole, token_types
-from models.images.tensors import picture, pictures
+from models.images.tensors import form_of, pictures
 from models.images.traits import Traits, traits_of
 from models.spec import ModelSpec
 
@@ -67,21 +67,17 @@ class Rows:
 
     def __init__(self, whole: Any, traits: Traits) -> None:
         self.inputs, self.token = traits.inputs, int(whole.config.image_token_id)
-        self.images = pictures(whole.config, traits.inputs)
+        self.form, self.images = form_of(whole.config, traits.inputs), pictures(whole.config, traits.inputs)
         base = getattr(whole, whole.base_model_prefix)
-        counts = [len(self._features(base, number)) for number in range(len(WORDS))]
+        counts = [len(features_of(base, self.inputs, self.form.one(self.images, row))) for row in range(len(WORDS))]
         length = LENGTH + max(counts)
         self.ids = torch.randint(FIRST, int(whole.config.get_text_config().vocab_size) - 16, (len(WORDS), length))
         for row, (begin, count) in enumerate(zip(WORDS, counts, strict=True)):
             self.ids[row, begin : begin + count] = self.token
 
-    def _features(self, base: Any, number: int) -> Tensor:
-        found: Tensor = flat_features(base.get_image_features(**self.of(number), return_dict=True).pooler_output)
-        return found
-
     def of(self, number: int) -> dict[str, Tensor]:
         """Get the tensors of one row's image by name."""
-        return dict(zip(self.inputs, picture(self.images, self.inputs, number), strict=True))
+        return dict(zip(self.inputs, self.form.one(self.images, number), strict=True))
 
     def alone(self, whole: Any, row: int) -> Tensor:
         """Compute transformers' logits of one row, [S, V]."""

@@ -18,7 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from models.config_json import TEXT
 from models.derived.derive import BLOCKS
 from models.derived.shrink import shrunk_fields, shrunk_vision
-from models.images.eyes import TYPES, whole_class
+from models.images.eyes import TYPES, UNHEARD, whole_class
+from models.images.tensors import PINPOINTS
 
 VISION = "vision_config"
 FEATURES = ("vision_feature_layer", "vision_feature_layers")
@@ -54,8 +55,13 @@ def small_fields(
     small = config.to_dict() | {TEXT: small_text, VISION: shrunk_vision(own, width, max(map(abs, used)))}
     if same_pictures:
         small[VISION] |= {name: own[name] for name in ("image_size",) if name in own}
-    elif POOLED in small:
-        small[POOLED] = 4
+    else:
+        if POOLED in small:
+            small[POOLED] = 4
+        if PINPOINTS in small:
+            high, low = small[VISION]["image_size"], own["image_size"]
+            small[PINPOINTS] = [[each * high // low for each in size] for size in small[PINPOINTS]]
+    small |= dict.fromkeys(small.keys() & UNHEARD)
 
     # Tokens that stand for something lie at the end of the small vocabulary, each in a place of its own.
     last = int(small_text["vocab_size"]) - 1
