@@ -55,6 +55,7 @@ class Pictures:
     Attributes:
         placeholder: what a chat template writes for one image.
         image_token: whose places features take.
+        one_only: whether the model sees several images of a record otherwise than each alone.
 
     Raises:
         DataError: the folder has no processor of images, or one that cannot resize as is asked.
@@ -65,6 +66,7 @@ class Pictures:
         self._processor = load_processor(folder)
         self._resize(min_pixels, max_pixels)
         self.placeholder = str(self._processor.image_token)
+        self.one_only = "batch_num_images" in self._processor.image_processor.model_input_names  # LLaVA-OneVision's
         if (token := image_token_of(folder)) is None:
             raise DataError(f"{folder / 'config.json'}: no {IMAGE_TOKEN[0]}; expected a model of images and text")
         self.image_token = token

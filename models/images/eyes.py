@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from common.placed_document import PlacedDocument
 from models.attention.packed import Documents
 from models.derived.derive import FEW_WORDS, compute_buffers
+from models.derived.outline import Underivable
 from models.family import Rule
 from models.images.sees import Sees
 from models.images.tensors import GRIDS, pictures
@@ -32,6 +33,13 @@ UNHEARD = {"audio_config"}  # parts of config.json that are left out where a mod
 def whole_class(config: PreTrainedConfig) -> Any:
     """Get transformers' class of a model of images and text."""
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+
+
+def base_class(config: PreTrainedConfig) -> Any:
+    """Get transformers' class of what such a model has below its head."""
+    if type(config) not in MODEL_MAPPING:
+        raise Underivable(f"transformers has no base model of {type(config).__name__}")
+    return MODEL_MAPPING[type(config)]
 
 
 def without_blocks(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -73,7 +81,7 @@ class Eyes(Sees):
         return eyes
 
     def _whole(self) -> Any:
-        return MODEL_MAPPING[type(self.config)](without_blocks(self.config))
+        return base_class(self.config)(without_blocks(self.config))
 
     def pictures(self, images: int, tokens: int, pixels: Callable[..., Tensor]) -> list[Tensor]:
         high = max(1, isqrt(tokens))

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.config_json import TEXT
 from models.derived.derive import BLOCKS
-from models.derived.shrink import shrunk_fields, shrunk_vision
+from models.derived.shrink import VISION_OUT, shrunk_fields, shrunk_vision
 from models.images.eyes import TYPES, UNHEARD, whole_class
 from models.images.tensors import PINPOINTS
 
@@ -53,6 +53,7 @@ def small_fields(
     used = chain.from_iterable(_listed(getattr(config, name, None)) for name in FEATURES)
     own = config.vision_config.to_dict()
     small = config.to_dict() | {TEXT: small_text, VISION: shrunk_vision(own, width, max(map(abs, used)))}
+    small |= dict.fromkeys(small.keys() & VISION_OUT, width)
     if same_pictures:
         small[VISION] |= {name: own[name] for name in ("image_size",) if name in own}
     else:

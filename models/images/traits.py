@@ -41,14 +41,20 @@ def traits_of(whole: Any) -> Traits:
     Raises:
         Underivable: it has not the seam that images go by.
     """
-    base = getattr(whole, whole.base_model_prefix)
+    base = getattr(whole, whole.base_model_prefix, None)
     if not hasattr(base, FEATURES):
-        raise Underivable(f"transformers' {type(base).__name__} has no {FEATURES}")
+        raise Underivable(f"transformers' {type(whole).__name__} has no base model with {FEATURES}")
     inputs = inputs_of(base)
     images = pictures(whole.config, inputs)
 
     watched = FeatureCalls(base, int(whole.config.get_text_config().hidden_size))
-    found = watched.run(dict(zip(inputs, images, strict=True)))
+    try:
+        found = watched.run(dict(zip(inputs, images, strict=True)))
+    except Exception as error:  # whatever a tower makes of pictures that it does not know
+        shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in zip(inputs, images, strict=True))
+        raise Underivable(
+            f"{FEATURES} takes no {shapes}: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from None
     features = getattr(found, "pooler_output", None)
     if features is None:
         raise Underivable(f"{type(base).__name__}.{FEATURES} gives no pooler_output")
@@ -77,7 +83,7 @@ class FeatureCalls:
     def __init__(self, base: Any, width: int) -> None:
         self._base, self._width = base, width
         self.called: list[str] = []
-        self._widening: list[tuple[str, Tensor]] = []
+        self._giving: list[tuple[str, bool, Tensor]] = []  # name, whether it was given another width, what it gives
 
     def run(self, images: dict[str, Tensor]) -> Any:
         names = {module: name for name, module in self._base.named_modules() if name}
@@ -85,8 +91,8 @@ class FeatureCalls:
         def note(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
             self.called.append(names[module])
             tensors = [each for each in (*given[:1], output) if isinstance(each, Tensor)]
-            if len(tensors) == 2 and tensors[0].shape[-1] != self._width == tensors[1].shape[-1]:
-                self._widening.append((names[module], output))
+            if len(tensors) == 2 and tensors[1].shape[-1] == self._width:
+                self._giving.append((names[module], tensors[0].shape[-1] != self._width, output))
 
         hooks = [module.register_forward_hook(note) for module in names]
         try:
@@ -96,14 +102,20 @@ class FeatureCalls:
                 hook.remove()
 
     def projector(self, features: list[Tensor]) -> tuple[str, ...]:
-        """Name the outermost modules that give a tensor the text's width, and whose numbers the features are."""
-        wanted = [each.flatten().sort().values for each in features]  # some towers put the rows in another order
-        found = [name for name, output in self._widening if _is_one_of(output.flatten().sort().values, wanted)]
+        """Name the outermost modules that give a tensor the text's width, and rows of the features.
+
+        Some models put rows in another order, leave some out and add others. Where a tower itself gives that width, it
+        is the modules behind it.
+        """
+        wanted = set(chain.from_iterable(map(_rows, features)))
+        giving = [each for each in self._giving if not wanted.isdisjoint(_rows(each[2]))]
+        found = [name for name, widens, _ in giving if widens] or [name for name, *_ in giving]
         return tuple(name for name in found if not any(name.startswith(f"{other}.") for other in found))
 
 
-def _is_one_of(numbers: Tensor, others: list[Tensor]) -> bool:
-    return any(torch.equal(numbers, each) for each in others)
+def _rows(tensor: Tensor) -> list[tuple[float, ...]]:
+    """List how each row begins."""
+    return list(map(tuple, tensor.flatten(0, -2)[:, :3].tolist()))
 
 
 def seen_both_ways(whole: Any, found: Any, inputs: tuple[str, ...], images: list[Tensor]) -> tuple[str, ...]:
@@ -153,7 +165,8 @@ def changed(features: Any, place: int) -> Any:
     several = [features] if isinstance(features, Tensor) else features
     copies = [each.clone(memory_format=torch.contiguous_format) for each in several]
     lying = chain.from_iterable(each.view(-1, each.shape[-1]) for each in copies)
-    next(islice(lying, place, None)).add_(1.0)
+    row = next(islice(lying, place, None))
+    row += torch.linspace(-1, 1, len(row))  # no number for all: some norms take their mean away
     return copies[0] if isinstance(features, Tensor) else type(features)(copies)
 
 
