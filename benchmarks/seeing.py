@@ -27,7 +27,7 @@ from models.images import seeing
 
 DOCUMENTS = [Path(__file__).parent.parent / "docs" / name for name in ("images.md", "images_CN.md")]
 BEGIN, END = "<!-- kinds: begin -->\n", "<!-- kinds: end -->\n"
-HEADER = "| | `model_type` |\n|---|---|\n"
+SEEN, REFUSED = "| seen | `model_type` |\n|---|---|\n", "| refused | what is missing |\n|---|---|\n"
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
@@ -38,6 +38,7 @@ def _axes(*sections: int, partial_rotary_factor: float = 1.0, **text: int) -> di
 
 # Additions to the defaults of config classes, as published models have them.
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}},
     "ernie4_5_vl_moe": _axes(22, 22, 20),
     "gemma4": {
         "text_config": {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
@@ -66,6 +67,11 @@ def config_of(model_type: str) -> dict[str, Any]:
     config = CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {}))
     fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return fields
+
+
+def read(document: Path) -> str:
+    """Take the generated part of a document."""
+    return document.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
 
 
 def candidates() -> list[str]:
@@ -98,8 +104,8 @@ def has_processor(model_type: str) -> bool:
 
 def _reason(line: str, model_type: str) -> str:
     """Say what is missing, in the words of the refusal, without what is particular to the model."""
-    line = re.sub(rf"^config\.json: |^{re.escape(model_type)}( with images)?: ", "", line)
-    return line.partition("; expected")[0]
+    line = re.sub(rf"^config\.json: |^{re.escape(model_type)}( with images)?: ", "", line).partition("; expected")[0]
+    return line.replace("|", "/").partition(", and Pipetune declares")[0]
 
 
 def table(kinds: Iterable[SeenKind]) -> str:
@@ -107,11 +113,11 @@ def table(kinds: Iterable[SeenKind]) -> str:
     seen, refused = defaultdict[str, list[str]](list), list[str]()
     for each in kinds:
         if each.reason:
-            refused.append(f"| `{each.model_type}` | {each.reason.replace('|', '/')} |\n")
+            refused.append(f"| `{each.model_type}` | {each.reason} |\n")
         else:
             seen[each.traits].append(f"`{each.model_type}`")
     rows = [f"| {traits} | {', '.join(names)} |\n" for traits, names in sorted(seen.items())]
-    return "\n" + HEADER + "".join(rows) + "\n| `model_type` | |\n|---|---|\n" + "".join(refused) + "\n"
+    return f"\n{SEEN}{''.join(rows)}\n{REFUSED}{''.join(refused)}\n"
 
 
 def main() -> None:
