@@ -209,8 +209,9 @@ class _LargeIsFake(TorchDispatchMode):
 
 def _places(index: Tensor | None) -> Sequence[Tensor | None]:
     """Write a mask as the places that it chooses."""
-    masks = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
-    return index.nonzero().unbind(1) if masks else [index]
+    if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+        return [index]
+    return index.nonzero().unbind(1)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Shows that every model of images and text of the installed transformers is seen or refused, as docs/images.md says."""
+"""Shows that every model of images and text of transformers is seen or refused, as docs/images.md says."""
 
 from __future__ import annotations
 

@@ -186,6 +186,7 @@ def made(name: str, target: Path) -> Any:
         pad_token="<pad>",
         extra_special_tokens=kind.tokens,
     )
+    tokenizer.chat_template = (golden_folder("llava") / "chat_template.jinja").read_text(encoding="utf-8")
     tokenizer.save_pretrained(target)
     token = tokenizer.convert_tokens_to_ids(kind.tokens[kind.taken])
     get_image_processor_class_from_name(f"{kind.images[0]}Pil")(**kind.images[1]).save_pretrained(target)
