@@ -41,6 +41,7 @@ from models.derived.proof import (
     roughen,
     write_checkpoint,
 )
+from models.errors import CheckpointError
 from models.images.eyes import features_of
 from models.images.model import with_eyes
 from models.images.small import small_whole, token_types
@@ -103,9 +104,12 @@ def prove(spec: ModelSpec) -> ImageProof:
         roughen(whole)
         traits = traits_of(whole)
         write_checkpoint(whole, folder)
-        small = small_spec(spec, whole, folder, traits)
+        try:
+            small = small_spec(spec, whole, folder, traits)
+            figures = compare(small, whole, folder, Rows(whole, traits))
+        except CheckpointError as error:
+            raise Underivable(str(error).removeprefix(f"{folder}: ")) from None
         linear = LINEAR in [attention_kind(small.config, block) for block in range(small.n_blocks)]
-        figures = compare(small, whole, folder, Rows(whole, traits))
     # Where texts differ already, transformers' whole model computes them otherwise than its decoder alone.
     for way in (TEXTS, *figures):
         if not (figure := figures[way]) <= (most := bound(way, linear)):

@@ -61,7 +61,7 @@ def small_fields(
             small[POOLED] = 4
         if PINPOINTS in small:
             high, low = small[VISION]["image_size"], own["image_size"]
-            small[PINPOINTS] = [[each * high // low for each in size] for size in small[PINPOINTS]]
+            small[PINPOINTS] = [(rows * high // low, columns * high // low) for rows, columns in small[PINPOINTS]]
     small |= dict.fromkeys(small.keys() & UNHEARD)
 
     # Tokens that stand for something lie at the end of the small vocabulary, each in a place of its own.

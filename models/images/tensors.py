@@ -35,27 +35,28 @@ Pixels = Callable[..., Tensor]  # makes pixels of a shape
 UNEQUAL: tuple[Sides, ...] = ((2, 5), (3, 2))
 
 
-class Measures:
-    """What a config says of a tower's patches."""
+class TowerSizes:
+    """What a config says of a tower's patches and images."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         vision = config.vision_config.to_dict()
-        merges = (vision, config.to_dict())
-        named = ("spatial_merge_size", "pooling_kernel_size", "downsample_factor")
-        self.merge: int = next((each[name] for name in named for each in merges if each.get(name)), 1)
-        self.channels: int = next(
-            (vision[name] for name in ("num_channels", "in_channels", "in_chans") if name in vision), 3
-        )
+        known = config.to_dict() | vision
+
+        def first(names: Sequence[str], otherwise: int) -> int:
+            return next((known[name] for name in names if known.get(name)), otherwise)
+
+        self.merge = first(("spatial_merge_size", "pooling_kernel_size", "downsample_factor"), 1)
+        self.channels = first(("num_channels", "in_channels", "in_chans"), 3)
         self.patch, self.size = vision.get("patch_size"), vision.get("image_size")
         self.numbers = self.channels * vision.get("temporal_patch_size", 1)  # of a patch, for each of its pixels
         self.pinpoints: list[Sides] = getattr(config, PINPOINTS, None) or []
 
     def square(self) -> list[int]:
-        """Height and width of all images, or parts of them, in pixels."""
+        """Return height and width of all images, or parts of them, in pixels."""
         return self.size if isinstance(self.size, list) else [self.size, self.size]
 
 
-class Form(ABC):
+class PictureForm(ABC):
     """How a model takes images.
 
     Attributes:
@@ -65,13 +66,13 @@ class Form(ABC):
     names: ClassVar[tuple[str, ...]]
 
     @staticmethod
-    def fits(measures: Measures) -> bool:
+    def fits(tower: TowerSizes) -> bool:
         """Return whether a model of these tensors has this form, where several have the same."""
         return True
 
     @staticmethod
     @abstractmethod
-    def made(measures: Measures, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
+    def made(tower: TowerSizes, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
         """Make the tensors of images, of these sizes where the model takes any."""
 
     @staticmethod
@@ -80,68 +81,68 @@ class Form(ABC):
         return [each[number : number + 1] for each in images]
 
 
-class Squares(Form):
+class Squares(PictureForm):
     """Images, or parts of which an image has several, of one size."""
 
     names = (PIXELS,)
 
     @staticmethod
-    def made(measures: Measures, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
-        return [pixels(len(sides), measures.channels, *measures.square())]
+    def made(tower: TowerSizes, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
+        return [pixels(len(sides), tower.channels, *tower.square())]
 
 
-class AnySize(Form):
+class AnySize(PictureForm):
     """Images of their own sizes, padded to the largest."""
 
     names = (PIXELS, SIZES)
 
     @staticmethod
-    def fits(measures: Measures) -> bool:
-        return not measures.pinpoints
+    def fits(tower: TowerSizes) -> bool:
+        return not tower.pinpoints
 
     @staticmethod
-    def made(measures: Measures, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
-        sizes = torch.tensor(sides) * measures.merge * measures.patch
-        return [pixels(len(sides), measures.channels, *map(int, sizes.amax(dim=0))), sizes]
+    def made(tower: TowerSizes, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
+        sizes = torch.tensor(sides) * tower.merge * tower.patch
+        return [pixels(len(sides), tower.channels, *map(int, sizes.amax(dim=0))), sizes]
 
 
-class CutUp(Form):
+class CutUp(PictureForm):
     """Images, each as a whole and in the parts that its size is cut up into, padded to the most parts."""
 
     names = (PIXELS, SIZES)
 
     @staticmethod
-    def fits(measures: Measures) -> bool:
-        return bool(measures.pinpoints)
+    def fits(tower: TowerSizes) -> bool:
+        return bool(tower.pinpoints)
 
     @staticmethod
-    def made(measures: Measures, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
-        high, wide = measures.square()
-        most = 1 + max((rows // high) * (columns // wide) for rows, columns in measures.pinpoints)
-        sizes = torch.tensor(sides) * measures.patch * 3  # between the sizes that they are cut up into
-        return [pixels(len(sides), most, measures.channels, high, wide), sizes]
+    def made(tower: TowerSizes, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
+        high, wide = tower.square()
+        most = 1 + max((rows // high) * (columns // wide) for rows, columns in tower.pinpoints)
+        sizes = torch.tensor(sides) * tower.patch * 3  # between the sizes that they are cut up into
+        return [pixels(len(sides), most, tower.channels, high, wide), sizes]
 
 
-class InRows(Form):
+class InRows(PictureForm):
     """The parts of a text's images, of one size, with a mask of their pixels; all of an image are in one row here."""
 
     names = (PIXELS, MASK)
 
     @staticmethod
-    def made(measures: Measures, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
-        square = measures.square()
-        return [pixels(len(sides), 1, measures.channels, *square), torch.ones(len(sides), 1, *square, dtype=torch.bool)]
+    def made(tower: TowerSizes, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
+        square = tower.square()
+        return [pixels(len(sides), 1, tower.channels, *square), torch.ones(len(sides), 1, *square, dtype=torch.bool)]
 
 
-class Grids(Form):
+class Grids(PictureForm):
     """Patches of all images end to end, and grids of how many each has."""
 
     names = (PIXELS, GRIDS)
 
     @staticmethod
-    def made(measures: Measures, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
-        grids = torch.tensor([[1, high * measures.merge, wide * measures.merge] for high, wide in sides])
-        return [pixels(int(grids.prod(dim=1).sum()), measures.numbers * measures.patch**2), grids]
+    def made(tower: TowerSizes, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
+        grids = torch.tensor([[1, high * tower.merge, wide * tower.merge] for high, wide in sides])
+        return [pixels(int(grids.prod(dim=1).sum()), tower.numbers * tower.patch**2), grids]
 
     @staticmethod
     def one(images: list[Tensor], number: int) -> list[Tensor]:
@@ -149,35 +150,35 @@ class Grids(Form):
         return [patches, images[1][number : number + 1]]
 
 
-class Placed(Form):
+class PlacedPatches(PictureForm):
     """Patches of each image, padded to the most, with where each one lies: across and down, -1 for padding."""
 
     names = (PIXELS, PLACES)
 
     @staticmethod
-    def made(measures: Measures, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
+    def made(tower: TowerSizes, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
         places = []
         for high, wide in sides:
-            down, across = (torch.arange(each * measures.merge) for each in (high, wide))
+            down, across = (torch.arange(each * tower.merge) for each in (high, wide))
             places.append(torch.cartesian_prod(down, across).flip(-1))
         padded = pad_sequence(places, batch_first=True, padding_value=-1)
-        return [pixels(*padded.shape[:2], measures.numbers * measures.patch**2), padded]
+        return [pixels(*padded.shape[:2], tower.numbers * tower.patch**2), padded]
 
 
-class Padded(Form):
+class Padded(PictureForm):
     """Patches of each image, padded to the most, with how many there are down and across, and a mask."""
 
     names = (PIXELS, PATCHES, MASK)
 
     @staticmethod
-    def made(measures: Measures, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
-        shapes = torch.tensor(sides) * measures.merge
+    def made(tower: TowerSizes, sides: Sequence[Sides], pixels: Pixels) -> list[Tensor]:
+        shapes = torch.tensor(sides) * tower.merge
         counts = shapes.prod(dim=1)
         mask = torch.arange(int(counts.max())) < counts[:, None]
-        return [pixels(*mask.shape, measures.numbers * measures.patch**2), shapes, mask.long()]
+        return [pixels(*mask.shape, tower.numbers * tower.patch**2), shapes, mask.long()]
 
 
-FORMS = (Squares, AnySize, CutUp, InRows, Grids, Placed, Padded)
+FORMS = (Squares, AnySize, CutUp, InRows, Grids, PlacedPatches, Padded)
 KNOWN = set(chain.from_iterable(form.names for form in FORMS))
 
 
@@ -199,10 +200,10 @@ def inputs_of(base: Any) -> tuple[str, ...]:
     return form.names
 
 
-def form_of(config: PreTrainedConfig, inputs: tuple[str, ...]) -> type[Form]:
+def form_of(config: PreTrainedConfig, inputs: tuple[str, ...]) -> type[PictureForm]:
     """Find the form of a model's images by its tensors."""
-    measures = Measures(config)
-    return next(each for each in FORMS if each.names == inputs and each.fits(measures))
+    tower = TowerSizes(config)
+    return next(each for each in FORMS if each.names == inputs and each.fits(tower))
 
 
 def pictures(
@@ -216,4 +217,4 @@ def pictures(
     Args:
         pixels: makes them of their shape.
     """
-    return form_of(config, inputs).made(Measures(config), sides, pixels)
+    return form_of(config, inputs).made(TowerSizes(config), sides, pixels)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.launched, pytest.mark.slow, needs_golden]
 # Masks of one kind of attention; masks of pixels; images that are cut up.
 CASES = ["gemma4", *(pytest.param(name, marks=pytest.mark.longest) for name in ("idefics3", "llava_next"))]
 TEXT = {"input_ids", "attention_mask"}  # what a processor gives besides
-RECORDS = [
+RECORDS: list[dict[str, Any]] = [
     {"images": ["0.png"], "conversations": [("human", "<image>What is it?"), ("gpt", "A red box.")]},
     {"images": [], "conversations": [("human", "Name a colour."), ("gpt", "Blue.")]},
     {"images": ["1.png", "0.png"], "conversations": [("human", "<image>or<image>?"), ("gpt", "The green one.")]},
