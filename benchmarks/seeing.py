@@ -27,6 +27,7 @@ from models.images import seeing
 
 DOCUMENTS = [Path(__file__).parent.parent / "docs" / name for name in ("images.md", "images_CN.md")]
 BEGIN, END = "<!-- kinds: begin -->\n", "<!-- kinds: end -->\n"
+LONGEST = 160  # characters of a reason
 SEEN, REFUSED = "| seen | `model_type` |\n|---|---|\n", "| refused | what is missing |\n|---|---|\n"
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -108,7 +109,8 @@ def has_processor(model_type: str) -> bool:
 def _reason(line: str, model_type: str) -> str:
     """Say what is missing, in the words of the refusal, without what is particular to the model."""
     line = re.sub(rf"^config\.json: |^{re.escape(model_type)}( with images)?: ", "", line).partition("; expected")[0]
-    return line.replace("|", "/").partition(", and Pipetune declares")[0]
+    line = line.replace("|", "/").replace("`", "'").partition(", and Pipetune declares")[0]
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
 
 
 def table(kinds: Iterable[SeenKind]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from transformers.core_model_loading import revert_weight_conversion
 
+from data.errors import DataError
 from data.images.pictures import Pictures
 from data.images.processor import load_processor
+from data.tokenized.dataset import load_dataset
 from models import CausalLM
 from models.api import read_spec
 from models.checkpoint.source import HuggingFaceSource, same_bytes
@@ -67,3 +70,11 @@ def test_a_record_is_seen_as_transformers_sees_it(name: str, tmp_path: Path) -> 
     for layer in range(spec.n_layers):
         for key, tensor in source.weight_map.on_disk(layer, source.read_layer(layer)).items():
             assert (spec.tied and key == source.weight_map.tied_head) or same_bytes(tensor, source.read(key)), key
+
+
+def test_several_images_that_a_model_sees_otherwise_than_each_alone_are_refused(tmp_path: Path) -> None:
+    made("llava_onevision", tmp_path)
+    turns = [{"from": "human", "value": "<image><image>Which?"}, {"from": "gpt", "value": "The first."}]
+    (tmp_path / "records.json").write_text(json.dumps([{"images": ["0.png", "1.png"], "conversations": turns}]))
+    with pytest.raises(DataError, match="2, which the model's processor cuts up otherwise than each alone; expected 1"):
+        load_dataset(str(tmp_path / "records.json"), tmp_path, 512, "chat_template", cache_dir=tmp_path / "cache")
