@@ -72,7 +72,7 @@ def _check_known(path: Path, raw: dict[str, Any], part: dict[str, Any]) -> None:
     """Refuse what is none of transformers' decoders."""
     model_type = part["model_type"]
     known = {*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    if model_type not in known and whole_of(model_type) != raw["model_type"]:
+    if model_type not in known and (part is raw or whole_of(model_type) is None):
         if part is not raw:
             raise CheckpointError(
                 f"{path}: model_type {raw['model_type']!r} is not supported: transformers has its part for text "

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from common.placed_document import PlacedDocument
 from models.attention.packed import Documents
 
 if TYPE_CHECKING:
     from models.checkpoint.peft_names import WholeNames
     from models.family import Family
-
-# A document: its row in a micro-batch, where it begins there, its ids [L], and what gives its images' shapes, by name.
-Part = tuple[int, int, Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Sees(ABC):
         inputs: the tensors of the model's image processor that its first layer takes, in order.
         image_token: the id whose places the features take.
         axes: 3 for models with positions along three axes, else 0.
-        both_ways: whether the tokens of an image see each other both ways.
+        both_ways: the kinds of attention in which the tokens of an image see each other both ways.
         deep: of how many blocks the features of images are added behind, too.
         blind: the family without eyes.
     """
@@ -35,7 +33,7 @@ class Sees(ABC):
     inputs: tuple[str, ...]
     image_token: int
     axes: int
-    both_ways: bool
+    both_ways: tuple[str, ...]
     deep: int
     blind: Family = field(repr=False, compare=False)
 
@@ -57,7 +55,7 @@ class Sees(ABC):
         """
 
     @abstractmethod
-    def marks_of(self, parts: Iterable[Part], shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+    def marks_of(self, parts: Iterable[PlacedDocument], shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
         """Make what all blocks have to know of a micro-batch [B, S] with images: `axes` and `together` of `Documents`.
 
         Args:

@@ -122,6 +122,7 @@ class ModelSpec:
     def positions(self, groups: RankGroups = NO_GROUPS) -> Positions:
         """Make what the blocks of one process get besides hidden states."""
         made: Positions = (self.family.positions or Positions)(self.config, self.family.rotary)
+        made.both_ways = self.family.sees.both_ways if self.family.sees else ()
         made.set_groups(groups)
         return made
 

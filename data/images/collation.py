@@ -7,7 +7,7 @@ most. Processes without the embedding decode nothing; what they need depends on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from common.placed_document import PlacedDocument
 from data.collation import Carried, Collation, Marks
 from data.errors import DataError
 from data.images.ahead import Decoders, PictureSettings, UnreadableImage, decoders
@@ -24,10 +25,8 @@ from data.sample_set import documents
 if TYPE_CHECKING:
     from data.loader import GlobalBatch, Loader, Rows
 
-# A document: its row in a micro-batch, where it begins there, its ids [L], and what its images' shapes are, by name.
-Part = tuple[int, int, Tensor, Mapping[str, Tensor]]
 # Makes `Marks` of a micro-batch [B, S].
-Mark = Callable[[Iterable[Part], tuple[int, int]], tuple[Tensor | None, Tensor | None]]
+Mark = Callable[[Iterable[PlacedDocument], tuple[int, int]], tuple[Tensor | None, Tensor | None]]
 
 
 class SeeingCollation(Collation):
@@ -112,14 +111,14 @@ class SeeingCollation(Collation):
         samples = (self.data.samples[number] for number in chain(*rows))
         return list(chain.from_iterable(sample.get("images", ()) for sample in samples))
 
-    def _parts(self, rows: Rows) -> Iterator[Part]:
+    def _parts(self, rows: Rows) -> Iterator[PlacedDocument]:
         """Yield each document of rows."""
         for row, numbers in enumerate(rows):
             begin = 0
             for sample in map(self.data.samples.__getitem__, numbers):
                 for document in documents(sample):
                     ids = torch.from_numpy(numpy.asarray(document["input_ids"], dtype=numpy.int64))
-                    yield row, begin, ids, _shapes(document.get("images", []))
+                    yield PlacedDocument(row, begin, ids, _shapes(document.get("images", [])))
                     begin += len(ids)
 
     @property

@@ -40,6 +40,10 @@ def put_out(written: RenderedText, images: Sequence[Image], picture: str, pictur
     if numbers != sorted(set(numbers)):
         raise DataError(f"images: in the text they stand in the order {numbers}; expected that of the record")
     there = [images[number] for number in numbers]
+    if len(there) > 1 and pictures.one_only:
+        raise DataError(
+            f"images: {len(there)}, which the model's processor cuts up otherwise than each alone; expected 1"
+        )
     pieces = [picture.replace(pictures.placeholder, pictures.expanded(image)) for image in there]
     text, loss, places = replaced(written.text, written.loss, [mark.span() for mark in marks], pieces)
     placed = [Placed(image, *place) for image, place in zip(there, places, strict=True)]

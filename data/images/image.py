@@ -14,4 +14,4 @@ class Image(NamedTuple):
     height: int
     tokens: int  # of a sample that its features take
     begin: int = 0  # the place of the first of these in the sample
-    shape: dict[str, Any] = {}  # what the processor gives beside its pixels, such as a grid, by name: [1, ...] as lists
+    shape: dict[str, Any] = {}  # what the processor gives beside its pixels in few numbers, such as a grid: [1, ...]

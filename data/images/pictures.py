@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DIGITS = 16  # of a digest
+MOST_NUMBERS = 16  # of an image that a sample keeps: more are of its patches, and are made again with the pixels
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -54,6 +55,7 @@ class Pictures:
     Attributes:
         placeholder: what a chat template writes for one image.
         image_token: whose places features take.
+        one_only: whether the model sees several images of a record otherwise than each alone.
 
     Raises:
         DataError: the folder has no processor of images, or one that cannot resize as is asked.
@@ -64,6 +66,7 @@ class Pictures:
         self._processor = load_processor(folder)
         self._resize(min_pixels, max_pixels)
         self.placeholder = str(self._processor.image_token)
+        self.one_only = "batch_num_images" in self._processor.image_processor.model_input_names  # LLaVA-OneVision's
         if (token := image_token_of(folder)) is None:
             raise DataError(f"{folder / 'config.json'}: no {IMAGE_TOKEN[0]}; expected a model of images and text")
         self.image_token = token
@@ -125,8 +128,8 @@ class Pictures:
         tokens = int((numpy.asarray(made["input_ids"]) == self.image_token).sum())
         if not tokens:
             raise DataError(f"no token {self.image_token}, the model's image_token_id, in {placed['replacement']!r}")
-        beside = {name: array for name, array in _of_images(made).items() if not name.startswith("pixel")}
-        shape = {name: array.tolist() for name, array in beside.items()}
+        beside = {name: array for name, array in _of_images(made).items() if array.size <= MOST_NUMBERS}
+        shape = {name: array.tolist() for name, array in beside.items() if not name.startswith("pixel")}
         return Expansion(placed["replacement"], tokens, shape)
 
     def _process(self, pictures: list[PIL.Image.Image]) -> Arrays:

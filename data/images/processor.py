@@ -1,8 +1,9 @@
 """Load the processor of a model folder for images and text alone, from its files, without code of theirs.
 
 transformers loads a processor as a whole, and its part for videos asks for torchvision, which has to fit torch to the
-build. What images need is made of numpy and Pillow, so that part is left out, whether torchvision is there or not:
-pixels are the same numbers everywhere, and what is installed decides nothing.
+build, that for sound for settings that a folder need not have. What images need is made of numpy and Pillow, so those
+parts are left out, whether torchvision is there or not: pixels are the same numbers everywhere, and what is installed
+decides nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from common.terminal import reason_of
 from data.errors import DataError
 
 IMAGE_TOKEN = ("image_token_id", "image_token_index")  # in config.json: whose places features take
+LEFT_OUT = ("video_processor", "feature_extractor")
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")  # as transformers looks
 
 
@@ -75,17 +77,30 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _class_of(name: str) -> Any:
-    """Return transformers' class of this name without its part for videos."""
+    """Return transformers' class of this name without its parts for videos and sound."""
     from transformers.models.auto.processing_auto import processor_class_from_name
+    from transformers.processing_utils import ProcessorMixin
 
     whole = _pixtral() if name == "PixtralProcessor" else processor_class_from_name(name)
     if whole is None:
         raise ValueError(f"transformers knows no {name}")
 
-    def get_attributes(cls: type) -> list[str]:
-        return [part for part in whole.get_attributes() if part != "video_processor"]
+    every = whole.get_attributes()
+    used = [part for part in every if part not in LEFT_OUT]
 
-    return type(name, (whole,), {"get_attributes": classmethod(get_attributes)})
+    class Used(ProcessorMixin):
+        """Keep the parts that are used, whichever a processor hands on."""
+
+        def __init__(self, *parts: Any, **named: Any) -> None:
+            given = dict(zip(every, parts, strict=False)) | named
+            super().__init__(**{part: value for part, value in given.items() if part in used or part not in every})
+
+    def load(cls: Any, *folder: Any, **options: Any) -> list[Any]:
+        loaded = dict(zip(used, whole._get_arguments_from_pretrained.__func__(cls, *folder, **options), strict=True))
+        return [loaded.get(part) for part in every]  # in the places where the processor takes them
+
+    own = {"get_attributes": classmethod(lambda cls: used), "_get_arguments_from_pretrained": classmethod(load)}
+    return type(name, (whole, Used), own)
 
 
 def _pixtral() -> Any:

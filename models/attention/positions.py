@@ -80,6 +80,7 @@ class Positions:
 
     cache_argument = "past_key_values"
     slopes: Tensor | None = None  # of ALiBi, of all heads, [heads] fp32, on the device of the last micro-batch
+    both_ways: tuple[str, ...] = ()  # kinds of attention in which an image's tokens see each other both ways
     groups: RankGroups = NO_GROUPS
     part: PartOfRows | None = None  # the tokens of hidden states, where they are not whole rows
 
@@ -217,7 +218,7 @@ class Positions:
                 extra["documents"] = documents
             told = documents.flash_arguments(hidden.device, *((columns.start, columns.stop) if columns else ()))
             return {"attention_mask": None, **extra, **told}
-        together = self._together(documents, hidden.device)
+        together = self._together(documents, hidden.device) if kind in self.both_ways else None
         if kernel in (TORCH, CUDNN) and together is None:
             return {"attention_mask": None, "documents": documents, "document_window": window}
         masked = kernel == EAGER or together is not None

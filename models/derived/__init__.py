@@ -59,8 +59,9 @@ def proven(config: PreTrainedConfig, fields: dict[str, Any], declared: Family | 
         except Exception as error:  # whatever torch makes of a small model
             if isinstance(error, KeyError) and json.dumps(str(error.args[0] if error.args else "")) in key:
                 raise  # a word of config.json that transformers does not know; `reason_of` names its field
+            reason = " ".join(str(error).split())
             raise Underivable(
-                f"{config.model_type}: deriving it failed at {_part(error)}: {error}; expected sizes in config.json "
+                f"{config.model_type}: deriving it failed at {_part(error)}: {reason}; expected sizes in config.json "
                 "that fit each other in this part (heads, heads of keys, experts, experts a token)"
             ) from None
 

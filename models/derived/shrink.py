@@ -55,6 +55,7 @@ MOST = {
 VISION_DEPTH = ("num_hidden_layers", "depth")
 VISION_HEADS = ("num_attention_heads", "num_heads")
 VISION_WIDTH = ("embed_dim", "hidden_size")
+VISION_OUT = {"out_hidden_size", "projection_dim"}  # the text's width in those that have a projector of their own
 VISION_BLOCKS, VISION_PATCHES = 3, 8  # of a small tower; patches along a side of an image
 PER_BLOCK = "per_layer_config"  # what some blocks have otherwise than the others
 WITH_DROPOUT = ("dropout", "pdrop", "jitter")  # in the names of what draws random numbers
@@ -154,17 +155,19 @@ def shrunk_vision(vision: dict[str, Any], text_width: int, least: int = 0) -> di
         small[name] = [block * few // depth for block in blocks]
     inner = narrow * (2 + (2 * narrow == text_width))
     small |= {name: inner for name in ("intermediate_size",) if name in vision}
-    small |= {name: text_width for name in ("out_hidden_size",) if name in vision}
+    small |= {name: text_width for name in VISION_OUT if name in vision}
+    if keys := vision.get("num_key_value_heads"):
+        small["num_key_value_heads"] = few_heads if keys == heads else 1
     if width_name == "embed_dim":  # Qwen2-VL's, whose hidden_size is the width of the text
         small["hidden_size"] = text_width
     small |= {name: 0.0 for name, value in vision.items() if is_dropout(name) and value}
 
     patch, size = vision.get("patch_size"), vision.get("image_size")
     if patch and size:
-        small["image_size"] = (
-            [VISION_PATCHES * each for each in patch] if isinstance(patch, list) else VISION_PATCHES * patch
-        )
-    return vision | small
+        sides = [VISION_PATCHES * each for each in (patch if isinstance(patch, list) else [patch, patch])]
+        small["image_size"] = sides if isinstance(size, list) else sides[0]
+    of_blocks = {name: value for name, value in vision.items() if isinstance(value, list) and len(value) == depth}
+    return vision | {name: value[:few] for name, value in of_blocks.items()} | small
 
 
 def _stated(names: tuple[str, ...], config: PreTrainedConfig, raw: dict[str, Any]) -> list[str]:

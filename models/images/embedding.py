@@ -103,7 +103,9 @@ class SeeingEmbedding(Embedding):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SeeingEmbedding:
         """Move or cast, but for numbers that are computed and not loaded: rounded angles would be wrong ones."""
-        computed = {name: each for name, each in self.eyes.named_buffers() if each.is_floating_point()}
+        loaded = self.eyes.state_dict().keys()
+        buffers = [(name, each) for name, each in self.eyes.named_buffers() if name not in loaded]
+        computed = {name: each for name, each in buffers if each.is_floating_point()}
         super()._apply(fn, recurse)
         for name, each in computed.items():
             owner, _, leaf = name.rpartition(".")

@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
+from common.placed_document import PlacedDocument
 from models.attention.packed import Documents
 from models.checkpoint.peft_names import WholeNames
 from models.derived.derive import FEW_WORDS, compute_buffers
+from models.derived.outline import Underivable
 from models.family import Rule
 from models.images.tensors import GRIDS, pictures
-from models.sees import Part, Sees
+from models.sees import Sees
 
 TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
+UNHEARD = {"audio_config"}  # parts of config.json that are left out where a model is built to see
 
 
 def whole_class(config: PreTrainedConfig) -> Any:
@@ -41,6 +44,13 @@ def whole_names(config: PreTrainedConfig) -> WholeNames:
     return WholeNames(f"{decoder}.", f"{whole.base_model_prefix}.")
 
 
+def base_class(config: PreTrainedConfig) -> Any:
+    """Get transformers' class of what such a model has below its head."""
+    if type(config) not in MODEL_MAPPING:
+        raise Underivable(f"transformers has no base model of {type(config).__name__}")
+    return MODEL_MAPPING[type(config)]
+
+
 def without_blocks(config: PreTrainedConfig) -> PreTrainedConfig:
     """Get the config of the same model without blocks of text, with few words, in torch's default dtype."""
     bare = copy.deepcopy(config)
@@ -48,6 +58,8 @@ def without_blocks(config: PreTrainedConfig) -> PreTrainedConfig:
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, FEW_WORDS, None
     for part in (bare, text, bare.vision_config):
         part.dtype = None
+    for name in UNHEARD & vars(bare).keys():
+        setattr(bare, name, None)
     return bare
 
 
@@ -85,7 +97,7 @@ class Eyes(Sees):
         return eyes
 
     def _whole(self) -> Any:
-        return MODEL_MAPPING[type(self.config)](without_blocks(self.config))
+        return base_class(self.config)(without_blocks(self.config))
 
     def pictures(self, images: int, tokens: int, pixels: Callable[..., Tensor]) -> list[Tensor]:
         high = max(1, isqrt(tokens))
@@ -103,7 +115,7 @@ class Eyes(Sees):
         positions: Tensor = rope_index(input_ids=input_ids[None], **grids, **options)[0]
         return positions[:, 0]
 
-    def marks_of(self, parts: Iterable[Part], shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+    def marks_of(self, parts: Iterable[PlacedDocument], shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
         axes = torch.arange(shape[1]).repeat(self.axes, shape[0], 1) if self.axes else None
         together = torch.full(shape, -1) if self.both_ways else None
         count = 0
@@ -122,12 +134,12 @@ class Eyes(Sees):
         if not (self.axes or self.both_ways):
             return documents
         grids = dict(zip(self.inputs, images, strict=True))[GRIDS].cpu() if self.axes else None
-        parts, seen = list[Part](), 0
+        parts, seen = list[PlacedDocument](), 0
         for row, ids in enumerate(input_ids.cpu()):
             for first, last in documents.within(row, 0, len(ids)):
                 count = int(self._begins(ids[first:last]).sum())
                 own = {} if grids is None or not count else {GRIDS: grids[seen : seen + count]}
-                parts.append((row, first, ids[first:last], own))
+                parts.append(PlacedDocument(row, first, ids[first:last], own))
                 seen += count
         return documents.seeing(*self.marks_of(parts, documents.shape))
 
@@ -140,6 +152,14 @@ class Eyes(Sees):
 def flat_features(found: Any) -> Any:
     """Lay the features of images end to end, [T, H], as `get_image_features` gives them in one tensor or several."""
     return found.flatten(0, -2) if isinstance(found, Tensor) else torch.cat([each.flatten(0, -2) for each in found])
+
+
+def features_of(base: Any, inputs: tuple[str, ...], images: Sequence[Tensor]) -> Tensor:
+    """Compute the features of images, [T, H], by transformers' base model."""
+    found: Tensor = flat_features(
+        base.get_image_features(**dict(zip(inputs, images, strict=True)), return_dict=True).pooler_output
+    )
+    return found
 
 
 def rest(module: nn.Module) -> None:

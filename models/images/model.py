@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from models.attention.kernels import BOTH_WAYS
 from models.attention.packed import AXES
 from models.derived.outline import Underivable
 from models.images.embedding import SeeingEmbedding
-from models.images.eyes import Eyes
+from models.images.eyes import Eyes, base_class
 from models.images.names import rules_of
 from models.images.traits import Traits
 from models.spec import ModelSpec
@@ -24,7 +23,7 @@ def with_eyes(spec: ModelSpec, config: PreTrainedConfig, traits: Traits) -> Mode
         config: of the whole model.
     """
     rules = rules_of(config, traits.parts)
-    axes = AXES if hasattr(MODEL_MAPPING[type(config)], "get_rope_index") else 0
+    axes = AXES if hasattr(base_class(config), "get_rope_index") else 0
     sees = Eyes(
         traits.inputs,
         int(config.image_token_id),

@@ -17,8 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.config_json import TEXT
 from models.derived.derive import BLOCKS
-from models.derived.shrink import shrunk_fields, shrunk_vision
-from models.images.eyes import TYPES, whole_class
+from models.derived.shrink import VISION_OUT, shrunk_fields, shrunk_vision
+from models.images.eyes import TYPES, UNHEARD, whole_class
+from models.images.tensors import PINPOINTS
 
 VISION = "vision_config"
 FEATURES = ("vision_feature_layer", "vision_feature_layers")
@@ -52,10 +53,16 @@ def small_fields(
     used = chain.from_iterable(_listed(getattr(config, name, None)) for name in FEATURES)
     own = config.vision_config.to_dict()
     small = config.to_dict() | {TEXT: small_text, VISION: shrunk_vision(own, width, max(map(abs, used)))}
+    small |= dict.fromkeys(small.keys() & VISION_OUT, width)
     if same_pictures:
         small[VISION] |= {name: own[name] for name in ("image_size",) if name in own}
-    elif POOLED in small:
-        small[POOLED] = 4
+    else:
+        if POOLED in small:
+            small[POOLED] = 4
+        if PINPOINTS in small:
+            high, low = small[VISION]["image_size"], own["image_size"]
+            small[PINPOINTS] = [(rows * high // low, columns * high // low) for rows, columns in small[PINPOINTS]]
+    small |= dict.fromkeys(small.keys() & UNHEARD)
 
     # Tokens that stand for something lie at the end of the small vocabulary, each in a place of its own.
     last = int(small_text["vocab_size"]) - 1

@@ -94,9 +94,7 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
     spec, workload, feed = assumed if shape else _feed(config, spec, folder, log)
     if not shape:
         check_start(config, spec)  # with eyes, whose adapters it may have
-    main_memory = None if arguments.devices else psutil.virtual_memory().total
-    if arguments.host_memory:
-        main_memory = int(arguments.host_memory * GIGA)
+    main_memory = _main_memory(arguments)
     choosers = (ROWS, partial(choose_rows, main_memory=main_memory)), (KEY, choose_chunk)
     for key, choose in () if arguments.search else choosers:
         if getattr(config, key, None) == "auto":
@@ -122,6 +120,13 @@ def plan_run(config: TrainConfig, arguments: argparse.Namespace, in_stages: bool
         log.print(line)
     with searching(log):
         _show(basis, processes, feed if arguments.search else None, log)
+
+
+def _main_memory(arguments: argparse.Namespace) -> int | None:
+    """Return the bytes of a host's memory: those named, else this host's; of other devices' hosts nobody knows."""
+    if arguments.host_memory:
+        return int(arguments.host_memory * GIGA)
+    return None if arguments.devices else psutil.virtual_memory().total
 
 
 def _check_calibration(arguments: argparse.Namespace, device: Device) -> None:

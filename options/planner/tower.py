@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import ceil, prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models.images.embedding import SeeingEmbedding
-from models.images.tensors import GRIDS
+from models.images.tensors import GRIDS, MASK
 from models.spec import ModelSpec
 from options.planner.inputs import Basis
 from options.planner.layer_costs import LayerWork, Operation, OperationRecorder
@@ -136,6 +137,8 @@ def _fake_tower(spec: ModelSpec, case: TowerCase) -> Iterator[tuple[Callable[[],
         module.to_empty(device="cpu")
 
     def pixels(*shape: int) -> Tensor:
+        if MASK in sees.inputs:  # a tower that asks of pixels whether they are padding, which is 0
+            return torch.ones(shape)
         with fake:
             return torch.empty(shape)
 
@@ -187,7 +190,10 @@ def _apart(operations: Sequence[Operation], calls: Calls) -> Iterator[Operation]
 
 
 class _LargeIsFake(TorchDispatchMode):
-    """Let masks be fake that are made of nothing, and would take as much memory here as in a run."""
+    """Let masks be fake that are made of nothing, and would take as much memory here as in a run.
+
+    And let masks that are not fake choose what is: how much they choose is known.
+    """
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
@@ -197,7 +203,16 @@ class _LargeIsFake(TorchDispatchMode):
         if function is torch.ops.aten.full.default and prod(args[0]) > LARGE:
             with self._fake:
                 return function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.index.Tensor and isinstance(args[0], FakeTensor):
+            args = args[0], list(chain.from_iterable(map(_places, args[1])))
         return function(*args, **(kwargs or {}))
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """Write a mask as the places that it chooses."""
+    if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+        return [index]
+    return index.nonzero().unbind(1)
 
 
 class LiveBytes(TorchDispatchMode):

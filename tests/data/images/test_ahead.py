@@ -18,9 +18,9 @@ import torch
 from data.errors import DataError
 from data.images import ahead
 from data.images.ahead import Decoders, PictureSettings
+from tests import golden_vision as golden
 from tests.conftest import ROOT
-from tests.data.images import golden
-from tests.data.images.golden import needs_golden
+from tests.golden_vision import needs_golden
 
 INPUTS = {"qwen2_5_vl": ("pixel_values", "image_grid_thw"), "mistral3": ("pixel_values", "image_sizes")}
 LISTS = [["images/a.png"], ["images/b.png", "images/c.png"], ["images/c.png"]]

@@ -20,10 +20,10 @@ from data.loader import Loader
 from data.sample_set import InMemory, Sample
 from models.api import read_spec
 from models.images import seeing
-from tests.data.images import golden
+from tests import golden_vision as golden
 from tests.data.images.conftest import LoadSeen
 from tests.data.images.dialogues import TWO, A, C
-from tests.data.images.golden import needs_golden
+from tests.golden_vision import needs_golden
 
 pytestmark = needs_golden
 INPUTS = ("pixel_values", "image_grid_thw")

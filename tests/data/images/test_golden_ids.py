@@ -7,27 +7,24 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
 
 from data.tokenized.dataset import load_dataset
+from tests import golden_vision as golden
 
-FOLDERS = ("llava-tiny", "qwen2_5_vl-tiny", "qwen3_vl-tiny", "qwen3_5-tiny", "gemma3-tiny", "mistral3-tiny")
 
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_ids_and_labels_of_the_golden_records(name: str, vision: Path, tmp_path: Path) -> None:
-    folder = vision / name
+@golden.needs_golden
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_ids_and_labels_of_the_golden_records(name: str, tmp_path: Path) -> None:
+    folder, stored, known = golden.folder(name), golden.tensors(name), golden.expected(name)
     dataset = load_dataset(str(folder / "records.json"), folder, 512, "chat_template", cache_dir=tmp_path)
-    golden = load_file(folder / "expected.safetensors")
-    said = json.loads((folder / "expected.json").read_text())["samples"]
     config = json.loads((folder / "config.json").read_text())
     image_token = config.get("image_token_id", config.get("image_token_index"))
 
-    assert len(dataset) == len(said)
-    for number, (sample, expected) in enumerate(zip(dataset.samples, said, strict=True)):
+    assert len(dataset) == len(known["samples"])
+    for number, (sample, expected) in enumerate(zip(dataset.samples, known["samples"], strict=True)):
         ids = sample["input_ids"]
-        assert list(ids) == golden[f"s{number}.input_ids"].ravel().tolist()
-        assert list(sample["labels"]) == golden[f"s{number}.labels"].ravel().tolist()
+        assert list(ids) == stored[f"s{number}.input_ids"].ravel().tolist()
+        assert list(sample["labels"]) == stored[f"s{number}.labels"].ravel().tolist()
 
         images = sample.get("images", [])
         assert [image.path for image in images] == [str(folder / path) for path in expected["images"]]
@@ -38,4 +35,4 @@ def test_ids_and_labels_of_the_golden_records(name: str, vision: Path, tmp_path:
             assert image.begin == places[0]
             places = places[image.tokens :]
     assert dataset.has_images and dataset.image_tokens.dtype == "int32"
-    assert dataset.supervised.sum() == json.loads((folder / "expected.json").read_text())["n_trained"]
+    assert dataset.supervised.sum() == known["n_trained"]

@@ -18,9 +18,9 @@ from data.errors import DataError
 from data.images.image import Image
 from data.images.pictures import Expansion, Pictures
 from data.tokenized.tokenizer import load_tokenizer
+from tests import golden_vision as golden
 from tests.conftest import ROOT
-from tests.data.images import golden
-from tests.data.images.golden import NAMES, needs_golden
+from tests.golden_vision import NAMES, needs_golden
 
 
 @needs_golden

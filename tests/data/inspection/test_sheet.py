@@ -13,8 +13,8 @@ from data.inspection.inspect import MARKS, coloured
 from data.inspection.sheet import MARGIN, SIZE, TRAINED, WIDTH, draw_sheet
 from data.sample_set import IGNORED, Sample
 from data.tokenized.tokenizer import load_tokenizer
-from tests.data.images import golden
-from tests.data.images.golden import needs_golden
+from tests import golden_vision as golden
+from tests.golden_vision import needs_golden
 
 pytestmark = needs_golden
 

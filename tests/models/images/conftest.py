@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.images.golden import FOLDERS, Golden
+from tests.golden_vision import NAMES
+from tests.models.images.golden import Golden
 
 _loaded: dict[str, Golden] = {}
 
@@ -20,6 +21,6 @@ def golden_of(shared: Path, name: str) -> Golden:
     return _loaded[name]
 
 
-@pytest.fixture(params=FOLDERS)
+@pytest.fixture(params=NAMES)
 def golden(request: pytest.FixtureRequest, shared: Path) -> Golden:
-    return golden_of(shared, request.param)
+    return golden_of(shared, f"{request.param}-tiny")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoImageProcessor
 
@@ -21,8 +19,8 @@ from models.checkpoint.source import HuggingFaceSource
 from models.derived.proof import CPU, gradients_of
 from models.images import Eyes, seeing
 from models.loss.micro_batch import IGNORED
+from tests.golden_vision import expected, tensors
 
-FOLDERS = ["llava-tiny", "qwen2_5_vl-tiny", "qwen3_vl-tiny", "qwen3_5-tiny", "gemma3-tiny", "mistral3-tiny"]
 LAST = 8  # tokens whose logits are kept
 
 
@@ -33,8 +31,8 @@ class Golden:
         self.folder = folder
         self.spec = seeing(read_spec(folder))
         self.source = HuggingFaceSource(folder, self.spec)
-        self.expected = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
-        self.tensors = load_file(folder / "expected.safetensors")
+        name = folder.name.removesuffix("-tiny")
+        self.expected, self.tensors = expected(name), tensors(name)
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
 
     @property

@@ -80,8 +80,8 @@ FAULTS = {
     "image tokens that stay words": Fault("mistral3-tiny", family=embedding(Words)),
     "rounded pixels": Fault("qwen2_5_vl-tiny", family=embedding(Squinting)),
     "positions along one axis": Fault("qwen3_5-tiny", family=one_axis),
-    "images that see backwards alone": Fault("gemma3-tiny", traits=with_traits(both_ways=False)),
-    "images that see both ways": Fault("llava-tiny", traits=with_traits(both_ways=True)),
+    "images that see backwards alone": Fault("gemma3-tiny", traits=with_traits(both_ways=())),
+    "images that see both ways": Fault("llava-tiny", traits=with_traits(both_ways=("full_attention",))),
     "no deep features": Fault("qwen3_vl-tiny", traits=with_traits(deep=0)),
 }
 
@@ -109,7 +109,7 @@ def test_a_fault_is_seen(name: str, shared: Path, tmp_path: Path) -> None:
 
 
 def test_a_kept_proof_that_shows_nothing_is_not_taken_up() -> None:
-    traits = Traits(inputs=("pixel_values",), both_ways=False, deep=0, parts=("visual",), projector=("merger",))
+    traits = Traits(inputs=("pixel_values",), both_ways=(), deep=0, parts=("visual",), projector=("merger",))
     for figures in ({}, {"logits": 1.0}, {"logits": float("nan")}):
         with pytest.raises(ValidationError, match="expected figures"):
             ImageProof(traits=traits, figures=figures, linear=False, seconds=1.0)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models import CausalLM, CheckpointError
 from models.adapters import Lora, Trained
@@ -312,25 +311,3 @@ def test_a_config_in_one_piece_is_read() -> None:
     assert (spec.n_blocks, spec.tied, spec.is_part) == (3, True, True)
     assert spec.family.sees and spec.family.sees.axes == 3
     assert len([name for name in spec.shapes(0) if name.endswith("attn.qkv.weight")]) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["internvl", "qwen3_5_moe"])
-def test_other_models_hold_too(model_type: str) -> None:
-    raw = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
-    assert seeing(read_spec(Path(), raw)).family.sees
-
-
-@pytest.mark.parametrize(
-    ("model_type", "missing"),
-    [
-        ("llava_next", "Input image size"),
-        ("paligemma", "gives images the width of text"),
-        ("deepseek_vl_hybrid", "get_image_features takes high_res_pixel_values; expected no more than pixel_values"),
-    ],
-)
-@pytest.mark.slow
-def test_what_is_missing_is_named(model_type: str, missing: str) -> None:
-    raw = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
-    with pytest.raises(CheckpointError, match=missing):
-        seeing(read_spec(Path(), raw))

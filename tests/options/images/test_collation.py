@@ -9,9 +9,9 @@ from data.images.collation import SeeingCollation
 from data.loader import Loader
 from data.sample_set import InMemory, Sample
 from options.preference.collation import JudgedCollation
-from tests.data.images import golden
-from tests.data.images.golden import needs_golden
+from tests import golden_vision as golden
 from tests.data.images.test_collation import sample
+from tests.golden_vision import needs_golden
 
 pytestmark = needs_golden
 

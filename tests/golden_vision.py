@@ -1,4 +1,4 @@
-"""The golden folders of models of images and text: what their processors make of three small images."""
+"""The golden folders of models of images and text, and what transformers made of their images and records."""
 
 from __future__ import annotations
 
