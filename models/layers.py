@@ -34,7 +34,7 @@ Activations = tuple[Tensor, ...]
 class Embedding(nn.Module):
     """Layer 0: token ids [B, S] -> hidden states [B, S, H], with learned positions where the family has them."""
 
-    recompute = False  # blocks of a part that sees images, in the backward pass
+    recompute = False  # the blocks of a tower of images
 
     def __init__(self, family: Family, config: PreTrainedConfig, positions: Positions | None = None) -> None:
         super().__init__()

@@ -97,17 +97,16 @@ class LanguageModel(Task):
         self.spec, self.model_folder, self._shows = spec, folder, not log.quiet
         self.make_batches(config)
         check_vocabulary(reader.tokenizer, int(spec.config.vocab_size), *sets)
-        self.side_files = {}
+        self.side_files, notes = {}, digests_folder(config.cache_dir)
         if disk.owns_folder:
             self.side_files = read_side_files(folder, spec.language or in_checkpoint(spec).base, reader.ends)
             if config.lora:
-                self.side_files |= adapter_file(spec, folder, digests_folder(config.cache_dir))
+                self.side_files |= adapter_file(spec, folder, notes)
             if spec.labels or spec.language:
                 self.side_files["config.json"] = (json.dumps(spec.raw, indent=2) + "\n").encode()
             if spec.language:
                 self.side_files.pop(MANIFEST, None)  # it lists the weights of the language model
-        self.n_layers = spec.n_layers
-        self._notes = digests_folder(config.cache_dir)
+        self.n_layers, self._notes = spec.n_layers, notes
         self.order = DataOrder(
             samples=len(self.dataset),
             fingerprint=self.dataset.fingerprint(),

@@ -8,7 +8,6 @@ from common.terminal import safe_line
 from training.config.keys import TrainConfig
 from training.option import Conversions, Option
 
-ALONE = "; the language model alone, without the parts beside it"  # as a tower of images
 GGUF_TYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "q8_0": "q8_0"}  # the converter's
 
 

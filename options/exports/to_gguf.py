@@ -21,9 +21,8 @@ from models.api import read_spec
 from models.checkpoint.layout import Layout, layout_of, resolve
 from models.checkpoint.publish import hidden_folder, sweep, writing
 from models.checkpoint.source import HuggingFaceSource
-from models.conversion.check import foreign_code
+from models.conversion.check import ALONE, foreign_code
 from models.errors import CheckpointError
-from options.exports import ALONE
 
 TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as the converter calls them; else f32
 

@@ -35,11 +35,10 @@ from models.checkpoint.publish import publish_folder
 from models.checkpoint.side_files import copy_files
 from models.checkpoint.source import open_source
 from models.config_json import write_json
-from models.conversion.check import foreign_code
+from models.conversion.check import ALONE, foreign_code
 from models.conversion.to_huggingface import with_dtype
 from models.errors import CheckpointError
 from models.spec import ModelSpec
-from options.exports import ALONE
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 ROW, PAST = "batch_size", "past_sequence_length"

@@ -58,8 +58,8 @@ class TrainConfig(RunKeys):
 
     use_grad_ckpt: Annotated[bool | Literal["auto"] | EveryNth, expected("true, false, auto or {every: n}")] = False
     """Recompute activations in the backward pass: less memory for about a third more arithmetic. `true`: in all
-    blocks, those of a trained tower of images too; `{every: 2}`: in every second one of the language model; `auto`: in
-    as many as the planner finds the GPU's memory to need (on a CPU none); the log shows how many in each stage."""
+    blocks, those of a trained tower of images too; `{every: 2}`: in every second one of the language model; `auto`:
+    in as many as the GPU's memory needs (on a CPU none); the log shows how many in each stage."""
 
     offload_activations: bool = False
     """Keep what the backward pass needs in host memory: with `use_grad_ckpt` the inputs of blocks, else their
@@ -274,11 +274,7 @@ class TrainConfig(RunKeys):
         """Refuse, by a ConfigError, a model that cannot be trained as an option's keys say."""
 
     def check_packages(self) -> None:
-        """Refuse a tracker whose package is not installed.
-
-        Raises:
-            ConfigError: one is not.
-        """
+        """Refuse, by a ConfigError, a tracker whose package is not installed."""
         for name in self.trackers:
             found = find_spec(name)
             if found is None or found.origin is None:  # a folder of that name, as trackers leave them
@@ -290,8 +286,10 @@ class TrainConfig(RunKeys):
         """List the blocks that recompute, with `auto` all that may have to; 0 stands for those of a tower."""
         if not self.use_grad_ckpt:
             return frozenset()
-        every = self.use_grad_ckpt["every"] if isinstance(self.use_grad_ckpt, dict) else None
-        return frozenset(range(every or (0 if tower else 1), n_blocks + 1, every or 1))
+        if isinstance(self.use_grad_ckpt, dict):
+            every = self.use_grad_ckpt["every"]
+            return frozenset(range(every, n_blocks + 1, every))
+        return frozenset(range(0 if tower else 1, n_blocks + 1))
 
     def parts_for(self, n_layers: int) -> list[int] | None:
         """Return the layers per chunk, checked; None where `auto` chooses.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from models.checkpoint.source import HuggingFaceSource
+from models.conversion.check import ALONE
 from models.errors import CheckpointError
-from options.exports import ALONE
 from options.exports.to_onnx import hg_to_onnx
 from tests.models.images.conftest import golden_of
 from tests.models.images.test_seeing import written
