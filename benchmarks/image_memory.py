@@ -22,7 +22,7 @@ from models.images.tensors import GRIDS
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch, Loader
-    from models.images import Sees
+    from models.sees import Sees
 
 IMAGE, SIDE = 5, 16  # the id of an image's tokens; features along each side of it
 IMAGES = 2  # in a row

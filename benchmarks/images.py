@@ -29,6 +29,7 @@ def measure(folder: Path) -> Report:
     """Train on photos, and report how long the steps waited for them."""
     from benchmarks.drafting import run
     from benchmarks.steps import topology
+    from training.metrics.reporter import read_metrics
 
     records = make_photos(folder)
     make_model(folder / "model")
@@ -46,10 +47,9 @@ def measure(folder: Path) -> Report:
     (folder / "config.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     run("train_ds.py", "--config", str(folder / "config.yml"))
 
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "times/data" in line][UNTIMED:]
-    seconds = median(line["seconds"] for line in steps)
-    waited = median(line["times/data"] for line in steps)
+    steps = read_metrics(folder / "run" / "metrics.jsonl")[UNTIMED:]
+    seconds = median(step["seconds"] for step in steps)
+    waited = median(step["times"]["data"] for step in steps)
     alone = seconds_for_pixels(folder / "model", records)
     return against_targets(
         f"images: a step of {BATCH} photos of {WIDTH} x {HEIGHT} pixels",

@@ -6,8 +6,8 @@ the peer in one process with all cores, and by Pipetune as its user writes it, i
 ratios medians of the rounds' ratios. What comes before the first step does not count, so neither does the pass of
 Pipetune's DPO over the reference, which trl computes in each step.
 
-- `trainer-256`, `trainer-1024`: full rows of so many tokens. `trainer-mixed`: maths problems as they are, which the
-  Trainer gets one by one, so that it pads nothing.
+- `trainer-256`, `trainer-1024`: full rows of so many tokens, 16 and 8 a step; `trainer-1024-16`: 16 of 1,024.
+  `trainer-mixed`: maths problems as they are, which the Trainer gets one by one, so that it pads nothing.
 - `peft-256`, `peft-mixed`: adapters of rank 16 on all linear layers of the blocks.
 - `trl-mixed`: DPO on maths problems and the answers to others.
 - `...-bf16`: in bf16, which for a peer means autocast over fp32 weights.
@@ -75,6 +75,7 @@ class Case:
 FP32_CASES = {
     "trainer-256": Case("Trainer", 16, 256, 4, {}),
     "trainer-1024": Case("Trainer", 8, 1024, 1, {}),
+    "trainer-1024-16": Case("Trainer", 16, 1024, 1, {}),
     "trainer-mixed": Case("Trainer", 32, 0, 1, {}),
     "peft-256": Case("peft", 16, 256, 4, LORA),
     "peft-mixed": Case("peft", 32, 0, 1, LORA),

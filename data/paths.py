@@ -1,8 +1,9 @@
-"""Expand home folders in paths, and read small files whole."""
+"""Expand home folders in paths, know where caches lie, and read small files whole."""
 
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 from common.whole_files import regular
@@ -40,3 +41,23 @@ def read_small(path: str | Path) -> bytes:
     if len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"larger than {MOST_BYTES / 1e6:.0f} MB")
     return content
+
+
+def cache_folder(named: str | Path | None) -> Path:
+    """Return the folder of all caches: `cache_dir` where it is given."""
+    return expanded(named) if named else default_folder()
+
+
+def digests_folder(cache_dir: str | Path | None) -> Path:
+    """Return the folder with notes of files' digests."""
+    return cache_folder(cache_dir) / "digests"
+
+
+def default_folder() -> Path:
+    """Return PIPETUNE_CACHE, else the user's folder for caches."""
+    if named := os.environ.get("PIPETUNE_CACHE"):
+        return expanded(named)
+    try:
+        return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pipetune"
+    except DataError:
+        raise DataError("cache_dir: this user has no home folder to cache in; expected a folder") from None

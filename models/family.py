@@ -21,7 +21,7 @@ from models.errors import CheckpointError
 
 if TYPE_CHECKING:
     from models.ahead.layers import Ahead
-    from models.images.sees import Sees
+    from models.sees import Sees
 
 # Names inside of the first and the last layer; one weight where config.json says `tie_word_embeddings`.
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embed_tokens.weight", "lm_head.weight"

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from data.collation import Collation
 from data.loader import Loader
+from data.paths import digests_folder
 from data.sample_set import SampleSet
 from data.tokenized.dataset import Dataset, check_vocabulary
-from data.tokenized.store import digests_folder
 from models.attention.kernels import choose_attention
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import MANIFEST, resolve

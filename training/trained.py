@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from common.quantities import counted
-from data.tokenized.store import digests_folder
+from data.paths import digests_folder
 from models.adapters import ALL, Lora, Trained, ends_with, is_factor
 from models.ahead.model import ahead_in_layers
 from models.checkpoint.adapter import (

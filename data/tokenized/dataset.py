@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat.prompts import PromptFormat, Prompts, as_prompts
 from data.errors import DataError
+from data.paths import cache_folder
 from data.records.reading import origin
 from data.records.record import TYPES
 from data.records.sources import as_sources, files_of, mixture
@@ -27,7 +28,7 @@ from data.settings import AS_THE_MODEL, OnBadRecord, Pixels, Source, Truncate, W
 from data.tokenized.columns import Tally
 from data.tokenized.recipe import DataFile, Recipe
 from data.tokenized.sample_file import SampleFile
-from data.tokenized.store import cache_folder, open_cache, read_meta
+from data.tokenized.store import open_cache, read_meta
 
 
 class Dataset:
@@ -181,7 +182,7 @@ def load_dataset(
         preference: which kind of preference records they are; none where absent.
         pixels: between how many images are resized to.
         seed: by which a mixture draws.
-        cache_dir: where tokenized data lie; see `data.tokenized.store.default_folder`.
+        cache_dir: where tokenized data lie; see `data.paths.default_folder`.
         log: gets a line that says whom this process waits for.
 
     Raises:

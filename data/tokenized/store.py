@@ -39,7 +39,7 @@ from common.lease import Held, Lease
 from common.whole_files import kept, read_regular, replace_checked, sync
 from data.errors import DataError
 from data.images.beside_samples import KEPT
-from data.paths import expanded
+from data.paths import digests_folder
 from data.tokenized.parallel import META, Tell, build, meta_digest
 from data.tokenized.recipe import Recipe, digest_of
 from data.tokenized.sample_file import DAMAGED, SampleFile
@@ -52,26 +52,6 @@ ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "
 ENVIRONMENT |= {"TRANSFORMERS_VERBOSITY": "error"}
 
 logger = logging.getLogger("pipetune")
-
-
-def cache_folder(named: str | Path | None) -> Path:
-    """Return the folder of all caches: `cache_dir` where it is given."""
-    return expanded(named) if named else default_folder()
-
-
-def digests_folder(cache_dir: str | Path | None) -> Path:
-    """Return the folder with notes of files' digests."""
-    return cache_folder(cache_dir) / "digests"
-
-
-def default_folder() -> Path:
-    """Return PIPETUNE_CACHE, else the user's folder for caches."""
-    if named := os.environ.get("PIPETUNE_CACHE"):
-        return expanded(named)
-    try:
-        return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pipetune"
-    except DataError:
-        raise DataError("cache_dir: this user has no home folder to cache in; expected a folder") from None
 
 
 class Cache:

@@ -7,6 +7,5 @@ from __future__ import annotations
 
 from models.images.eyes import Eyes
 from models.images.seeing import frozen, reached, seeing
-from models.images.sees import Sees
 
-__all__ = ["Eyes", "Sees", "frozen", "reached", "seeing"]
+__all__ = ["Eyes", "frozen", "reached", "seeing"]

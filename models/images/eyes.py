@@ -23,8 +23,8 @@ from models.attention.packed import Documents
 from models.derived.derive import FEW_WORDS, compute_buffers
 from models.derived.outline import Underivable
 from models.family import Rule
-from models.images.sees import Sees
 from models.images.tensors import GRIDS, pictures
+from models.sees import Sees
 
 TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
 UNHEARD = {"audio_config"}  # parts of config.json that are left out where a model is built to see

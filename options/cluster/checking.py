@@ -19,7 +19,7 @@ import torch
 from rich.table import Column, Table
 
 from common.quantities import GIGA
-from data.tokenized.store import digests_folder
+from data.paths import digests_folder
 from options.cluster.measuring import measure
 from options.planner.planning import divide
 from options.planner.resources import check_resources

@@ -23,7 +23,7 @@ from data.settings import Pixels
 from options.images.keys import KEY
 
 if TYPE_CHECKING:
-    from models.images import Sees
+    from models.sees import Sees
 
 LIMITS = ("min_pixels", "max_pixels")  # in the section of a config, as `Pixels` has them
 

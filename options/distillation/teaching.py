@@ -34,7 +34,7 @@ from common.kept_arrays import KeptArray
 from common.lease import Held, Lease
 from common.quantities import duration, gigabytes
 from common.terminal import paused
-from data.tokenized.store import digests_folder
+from data.paths import digests_folder
 from models.attention.kernels import choose_attention
 from models.checkpoint.digest import model_digest
 from models.checkpoint.publish import writing

@@ -37,9 +37,9 @@ from common.quantities import duration
 from common.terminal import paused
 from data.collation import Collation
 from data.loader import GlobalBatch, Loader
+from data.paths import digests_folder
 from data.sample_set import KeptSamples, SampleSet
 from data.tokenized.recipe import digest_of
-from data.tokenized.store import digests_folder
 from models.checkpoint.digest import model_digest
 from models.checkpoint.layout import resolve
 from models.checkpoint.publish import writing

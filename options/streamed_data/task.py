@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
+from data.paths import cache_folder
 from data.tokenized.dataset import Dataset
-from data.tokenized.store import cache_folder
 from options.streamed_data.stream import Stream, StreamLoader, open_stream
 from training.config.keys import TrainConfig
 from training.data_setup import RecordReader

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import DataError
-from data.tokenized.store import default_folder
+from data.paths import default_folder
 from models.errors import CheckpointError
 from tests.conftest import FAQ
 from tests.launching import run, topology, write_config

@@ -151,7 +151,10 @@ def drop_repeated(path: Path, first_step: int, evaluates_first: bool = False) ->
     with replacing(path) as file:
         if first_step > 1:
             for line, values in _lines(path):
-                if values["step"] < first_step - (evaluates_first and "eval_loss" in values):
+                kept = first_step - 1
+                if evaluates_first and "eval_loss" in values:
+                    kept -= 1
+                if values["step"] <= kept:
                     file.write(line)
 
 

@@ -16,11 +16,11 @@ import pytest
 
 from common.digests import Digests
 from data.errors import DataError
+from data.paths import default_folder
 from data.tokenized import recipe
 from data.tokenized.dataset import Dataset, load_dataset
 from data.tokenized.recipe import DataFile, digest_of
 from data.tokenized.sample_file import INDEX, INDEX_FILE, SAMPLES
-from data.tokenized.store import default_folder
 from tests.conftest import ROOT
 from tests.data.caches import LIMIT, Load, caches, left_over, plain_recipe, records, write
 

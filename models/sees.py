@@ -1,4 +1,4 @@
-"""What the rest of the program knows of a model's eyes."""
+"""What the rest of the program knows of a model that sees images; `models.images` makes it."""
 
 from __future__ import annotations
 
