@@ -28,7 +28,7 @@ COUNTS = "batch_num_images"  # images of each text: several are cut up otherwise
 PINPOINTS = "image_grid_pinpoints"  # of config.json: the sizes that an image may be cut up into
 # Parameters that say how features are made, not of what; their defaults are those of config.json.
 SETTINGS = {"vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "downsample_mode"}
-SETTINGS |= {"interpolate_pos_encoding", COUNTS}
+SETTINGS |= {"interpolate_pos_encoding", COUNTS, "output_hidden_states", "output_attentions", "return_dict"}
 FEATURES = "get_image_features"
 Sides = tuple[int, int]  # height and width of an image, in features
 Pixels = Callable[..., Tensor]  # makes pixels of a shape
@@ -192,7 +192,9 @@ def inputs_of(base: Any) -> tuple[str, ...]:
     names = [name for name in taken if name in KNOWN]
     tower = getattr(base, "vision_tower", None)
     by_size = tower is not None and SIZES in inspect.signature(tower.forward).parameters
-    if SIZES in names and parameters[SIZES].default is None and not by_size:  # LLaVA's, which most towers do not take
+    if by_size and SIZES not in names:  # handed on by LLaVA, in older releases without a name
+        names.append(SIZES)
+    if SIZES in names and not by_size and parameters[SIZES].default is None:  # which most of its towers do not take
         names.remove(SIZES)
     form = next((each for each in FORMS if set(each.names) == set(names)), None)
     if form is None:

@@ -19,6 +19,7 @@ from models.images.small import token_types
 from models.loss.micro_batch import IGNORED
 from tests.golden_vision import needs_golden
 from tests.launching import topology
+from tests.models.derived.cases import since
 from tests.options.images.kinds import made
 from tests.ranks import Ranks, job
 from tests.training.starts import steps
@@ -26,7 +27,11 @@ from tests.training.starts import steps
 pytestmark = [pytest.mark.launched, pytest.mark.slow, needs_golden]
 
 # Masks of one kind of attention; masks of pixels; images that are cut up.
-CASES = ["gemma4", *(pytest.param(name, marks=pytest.mark.longest) for name in ("idefics3", "llava_next"))]
+CASES = [
+    pytest.param("gemma4", marks=since("5.23")),
+    pytest.param("idefics3", marks=[since("5.23"), pytest.mark.longest]),
+    pytest.param("llava_next", marks=pytest.mark.longest),
+]
 TEXT = {"input_ids", "attention_mask"}  # what a processor gives besides
 RECORDS: list[dict[str, Any]] = [
     {"images": ["0.png"], "conversations": [("human", "<image>What is it?"), ("gpt", "A red box.")]},
