@@ -31,8 +31,8 @@ from options.demo.generation import GREEDY
 from tests.conftest import SHARED
 from tests.launching import topology
 from tests.models.images.conftest import golden_of
-from tests.models.images.test_peft_adapters import adapter_of
 from tests.models.images.test_seeing import written
+from tests.options.images.test_peft_adapters import adapter_of
 from tests.ranks import Ranks, job
 from tests.training.starts import STEPS, TAKEN_UP_AT, steps
 from training.checkpoint.folder import step_folder
