@@ -21,8 +21,8 @@ from models.errors import CheckpointError
 from models.spec import ModelSpec
 from models.weight_map import WeightMap
 
-# Names of rotary settings in transformers 4, where a family has its own.
 ALONE = "; the language model alone, without the parts beside it"  # said of a conversion that leaves out a tower
+# Names of rotary settings in transformers 4, where a family has its own.
 ROTARY = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 LEFTOVERS = (
     "_name_or_path _model_name_or_path name_or_path is_local local_files_only _attn_implementation_autoset".split()
