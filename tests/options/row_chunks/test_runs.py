@@ -167,10 +167,12 @@ def test_six_steps_are_those_of_whole_rows(name: str, runs: Path) -> None:
     for step, loss in evaluations(found).items():
         assert loss == pytest.approx(evaluations(whole)[step], rel=1e-5), step
     assert evaluations(found).keys() >= {STEPS}
-    # AdamW takes steps of one size, also where a gradient is rounding; a norm of Qwen3.5 begins at nought and is
-    # all steps: 1.05e-4 apart on one machine of CI.
-    own, apart = weights(found), 3e-4 if name in RECURRENT else 1e-5
+    # AdamW takes steps of one size, also where a gradient is rounding. A norm of Qwen3.5 begins at nought and is all
+    # steps: 1.05e-4 apart on one machine of CI. A bias of keys moves all scores of a query alike but for their turn by
+    # position, which softmax leaves out: its gradient is what the sums do not cancel, 2.1e-5 apart on another.
+    own = weights(found)
     for each, weight in weights(whole).items():
+        apart = 3e-4 if name in RECURRENT or each.endswith("k_proj.bias") else 1e-5
         assert (own[each] - weight).norm() <= apart * weight.norm(), each
 
 
