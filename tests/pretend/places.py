@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 REAL_DEVICE: Callable[[Tensor], torch.device] = Tensor.device.__get__
@@ -36,7 +37,7 @@ def this_device() -> torch.device:
 
 def is_ours(value: object) -> bool:
     """Return whether this is a tensor with memory, of the one kind of device that the process really has."""
-    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or is_traceable_wrapper_subclass(value):
         return False
     return value.layout == torch.strided and REAL_DEVICE(value).type == "cpu"
 
@@ -55,6 +56,10 @@ def place_of(tensor: Tensor) -> Place:
 
 
 def on_device(tensor: Tensor) -> bool:
+    """Return whether a tensor lies on the device; one that is made of others lies where they do."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return any(on_device(getattr(tensor, name)) for name in names)
     return is_ours(tensor) and place_of(tensor) is Place.DEVICE
 
 

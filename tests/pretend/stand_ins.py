@@ -54,6 +54,14 @@ def patch_tensors(watch: Watch) -> None:
         setattr(Tensor, name, _making(watch, getattr(Tensor, name)))
     for name in ("tensor", "as_tensor"):
         setattr(torch, name, _from_numbers(watch, getattr(torch, name)))
+    wrap: Any = Tensor._make_wrapper_subclass
+
+    def wrapped(kind: type[Tensor], size: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        """A tensor made of others (fp8): torch asks a real device of its own to differentiate it."""
+        real = torch.device("cpu") if device is not None and device.type == "cuda" else device
+        return wrap(kind, size, *args, device=real, **kwargs)
+
+    setattr(Tensor, "_make_wrapper_subclass", wrapped)  # noqa: B010
     set_item = Tensor.__setitem__
 
     def set_from_the_device(tensor: Tensor, index: Any, value: Any) -> None:

@@ -80,6 +80,8 @@ SHARED: dict[str, dict[str, Any]] = {
 ODD_HEADS = "baichuan2-13b"
 ROUTED = {"aux_router_loss": {"weight": 0.5}}
 LORA: dict[str, Any] = {"lora": {"r": 8, "alpha": 16}}
+IN_FP8 = "qwen2-eight-bits"
+EIGHT_BITS: dict[str, Any] = BF16 | {"fp8": {"enabled": True}}
 STREAMED: dict[str, Any] = {"schedule": "weight_streaming"}
 NF4: dict[str, Any] = RECOMPUTED | {"lora": {"r": 8, "base": "nf4"}}
 FP8: dict[str, Any] = RECOMPUTED | {"lora": {"r": 8, "base": "fp8"}}
@@ -109,6 +111,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-weight-streaming": ("llama-tied", BF16 | STREAMED),
     "mixtral-weight-streaming": ("mixtral", ROUTED | STREAMED),
     "mixtral-weight-streaming-chunks": ("mixtral", ROUTED | STREAMED | {"row_chunk": 16, "max_seq_len": 64}),
+    IN_FP8: ("qwen2", EIGHT_BITS),
+    f"{IN_FP8}-streamed": ("qwen2", EIGHT_BITS | STREAMED),
     "llama-tied-lion": ("llama-tied", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
 }
 OF_ONE = {f"{model}-{cell}": (model, keys) for model in CASES for cell, keys in CELLS.items()} | OTHERS
@@ -132,6 +136,7 @@ OF_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-replicas-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU | REPLICAS),
     "llama-tied-layers-sums-on-cpu": ("llama-tied", BF16 | SUMS_ON_CPU | LAYERS),
     "llama-tied-weight-streaming-two": ("llama-tied", BF16 | STREAMED | {"model_topo": topology((2, 1))}),
+    f"{IN_FP8}-streamed-two": ("qwen2", EIGHT_BITS | STREAMED | {"model_topo": topology((2, 1))}),
     "llama-tied-rows-flex": ("llama-tied", BF16 | ROWS | {"kernel": FLEX}),
     "llama-tied-rows-varlen": ("llama-tied", BF16 | ROWS | {"kernel": VARLEN}),
 }
@@ -145,13 +150,21 @@ OF_TWO |= {
 SLOW = [
     *(f"llama-tied-{cell}" for cell in ("fp16", "offloaded-recomputed", "zero-3", "varlen", "weight-streaming")),
     *("bloom-fp32", "llama-dynamic-bf16", "mixtral-router-loss", "llama-tied-dualpipev-bf16"),
-    *("llama-tied-sums-on-cpu", "llama-tied-lora", "llama-tied-rows-bf16-recomputed", "mixtral-spread"),
+    *(
+        "llama-tied-sums-on-cpu",
+        "llama-tied-lora",
+        "llama-tied-rows-bf16-recomputed",
+        "mixtral-spread",
+        f"{IN_FP8}-streamed",
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def found(run_pretended: Run, make_case: MakeCase, asked: set[str]) -> dict[str, list[dict[str, Any]]]:
-    """What every rank of every case found."""
+    """What every rank of every case found, and of the pipeline that weight streaming in fp8 is compared with."""
+    if any(name.startswith(IN_FP8) for name in asked):
+        asked = asked | {IN_FP8}
     outcomes: dict[str, list[dict[str, Any]]] = {}
     for processes, named in ((1, OF_ONE), (2, OF_TWO)):
         made = [make_case(name, model, **keys) for name, (model, keys) in named.items() if name in asked]
@@ -169,6 +182,13 @@ def test_nothing_waits_or_is_refused(name: str, found: dict[str, list[dict[str, 
             assert all(map(math.isfinite, rank["losses"])) and rank["losses"][-1] < rank["losses"][0]
             assert rank["events"] == 0, "CUDA events that nobody reads"
             assert all(0 < seconds < rank["seconds"] for seconds in rank["stage_seconds"])
+
+
+@pytest.mark.parametrize("name", tiered([f"{IN_FP8}-streamed", f"{IN_FP8}-streamed-two"], quick=(), slow=["*streamed"]))
+def test_weight_streaming_in_fp8_learns_what_a_pipeline_does(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    (pipeline,) = found[IN_FP8]
+    for rank in found[name]:
+        assert rank["losses"] == pytest.approx(pipeline["losses"], rel=1e-6)
 
 
 @pytest.mark.slow

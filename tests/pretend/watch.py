@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from tests.pretend.places import Place, place_of, put, tensors_of
 
@@ -108,6 +109,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a fake tensor is asked for its device
             return func(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
+            return NotImplemented  # the tensor asks for operations on those that it is made of
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:  # in inference mode nobody has taken it apart
                 result = func.decompose(*args, **kwargs)
