@@ -34,7 +34,7 @@ from models.spec import ModelSpec
 from options.planner.kernels import choose_kernels
 from options.planner.planning import divide
 from options.planner.utilization import Utilization
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 from training.data_setup import build_loader
 from training.distributed.processes import free_port, gather
 from training.engine.numerics import set_numerics

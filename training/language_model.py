@@ -22,8 +22,9 @@ from models.checkpoint.layout import MANIFEST, resolve
 from models.spec import ModelSpec
 from training.checkpoint.folder import DataOrder, check_weights
 from training.checkpoint.side_files import read_side_files
-from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing, training_dtype
+from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing
 from training.config.keys import TrainConfig
+from training.config.precision import training_dtype
 from training.data_setup import RecordReader, build_loader, training_loader
 from training.distributed.disk import Disk
 from training.distributed.processes import agreed, set_threads

@@ -44,7 +44,7 @@ from options.distillation.loss import TeacherWords
 from options.distillation.teacher import TEACHER, config_of_teacher, frozen, shared_words
 from options.planner.resources import check_resources
 from training.callbacks import Callback, JobView
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 from training.data_setup import build_loader
 from training.distributed.processes import agreed, from_first, gather
 from training.engine.building import for_a_while

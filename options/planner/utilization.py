@@ -13,7 +13,7 @@ import torch
 from models.flops import ModelFlops
 from models.spec import ModelSpec
 from training.callbacks import Callback
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 from training.distributed.processes import gather
 from training.metrics.devices import peak_flops
 

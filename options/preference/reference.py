@@ -47,8 +47,8 @@ from models.checkpoint.source import open_source
 from options.preference.collation import judged
 from options.preference.mismatch import Mismatched
 from training.callbacks import JobView
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.precision import training_dtype
 from training.data_setup import build_loader
 from training.distributed.processes import agreed, from_first
 from training.engine.trainer import Trainer
