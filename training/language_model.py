@@ -27,7 +27,8 @@ from training.config.keys import TrainConfig
 from training.config.precision import training_dtype
 from training.data_setup import RecordReader, build_loader, training_loader
 from training.distributed.disk import Disk
-from training.distributed.processes import agreed, set_threads
+from training.distributed.joining import set_threads
+from training.distributed.processes import agreed
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.job import Job, Task

@@ -10,7 +10,7 @@ A stage's time is that of all its layers. So each kind of layer gets one factor,
 longer rows may still come.
 
 Where another stage split would make a step at least `GAIN` times as fast, and fit, `rebalance: true` takes it at the
-next checkpoint: all processes save and start over (`training.distributed.processes.start_over`), at most `MOVES` times
+next checkpoint: all processes save and start over (`training.distributed.joining.start_over`), at most `MOVES` times
 in a run's folder. A smaller gain may be the measurement's own error, and a move costs a start.
 
 Cost: some 10 microseconds a pass in `COUNTED` steps; once a plan on rank 0, a second or two.

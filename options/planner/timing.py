@@ -40,7 +40,7 @@ from options.row_chunks.keys import KEY
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
 from training.config.precision import FP8, training_dtype
-from training.distributed.processes import set_threads
+from training.distributed.joining import set_threads
 from training.engine.gradients import add
 from training.engine.numerics import set_numerics
 from training.metrics.devices import this_device

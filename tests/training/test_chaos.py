@@ -28,7 +28,7 @@ from tests.disks import fill, small_disk
 from tests.launching import DEEPSPEED, Launch, error_lines, supervised, topology, write_config
 from tests.training.checkpoint.test_resume import finished, losses
 from training.checkpoint.folder import RECORD, step_folders
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

@@ -25,8 +25,8 @@ from tests.launching import (
     write_config,
 )
 from training.checkpoint.folder import RECORD, step_folders
-from training.distributed.processes import free_port
 from training.distributed.rank_monitor import LEASE
+from training.launch.agent import free_port
 
 pytestmark = pytest.mark.launched
 
