@@ -27,7 +27,7 @@ from data.collation import Collation
 from data.sample_set import KeptSamples, Sample, SampleSet, documents
 from data.settings import Wanted
 from models.layers import Embedding, Head
-from models.loss.micro_batch import MicroBatchLoss
+from models.loss.interface import MicroBatchLoss
 from models.spec import ModelSpec
 from training.callbacks import Callback
 
