@@ -21,9 +21,8 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from common.digests import Digests, stamp
+from common.digests import Digests, file_digest, stamp
 from common.whole_files import checksum
-from data.tokenized.recipe import digest_of
 from models.errors import reading
 from training.config.keys import TrainConfig
 from training.config.section import leaves
@@ -66,10 +65,11 @@ def check_model(folder: Path, weights: bool, notes: Path, key: str = "model_path
         return
 
     found, digests = {}, Digests(notes)
-    with agreed(), reading(folder):
+    with agreed():
         for path in paths:
-            digest = digests.known([path]) or digests.take([path], partial(digest_of, path))
-            found[f"{key}: {path.name}"] = f"{path.stat().st_size:,} bytes with checksum {digest[:16]}"
+            with reading(path):
+                digest = digests.known([path]) or digests.take([path], partial(file_digest, path))
+                found[f"{key}: {path.name}"] = f"{path.stat().st_size:,} bytes with checksum {digest[:16]}"
     expect_same(found)
 
 
