@@ -23,7 +23,7 @@ from rich.console import Console
 
 from common.digests import Digests, file_digest, stamp
 from common.whole_files import checksum
-from models.errors import reading
+from models.errors import CheckpointError, reading
 from training.config.keys import TrainConfig
 from training.config.section import leaves
 from training.distributed.disk import Disk
@@ -67,9 +67,11 @@ def check_model(folder: Path, weights: bool, notes: Path, key: str = "model_path
     found, digests = {}, Digests(notes)
     with agreed():
         for path in paths:
-            with reading(path):
+            try:
                 digest = digests.known([path]) or digests.take([path], partial(file_digest, path))
                 found[f"{key}: {path.name}"] = f"{path.stat().st_size:,} bytes with checksum {digest[:16]}"
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     expect_same(found)
 
 
