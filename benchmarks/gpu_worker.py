@@ -34,8 +34,8 @@ from models.spec import ModelSpec
 from options.planner.kernels import choose_kernels
 from options.planner.planning import divide
 from options.planner.utilization import Utilization
+from training.batches import build_loader
 from training.config.precision import training_dtype
-from training.data_setup import build_loader
 from training.distributed.processes import gather
 from training.engine.numerics import set_numerics
 from training.engine.pipeline import PipelineTrainer

@@ -21,8 +21,8 @@ from options import RunConfig
 from options.timeline.recorder import Record, Recorder
 from options.weight_streaming.schedule import Slot, Slots, simulate_turns
 from options.weight_streaming.turns import slots_of
+from training.batches import build_loader
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader
 from training.distributed import joining, processes
 from training.engine.trainer import Trainer
 from training.schedule.instructions import WORK, Meaning, read_schedule

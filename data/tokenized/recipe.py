@@ -33,7 +33,8 @@ from data.settings import AS_THE_MODEL, NAMED, OnBadRecord, Pixels, Truncate, Wa
 LAYOUT = 4  # of the cache's files
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/store tokenized/recipe"
-LATER = "tokenized/dataset inspection/ loader packing images/ahead images/collation images/messages images/worker"
+LATER = "tokenized/dataset tokenized/loading inspection/ loader packing "
+LATER += "images/ahead images/collation images/messages images/worker"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 
 

@@ -24,7 +24,8 @@ from tests.cases import tiered
 from tests.conftest import FAQ, ROOT
 from tests.docs.pages import blocks, commands
 from tests.launching import metrics, run, topology, write_config
-from training.data_setup import RecordReader, build_loader
+from training.batches import build_loader
+from training.data_setup import RecordReader
 
 TEXT = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 

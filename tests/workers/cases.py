@@ -30,8 +30,8 @@ from data.loader import Loader
 from data.sample_set import InMemory
 from options import RunConfig
 from tests.workers.leaving import leave
+from training.batches import build_loader
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader
 from training.distributed import joining, processes
 from training.engine.replica_sums import ReplicaSums
 

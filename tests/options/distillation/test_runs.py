@@ -28,8 +28,9 @@ from tests.launching import metrics, topology
 from tests.ranks import Ranks, job
 from tests.training.kept_files import fill, flip, forge, parts_of
 from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
+from training.batches import build_loader
 from training.checkpoint.folder import step_folder
-from training.data_setup import RecordReader, build_loader
+from training.data_setup import RecordReader
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

@@ -33,8 +33,9 @@ from tests.launching import metrics, topology
 from tests.options.multi_token.folders import add_layers_ahead
 from tests.ranks import Ranks, job
 from tests.training.starts import STEPS, TAKEN_UP_AT, losses, steps, weights
+from training.batches import build_loader
 from training.checkpoint.folder import step_folder
-from training.data_setup import RecordReader, build_loader
+from training.data_setup import RecordReader
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

@@ -245,7 +245,7 @@ def test_auto_leaves_rows_whole_where_chunks_cannot_be(tmp_path: Path) -> None:
 
 def test_a_run_that_resumes_keeps_its_chunks(tmp_path: Path) -> None:
     config = basis(tmp_path, LENGTH, ROWS, row_chunk="auto").config
-    planning = Planning(SimpleNamespace(spec=None, in_stages=True))  # type: ignore[arg-type]
+    planning = Planning(SimpleNamespace(spec=None, in_stages=True))
     for settings, words in (({KEY: 4096}, "4,096 tokens"), ({}, "whole rows")):
         known: Any = SimpleNamespace(settings=settings)
         choice = planning._chunk(config, known)
