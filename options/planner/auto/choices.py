@@ -18,7 +18,7 @@ from common.terminal import safe_line
 from data.records.record import SPLIT_KIND
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
-from training.config.commented_yaml import commented, nested
+from options.planner.commented_yaml import commented, nested
 from training.config.keys import TrainConfig
 from training.config.section import leaves
 from training.config.yaml_file import checked, override
