@@ -12,7 +12,7 @@ A model gets the prompts it was trained with; docs/demo.md has all options.
 from __future__ import annotations
 
 from options.demo.command_line import open_demo, parse_arguments
-from training.distributed import processes
+from training.distributed import joining
 from training.distributed.processes import ProcessInfo
 from training.errors import exit_with_one_line
 
@@ -21,7 +21,7 @@ def main() -> None:
     arguments = parse_arguments()
     process = ProcessInfo.from_environment()
     if process is not None:
-        processes.end_with_launcher(process)
+        joining.end_with_launcher(process)
     with exit_with_one_line(process.rank if process else None, page="docs/demo.md"):
         open_demo(arguments, process)
 

@@ -78,7 +78,7 @@ def records() -> Iterator[dict[str, Any]]:
 
 def load(folder: Path, data: str) -> None:
     """Ask for the samples, as a run does."""
-    from data.tokenized.dataset import load_dataset
+    from data.tokenized.loading import load_dataset
 
     begin = time.perf_counter()
     dataset = load_dataset(Path(data), folder / "tokenizer", LIMIT, "chat_template", cache_dir=folder / "cache")
@@ -111,7 +111,7 @@ def bare(folder: Path, data: str) -> None:
 def packing(folder: Path) -> Report:
     from data.chat.prompts import Prompts
     from data.loader import Loader
-    from data.tokenized.dataset import load_dataset
+    from data.tokenized.loading import load_dataset
 
     make_tokenizer(folder / "tokenizer")
     prompts = Prompts("chat_template", template_fallback="rewrite")

@@ -140,7 +140,7 @@ def planned_peak(config: TrainConfig, samples: InMemory, device: Device) -> int:
     from models.api import read_spec
     from options.planner.inputs import Basis, Workload
     from options.planner.plan import Plan
-    from training.data_setup import build_loader
+    from training.batches import build_loader
 
     work = Workload.measured(build_loader(samples, config), config)
     return Plan.make(Basis(config, read_spec(Path(config.model_path)), work, device)).peak

@@ -34,11 +34,12 @@ from models.spec import ModelSpec
 from options.planner.kernels import choose_kernels
 from options.planner.planning import divide
 from options.planner.utilization import Utilization
-from training.config.deepspeed_config import training_dtype
-from training.data_setup import build_loader
-from training.distributed.processes import free_port, gather
+from training.batches import build_loader
+from training.config.precision import training_dtype
+from training.distributed.processes import gather
 from training.engine.numerics import set_numerics
 from training.engine.pipeline import PipelineTrainer
+from training.launch.agent import free_port
 from training.metrics.devices import this_device
 from training.metrics.peak_memory import peak_memory
 

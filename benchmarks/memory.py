@@ -178,8 +178,8 @@ def plan_and_train(folder: Path, keys: dict[str, Any], length: int = LENGTH, ima
     from options.planner.inputs import Basis, Workload
     from options.planner.plan import Plan
     from options.planner.planning import divide
-    from training.config.deepspeed_config import training_dtype
-    from training.data_setup import build_loader
+    from training.batches import build_loader
+    from training.config.precision import training_dtype
     from training.distributed import freed_memory, processes
     from training.metrics.devices import this_device
     from training.metrics.peak_memory import peak_memory

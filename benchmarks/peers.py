@@ -220,7 +220,8 @@ def train_peer(folder: Path, case: str) -> None:
     from rich.console import Console
 
     from benchmarks.steps import clock_of, in_order, train_by_transformers, trainer_arguments
-    from training.data_setup import RecordReader, build_loader
+    from training.batches import build_loader
+    from training.data_setup import RecordReader
 
     asked = CASES[case]
     config = config_of(folder, asked, 1).model_copy(update={"train_micro_batch_size_per_gpu": 1})

@@ -74,7 +74,7 @@ def _through_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_shared(ranks: int, words: Sequence[str]) -> int:
     """Run this module's command line `words` as ranks of one run on the same GPU; the first exit code that is not 0."""
-    from training.distributed.processes import free_port
+    from training.launch.agent import free_port
 
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}  # all take the first GPU
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -21,9 +21,9 @@ from options import RunConfig
 from options.timeline.recorder import Record, Recorder
 from options.weight_streaming.schedule import Slot, Slots, simulate_turns
 from options.weight_streaming.turns import slots_of
+from training.batches import build_loader
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader
-from training.distributed import processes
+from training.distributed import joining, processes
 from training.engine.trainer import Trainer
 from training.schedule.instructions import WORK, Meaning, read_schedule
 from training.schedule.walk import Program, walk
@@ -80,9 +80,9 @@ def joined(config: TrainConfig) -> Iterator[processes.ProcessInfo]:
     """Join the other processes of the run."""
     process = processes.ProcessInfo.from_environment()
     assert process is not None
-    processes.join(process)
+    joining.join(process)
     yield process
-    processes.stop()
+    joining.stop()
 
 
 def train(trainer: Trainer, loader: Loader, pace: Pace, figures: Figures = dict) -> None:

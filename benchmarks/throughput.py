@@ -358,7 +358,7 @@ def train_way(folder: Path, case: str, chosen: dict[str, Any]) -> None:
     from options.multi_token.drafting import Drafting
     from options.planner.planning import divide
     from options.preference.collation import judged
-    from training.data_setup import build_loader
+    from training.batches import build_loader
     from training.distributed.processes import gather
     from training.measures import loss_of
     from training.metrics.peak_memory import peak_memory

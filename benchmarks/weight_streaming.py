@@ -21,7 +21,7 @@ from options.planner.micro_batch import ROWS, choose_rows
 from options.planner.plan import Plan
 from options.weight_streaming.plan import StreamedPlan, Streaming, least, passes
 from options.weight_streaming.schedule import Slot, simulate_turns
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 from training.metrics.devices import HOST_LINK
 
 DEVICE = "RTX4090"

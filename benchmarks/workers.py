@@ -75,7 +75,7 @@ def command(processes: int | None, module: str, visible: str = "") -> list[str]:
     """
     if not processes:
         return [sys.executable, "-m", module]
-    from training.distributed.processes import free_port  # what a bare machine may not have yet
+    from training.launch.agent import free_port  # what a bare machine may not have yet
 
     numbers = ",".join(visible.split(",")[:processes])
     where = ["--include", f"localhost:{numbers}"] if visible else ["--num_gpus", str(processes)]

@@ -15,16 +15,35 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from common.whole_files import kept, replace_checked
 
 SETTLED = 3.0  # seconds without a write
+BLOCK = 4 * 2**20  # bytes read at a time
 
 
 def stamp(path: Path) -> list[int]:
     """Return what changes whenever a file does: size in bytes, modification and change times in ns."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def file_digest(path: Path, count: Callable[[int], Any] = lambda _: None) -> str:
+    """Read a file whole and return its digest.
+
+    Args:
+        count: called with the number of bytes after each block.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            count(len(block))
+    return digest.hexdigest()
 
 
 class Digests:

@@ -1,15 +1,19 @@
-"""Expand home folders in paths, know where caches lie, and read small files whole."""
+"""Expand home folders in paths, know where caches and tokenizers lie, and read small files whole."""
 
 from __future__ import annotations
 
 import errno
 import os
+from itertools import chain
 from pathlib import Path
 
 from common.whole_files import regular
 from data.errors import DataError
 
 MOST_BYTES = 2**20  # far above any config or chat template
+TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken tekken.json *.jinja config.json".split()
+TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json"]
+TOKENIZER_FILES += ["chat_template.json", "preprocessor_config.json", "processor_config.json"]
 
 
 def expanded(path: str | Path) -> Path:
@@ -41,6 +45,12 @@ def read_small(path: str | Path) -> bytes:
     if len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"larger than {MOST_BYTES / 1e6:.0f} MB")
     return content
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """List all files in a model's folder that decide how it tokenizes and prompts."""
+    found = set(chain.from_iterable(map(folder.glob, TOKENIZER_FILES)))
+    return sorted(file for file in found if file.is_file())
 
 
 def cache_folder(named: str | Path | None) -> Path:

@@ -71,6 +71,11 @@ class KeptSamples(SampleSet, Protocol):
     @property
     def folder(self) -> Path: ...
 
+    @property
+    def has_images(self) -> bool: ...
+
+    def distrust(self) -> None: ...  # have the next start tokenize anew, as something is not what is noted here
+
     def fingerprint(self) -> str: ...  # of the samples and their order
 
     def __len__(self) -> int: ...

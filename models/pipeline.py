@@ -32,7 +32,8 @@ from models.block_options import PLAIN, BlockOptions
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from models.layers import Activations, Block, Embedding, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
-from models.loss.micro_batch import MicroBatchLoss, micro_batch_loss
+from models.loss.interface import MicroBatchLoss
+from models.loss.micro_batch import micro_batch_loss
 from models.offload import Returns
 from models.parallel.groups import NO_GROUPS, RankGroups
 from models.parallel.tensor import TensorShare

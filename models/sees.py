@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,8 +13,14 @@ from common.placed_document import PlacedDocument
 from models.attention.packed import Documents
 
 if TYPE_CHECKING:
-    from models.checkpoint.peft_names import WholeNames
     from models.family import Family
+
+
+class Beginnings(NamedTuple):
+    """How names begin in transformers' whole model of images and text."""
+
+    decoder: str  # of its decoder
+    base: str  # of decoder and tower, and of all but the head
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Sees(ABC):
 
     @property
     @abstractmethod
-    def whole(self) -> WholeNames:
+    def whole(self) -> Beginnings:
         """How names begin in transformers' whole model."""
 
     @abstractmethod

@@ -21,7 +21,8 @@ from models.attention.positions import LINEAR
 from models.block_options import PLAIN, BlockOptions
 from models.layers import Activations, Block, Embedding, Head
 from models.loading import LayerStates, SharedReading, build_layer, tie_weights
-from models.loss.micro_batch import MicroBatchLoss, micro_batch_loss
+from models.loss.interface import MicroBatchLoss
+from models.loss.micro_batch import micro_batch_loss
 from models.offload import Returns
 from models.parallel.groups import NO_GROUPS, RankGroups
 from models.spec import ModelSpec

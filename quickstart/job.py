@@ -19,7 +19,7 @@ from common.whole_files import replace_text
 from options import load_config
 from quickstart.questions import Question
 from training.config.keys import TrainConfig
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 
 PIPELINE, RUN, TUNED = "base_pp", "checkpoints", "tuned"
 MOST_TOKENS = 64  # of an answer

@@ -109,6 +109,11 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+def write_records(path: Path, count: int) -> None:
+    """Write the first records of the FAQ to a file."""
+    path.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:count]), encoding="utf-8")
+
+
 def pytest_configure() -> None:
     """Use one thread in every process, launched ones too: tiny products wait for a second one, and on a busy core long.
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from models.conversion.to_huggingface import pp_to_hg
 from tests.conftest import ROOT
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 from training.launch.start import SUPERVISOR
 from training.launch.supervisor import JOB
 

@@ -1,4 +1,4 @@
-"""One matrix for every objective: a training step of a model, cut by a topology, in a precision and by a schedule.
+"""One matrix for every objective: a training step, or a run, of a model, by topology, precision and schedule.
 
 A step goes through the real launcher (tests/workers/gradients.py). Loss and every gradient must be those of one process
 without Pipetune's engine, which each objective computes for itself.
@@ -49,7 +49,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"dropout": 0.0, "ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False} | NO_BIAS),
     "deep": ("llama", {"num_hidden_layers": 8, "tie_word_embeddings": True}),
 }
-
+# Whole runs that give the same numbers: processes, kind and keys.
+RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "alone": (1, "pipeline", {"model_topo": topology((1, 1))}),
+    "stages": (2, "pipeline", {"model_topo": topology((2, 1)), "train_micro_batch_size_per_gpu": 2}),
+    "replicas": (2, "pipeline", {"model_topo": topology((1, 2)), "packing": False}),
+    "sequence": (2, "pipeline", {"model_topo": topology((1, 2)) | {"sequence": 2}}),
+    "dualpipev": (2, "pipeline", {"model_topo": topology((2, 1)), "schedule": "dualpipev"}),
+    "model": (2, "pipeline", {"model_topo": topology((1, 1, 2))}),
+    "zero3": (2, "zero", {"model_topo": topology((1, 2)), "zero_optimization": {"stage": 3}}),
+}
 
 NOTHING = torch.empty(0)
 

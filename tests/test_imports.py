@@ -27,13 +27,18 @@ def test_no_import_runs_in_a_circle() -> None:
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_a_job_is_read_without_the_reading_of_records() -> None:
+@pytest.mark.parametrize(
+    ("module", "limit"), [("training.job", 100), ("training.option", 110), ("options.planner.planning", 200)]
+)
+def test_a_job_and_its_options_are_read_without_the_reading_of_records(module: str, limit: int) -> None:
     """Types count: what a hook or an objective is given has an interface of its own (an evening's reading)."""
     graph = grimp.build_graph(*PRODUCT, cache_dir=None)
-    named = graph.find_upstream_modules("training.job")
-    assert len(named) < 115
-    foreign = ["options", "data.chat.chat_template", "data.records", "data.tokenized.tokenize", "models.api"]
-    foreign += ["models.derived", "training.api", "training.language_model", "training.option"]
+    named = graph.find_upstream_modules(module)
+    assert len(named) < limit
+    foreign = ["data.chat.chat_template", "data.records", "data.tokenized", "models.api", "training.api"]
+    foreign += ["training.language_model"]
+    if not module.startswith("options."):
+        foreign += ["options", "models.derived"]
     assert [name for name in sorted(named) if name.startswith(tuple(foreign))] == []
 
 

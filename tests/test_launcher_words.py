@@ -15,7 +15,7 @@ from options.demo import command_line as demo
 from tests.conftest import FAQ
 from tests.launching import run, topology, write_config
 from training import command_line
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 
 PARSERS: dict[str, Callable[[], Namespace]] = {
     "train_ds.py": partial(command_line.parse_arguments, RunConfig, ""),

@@ -82,7 +82,7 @@ def test_a_free_port_is_kept_through_an_exec() -> None:
     """Others could get it between the start of a launcher and the moment when its processes meet."""
     holder = "import time; print({port}, flush=True); time.sleep(3600)"
     code = (
-        "import os, sys; from training.distributed.processes import free_port\n"
+        "import os, sys; from training.launch.agent import free_port\n"
         "os.execv(sys.executable, [sys.executable, '-c', sys.argv[1].format(port=free_port())])"
     )
     listener = (

@@ -30,6 +30,7 @@ from models.config_json import stop_ids
 from options import RunConfig, load_config
 from options.cluster.gather import hosts_of
 from options.cluster.hosts import exported_variables, read_hostfile
+from options.planner import links
 from options.planner.kernels import KERNELS_FILE, fastest
 from options.trackers.services import WandBTracker
 from tests.data.caches import records, write
@@ -37,7 +38,6 @@ from training.checkpoint.folder import Best, CheckpointRecord
 from training.checkpoint.run_folder import name_latest
 from training.checkpoint.side_files import read_side_files
 from training.config.keys import TrainConfig
-from training.distributed import links
 from training.errors import USER_ERRORS
 from training.launch import agent
 from training.metrics.reporter import METRICS_FILE, Reporter

@@ -18,7 +18,7 @@ from common.terminal import typed_name
 from models.checkpoint.hub import find_model
 from training.config.foreign_names import FOREIGN
 from training.config.keys import ALIASES, TrainConfig
-from training.distributed import processes
+from training.distributed import joining
 from training.distributed.processes import ProcessInfo
 from training.distributed.script import run_or_launch
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
@@ -120,7 +120,7 @@ def run_entry_point(
 
     process = ProcessInfo.from_environment()
     if process is not None:
-        processes.end_with_launcher(process)
+        joining.end_with_launcher(process)
     with exit_with_one_line(process.rank if process else None):
         act = find_action(options_of(kind), arguments)
         if act or arguments.inspect or not arguments.config:

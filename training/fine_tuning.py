@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from data.sample_set import Sample
-from models.loss.micro_batch import MicroBatchLoss, micro_batch_loss
+from models.loss.interface import MicroBatchLoss
+from models.loss.micro_batch import micro_batch_loss
 from training.objective import Formula, Objective, Parts, log_probabilities
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 
@@ -28,7 +29,6 @@ from training.config.deepspeed_keys import describe_ignored_keys
 from training.config.keys import TrainConfig
 from training.distributed.disk import Disk
 from training.distributed.processes import ProcessInfo, agreed
-from training.distributed.rank_monitor import RankMonitor
 from training.distributed.signals import StopRequest
 from training.engine.numerics import describe_numerics, set_numerics
 from training.engine.trainer import Trainer
@@ -112,6 +112,19 @@ class Task(ABC):
         """Release what `begin` started."""
 
 
+class Monitor(Protocol):
+    """Watches over a rank's job, and holds the folder of its run (`training.distributed.rank_monitor`)."""
+
+    def hold(self, folder: Path, disk: Disk) -> None:
+        """Take the folder until the end of the run; raise a ConfigError where another run has it."""
+
+    def mark(self, what: str) -> None:
+        """Note progress; raise a ConfigError where another run has taken over the folder."""
+
+    def expect_no_marks(self) -> None:
+        """Expect no further mark."""
+
+
 class Job:
     """One rank's job.
 
@@ -127,7 +140,7 @@ class Job:
         task: Task,
         config: TrainConfig,
         process: ProcessInfo,
-        monitor: RankMonitor,
+        monitor: Monitor,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.task = task

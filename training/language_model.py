@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy
-import torch
 from rich.console import Console
 
 from data.collation import Collation
@@ -16,23 +15,24 @@ from data.loader import Loader
 from data.paths import digests_folder
 from data.sample_set import SampleSet
 from data.tokenized.dataset import Dataset, check_vocabulary
-from models.attention.kernels import choose_attention
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import MANIFEST, resolve
 from models.spec import ModelSpec
+from training.batches import build_loader, training_loader
 from training.checkpoint.folder import DataOrder, check_weights
 from training.checkpoint.side_files import read_side_files
-from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing, training_dtype
+from training.config.deepspeed_config import check_device, check_fp8, check_length, check_sharing
 from training.config.keys import TrainConfig
-from training.data_setup import RecordReader, build_loader, training_loader
+from training.data_setup import RecordReader
 from training.distributed.disk import Disk
-from training.distributed.processes import agreed, set_threads
+from training.distributed.joining import set_threads
+from training.distributed.processes import agreed
 from training.engine.trainer import Trainer
 from training.evaluation import Evaluation
 from training.job import Job, Task
 from training.option import model_for, options_of
 from training.preflight import check_model
-from training.topology import Division, even_parts
+from training.topology import Division
 from training.trained import (
     adapter_file,
     check_same_base,
@@ -42,6 +42,7 @@ from training.trained import (
     in_checkpoint,
     with_trained,
 )
+from training.unplanned import split_as_configured, usual_kernels
 from training.usual_rate import rate_warnings
 
 
@@ -205,30 +206,6 @@ def language_model_of(config: TrainConfig) -> type[LanguageModel]:
     """Return the task by which a config trains a language model."""
     for option in options_of(config):
         if kind := option.language_model(config):
+            assert issubclass(kind, LanguageModel)
             return kind
     return LanguageModel
-
-
-def split_as_configured(config: TrainConfig, spec: ModelSpec, in_stages: bool) -> Division:
-    """Divide a model without the planner: `parts: auto` is an even split, and with `use_grad_ckpt: auto` all recompute.
-
-    Raises:
-        ConfigError: the config and the model do not fit each other.
-    """
-    given, report = config.parts_for(spec.n_layers), list[str]()
-    parts = given or even_parts(spec.n_layers, config.chunks, spec.first_layers)
-    if in_stages and given is None:
-        report.append("parts: auto, as many layers in each stage, as nothing plans them")
-    if config.use_grad_ckpt == "auto":
-        why = "nothing plans the memory" if in_stages else "it is not known how ZeRO divides the memory"
-        report.append(f"gradient checkpointing: auto, all blocks, as {why}")
-    topology = config.topology(parts if in_stages else [])
-    return Division(topology, config.recomputed(spec.n_blocks, spec.family.sees is not None), tuple(report))
-
-
-def usual_kernels(config: TrainConfig, spec: ModelSpec) -> list[str]:
-    """Choose kernels without the planner, which would try them; return lines for the log."""
-    attention, reason = choose_attention(config.use_flash_attn is True, training_dtype(config), spec.attention)
-    spec.set_attention(attention)
-    compiled = ["blocks: not compiled: nothing plans the run; compile: true compiles them"]
-    return [f"attention: {reason}", *(compiled if config.compile == "auto" and torch.cuda.is_available() else [])]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from models.loss.micro_batch import MeasuredLoss
+from models.loss.interface import MeasuredLoss
 from training.callbacks import Callback
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from data.collation import Collation
 from data.sample_set import KeptSamples, Sample, SampleSet, documents
 from data.settings import Wanted
 from models.layers import Embedding, Head
-from models.loss.micro_batch import MicroBatchLoss
+from models.loss.interface import MicroBatchLoss
 from models.spec import ModelSpec
 from training.callbacks import Callback
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class ModelAndRecords(Protocol):
-    """What the callbacks of an objective may ask of the task: its model, and its records once they are read.
+    """What callbacks of an objective or an option may ask of the task: its model, and its records once they are read.
 
     Attributes:
         spec: of the model that is trained.
@@ -50,6 +50,7 @@ class ModelAndRecords(Protocol):
         dataset: the records to train on.
         held_out: those to evaluate on, if any.
         loader: of the global batches to train on.
+        known_loader: the loader, where lengths of all samples are known before the first step.
         evaluation: on the global batches to evaluate on, if any.
     """
 
@@ -69,6 +70,8 @@ class ModelAndRecords(Protocol):
     def held_out(self) -> KeptSamples | None: ...
     @property
     def loader(self) -> Loader: ...
+    @property
+    def known_loader(self) -> Loader | None: ...
     @property
     def evaluation(self) -> Evaluation | None: ...
     def collation(self, config: TrainConfig, data: SampleSet) -> Collation: ...

@@ -17,16 +17,15 @@ from training.config.option_keys import Keys, OptionKeys
 
 if TYPE_CHECKING:
     from data.collation import Collation
-    from data.sample_set import InMemory
-    from data.tokenized.dataset import Dataset
+    from data.sample_set import InMemory, KeptSamples
     from models.spec import ModelSpec
     from training.callbacks import Callback
     from training.distributed.processes import ProcessInfo
     from training.distributed.rank_monitor import RankMonitor
     from training.engine.trainer import Trainer
     from training.job import Task
-    from training.language_model import LanguageModel
     from training.metrics.tracking import Tracker
+    from training.objective import ModelAndRecords
 
 
 class Conversions(NamedTuple):
@@ -153,7 +152,8 @@ class Option(OptionKeys[Keys]):
             core's, in the order of the list.
         first_callbacks: makes those that are called before all others, the objective's too: the planner's, which
             settle what others build on, and complete a step's numbers before they are reported.
-        language_model: the task of a language model in place of `LanguageModel`, where the config asks for it.
+        language_model: the task of a language model, where the config asks for it: a subclass of the usual one
+            (`training.language_model.LanguageModel`).
         model: the model that is trained on these sets of records in place of the given one, which has no more than
             their text needs.
         collation: what a loader of that model's records has to know, made of what the objective says of it.
@@ -167,9 +167,9 @@ class Option(OptionKeys[Keys]):
 
     callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
     first_callbacks: Callable[[Keys, Task], Sequence[Callback]] = lambda config, task: ()
-    language_model: Callable[[Keys], type[LanguageModel] | None] = lambda config: None
-    model: Callable[[Keys, ModelSpec, Sequence[Dataset | InMemory]], ModelSpec] = lambda config, spec, sets: spec
-    collation: Callable[[Keys, LanguageModel, Collation], Collation] = lambda config, task, collation: collation
+    language_model: Callable[[Keys], type[Task] | None] = lambda config: None
+    model: Callable[[Keys, ModelSpec, Sequence[KeptSamples | InMemory]], ModelSpec] = lambda config, spec, sets: spec
+    collation: Callable[[Keys, ModelAndRecords, Collation], Collation] = lambda config, task, collation: collation
     trainer: Callable[[Keys, bool], type[Trainer] | None] = lambda config, in_stages: None
     open_trackers: Callable[[Keys, Path, int], Sequence[Tracker]] = lambda config, folder, first_step: ()
     add_to_export: Callable[[Path, Path], None] = lambda checkpoint, folder: None
@@ -182,7 +182,7 @@ def options_of(config: TrainConfig | type[TrainConfig]) -> tuple[Option[Any], ..
     return cast("tuple[Option[Any], ...]", config.options)
 
 
-def model_for(config: TrainConfig, spec: ModelSpec, sets: Sequence[Dataset | InMemory]) -> ModelSpec:
+def model_for(config: TrainConfig, spec: ModelSpec, sets: Sequence[KeptSamples | InMemory]) -> ModelSpec:
     """Return the model as options make it for the samples: one that sees, where there are images."""
     for option in options_of(config):
         spec = option.model(config, spec, sets)

@@ -21,10 +21,9 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from common.digests import Digests, stamp
+from common.digests import Digests, file_digest, stamp
 from common.whole_files import checksum
-from data.tokenized.recipe import digest_of
-from models.errors import reading
+from models.errors import CheckpointError, reading
 from training.config.keys import TrainConfig
 from training.config.section import leaves
 from training.distributed.disk import Disk
@@ -66,10 +65,13 @@ def check_model(folder: Path, weights: bool, notes: Path, key: str = "model_path
         return
 
     found, digests = {}, Digests(notes)
-    with agreed(), reading(folder):
+    with agreed():
         for path in paths:
-            digest = digests.known([path]) or digests.take([path], partial(digest_of, path))
-            found[f"{key}: {path.name}"] = f"{path.stat().st_size:,} bytes with checksum {digest[:16]}"
+            try:
+                digest = digests.known([path]) or digests.take([path], partial(file_digest, path))
+                found[f"{key}: {path.name}"] = f"{path.stat().st_size:,} bytes with checksum {digest[:16]}"
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     expect_same(found)
 
 

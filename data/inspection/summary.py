@@ -15,8 +15,8 @@ from rich.console import Console
 from common.quantities import counted
 from common.terminal import safe_line
 from data.loader import Loader
-from data.tokenized.columns import Tally
 from data.tokenized.dataset import Dataset
+from data.tokenized.meta import Tally
 
 LENGTHS_FILE = "lengths.png"
 BINS = 60

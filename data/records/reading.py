@@ -30,11 +30,6 @@ CHINESE = re.compile(r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef\u2010-\u2027\u00
 NAN = re.compile(rb'"(\w+)"\s*:\s*(?:\[\s*)?(-?(?:NaN|Infinity))\b')
 
 
-def origin(file: str, number: int) -> str:
-    """Name a record's file and its number there, from 1 (0: the whole file)."""
-    return f"{file}: record {number}" if number else file
-
-
 def parse(
     raw: RawRecord,
     format_name: str | None = None,

@@ -175,6 +175,7 @@ KINDS: dict[str, type[Pretrain | Instruct | Conversation | ConverHasApi | RefQA]
     "conver_has_api": ConverHasApi,
     "ref_qa": RefQA,
 }
+SPLIT_KIND = "pretrain"  # texts without turns: a piece of one is as good as the whole
 TYPES = (
     *KINDS,
     "chat",
@@ -233,3 +234,8 @@ def json_type(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     default = "a number" if isinstance(value, (int, float)) else f"a {type(value).__name__}"  # of a Parquet column
     return names.get(type(value), default)
+
+
+def origin(file: str, number: int) -> str:
+    """Name a record's file and its number there, from 1 (0: the whole file)."""
+    return f"{file}: record {number}" if number else file

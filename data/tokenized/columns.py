@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import attrgetter
 from struct import pack
@@ -31,6 +30,7 @@ from data.images.image import Image
 from data.images.marks import Placed
 from data.records.chat import Chat
 from data.records.record import (
+    SPLIT_KIND,
     TYPES,
     ConverHasApi,
     Conversation,
@@ -42,35 +42,12 @@ from data.records.record import (
     Tokenized,
 )
 from data.settings import Truncate
+from data.tokenized.meta import Tally
 from data.tokenized.sample_file import INDEX, sample_digest
 from data.tokenized.tokenize import Tokens
 
 OLDEST = "the oldest turns were left out, so that the last one lies within max_seq_len (truncate: oldest)"
 WITHIN = "expected it within max_seq_len, {limit}, by a larger limit or by fewer pixels (max_pixels)"
-SPLIT_KIND = "pretrain"  # texts without turns: a piece of one is as good as the whole
-
-
-@dataclass
-class Tally:
-    """Count what became of records."""
-
-    records: int = 0  # how many were read
-    samples: int = 0  # how many samples they became
-    tokens: int = 0  # of the samples
-    supervised: int = 0  # how many of them are trained
-    cut: int = 0  # records that were cut to the limit
-    cut_at_turn: int = 0  # how many of those end with a whole turn
-    split: int = 0  # records that became several samples
-    silent: int = 0  # records that were left out because nothing of them is trained
-    equal: int = 0  # pairs that were left out because their answers are equal
-    empty: int = 0  # records with an empty answer
-    control: int = 0  # records with the name of a control token in somebody's words
-    longest: int = 0  # the length of the longest record before it was cut
-    largest_id: int = 0  # the largest token id of the samples
-
-    def __add__(self, other: Tally) -> Tally:
-        most = {name: max(getattr(self, name), getattr(other, name)) for name in ("longest", "largest_id")}
-        return Tally(**{name: mine + getattr(other, name) for name, mine in vars(self).items()} | most)
 
 
 class Encoded(NamedTuple):

@@ -1,6 +1,6 @@
-"""Read a run's tokenized records from the cache, with the counts of what happened to them.
+"""Hold a run's tokenized records, with the counts of what happened to them.
 
-Every sample is tokenized once (`data.tokenized.store`), before the first run that needs it; here it is only looked
+Every sample is tokenized once (`data.tokenized.loading`), before the first run that needs it; here it is only looked
 at.
 """
 
@@ -9,26 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data.chat.prompts import PromptFormat, Prompts, as_prompts
 from data.errors import DataError
-from data.paths import cache_folder
-from data.records.reading import origin
-from data.records.record import TYPES
-from data.records.sources import as_sources, files_of, mixture
-from data.settings import AS_THE_MODEL, OnBadRecord, Pixels, Source, Truncate, Wanted
-from data.tokenized.columns import Tally
-from data.tokenized.recipe import DataFile, Recipe
+from data.records.record import TYPES, origin
+from data.tokenized.meta import Tally, read_meta
 from data.tokenized.sample_file import SampleFile
-from data.tokenized.store import open_cache, read_meta
 
 
 class Dataset:
@@ -133,6 +124,10 @@ class Dataset:
         files, records = self._places
         return origin(self.files[files[number]], records[number])
 
+    def distrust(self) -> None:
+        """Have the next start tokenize anew, as something is not what is noted here."""
+        self.samples.distrust()
+
     def fingerprint(self) -> str:
         """Digest all tokens and labels: it changes with the records, the prompts, the tokenizer and the limit."""
         if self._numbers is None:
@@ -158,57 +153,3 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, *sets: objec
             f"{tokenizer.name_or_path}: the tokenizer gives ids up to {largest}, but the model's vocab_size is {size}; "
             "expected the tokenizer of this model"
         )
-
-
-def load_dataset(
-    data_path: str | Path | Source | Sequence[str | Path | Source],
-    tokenizer: str | Path,
-    max_seq_len: int,
-    prompt_format: Prompts | PromptFormat,
-    *,
-    on_bad_record: OnBadRecord = "stop",
-    truncate: Truncate = "turns",
-    preference: Wanted | None = None,
-    pixels: Pixels = AS_THE_MODEL,
-    seed: int = 0,
-    cache_dir: str | Path | None = None,
-    log: Console | None = None,
-) -> Dataset:
-    """Load a run's samples, from the cache or tokenized now.
-
-    Args:
-        data_path: files, globs and folders, or a mixture of sources.
-        tokenizer: folder of the tokenizer.
-        preference: which kind of preference records they are; none where absent.
-        pixels: between how many images are resized to.
-        seed: by which a mixture draws.
-        cache_dir: where tokenized data lie; see `data.paths.default_folder`.
-        log: gets a line that says whom this process waits for.
-
-    Raises:
-        DataError: a file or a record is wrong, or no trained token is left.
-    """
-    sources, log = as_sources(data_path), log or Console(quiet=True)
-    files = []
-    for source in sources:
-        paths = files_of(source, log.print)
-        files.append([DataFile(str(path), source.format, source.columns) for path in paths])
-    every = tuple(chain.from_iterable(files))
-    recipe = Recipe(
-        every,
-        str(tokenizer),
-        as_prompts(prompt_format),
-        max_seq_len,
-        on_bad_record,
-        truncate,
-        preference,
-        pixels=pixels,
-    )
-    folder = cache_folder(cache_dir)
-    found = open_cache(recipe, folder, log)
-    dataset = Dataset(found, [file.path for file in recipe.files])
-    if all(source.weight is None and source.repeat == 1 for source in sources):
-        return dataset
-    in_file = numpy.bincount(dataset.samples.column("file"), minlength=len(recipe.files))
-    ends = numpy.cumsum([len(its) for its in files])
-    return dataset.select(mixture(sources, [int(each.sum()) for each in numpy.split(in_file, ends[:-1])], seed))

@@ -21,10 +21,11 @@ from data.images.image import Image
 from data.records.chat import Chat
 from data.records.pairs import WRONG_WAY, Judged
 from data.records.raw_records import RawRecord
-from data.records.reading import origin, parse
-from data.records.record import Record, type_of
-from data.tokenized.columns import Encoded, Tallies, Tally, check_images, fit, has_empty_answer, pack_samples
+from data.records.reading import parse
+from data.records.record import Record, origin, type_of
+from data.tokenized.columns import Encoded, Tallies, check_images, fit, has_empty_answer, pack_samples
 from data.tokenized.image_reader import ImageReader
+from data.tokenized.meta import Tally
 from data.tokenized.recipe import Recipe
 from data.tokenized.tokenize import Tokens, encode_many, encode_tokens
 from data.tokenized.tokenizer import load_tokenizer

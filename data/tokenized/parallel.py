@@ -29,13 +29,13 @@ from common.parent import end_with_parent
 from common.whole_files import replace_text
 from data.errors import DataError
 from data.records.raw_records import RawRecord, read_file
-from data.records.reading import BadRecords, origin
-from data.tokenized.columns import Tally
+from data.records.reading import BadRecords
+from data.records.record import origin
 from data.tokenized.encoder import Chunk, EncodedChunk, Encoder
+from data.tokenized.meta import META, Tally, meta_digest
 from data.tokenized.recipe import Recipe
 from data.tokenized.sample_file import SampleFile, SampleWriter
 
-META = "meta.json"
 CHUNK_RECORDS, CHUNK_BYTES = 512, 2**18
 OTHERWISE = "the same as another one, but marked or classed otherwise"
 AHEAD = 4  # chunks under way for each worker
@@ -129,12 +129,6 @@ def _check_rest(recipe: Recipe, values: NDArray[Any], total: Tally, n_bad: int) 
         found = "undesirable" if values[0] == 0 else "desirable"
         found += f" (of the others {why})" if why else ""
         raise DataError(f"{recipe.names}: all {len(values):,} answers are {found}; expected some of either kind")
-
-
-def meta_digest(meta: dict[str, Any]) -> str:
-    """Digest all notes beside the samples, except the digest itself."""
-    noted = {name: value for name, value in meta.items() if name != "own_digest"}
-    return sha256(json.dumps(noted, sort_keys=True).encode()).hexdigest()
 
 
 def _chunks(recipe: Recipe, tell: Tell) -> Iterator[Chunk]:

@@ -20,24 +20,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.digests import file_digest
 from common.digests import stamp as stamp_of
 from data.chat.prompts import Prompts, template_in_file
 from data.errors import DataError
+from data.paths import tokenizer_files
 from data.settings import AS_THE_MODEL, NAMED, OnBadRecord, Pixels, Truncate, Wanted
 
 LAYOUT = 4  # of the cache's files
-TOKENIZER_FILES = "tokenizer* vocab* merges* *.model *.tiktoken tekken.json *.jinja config.json".split()
-TOKENIZER_FILES += ["additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json"]
-TOKENIZER_FILES += ["chat_template.json", "preprocessor_config.json", "processor_config.json"]
 # Modules that no sample depends on: they carry samples and store them, or come later. Any other counts.
 CARRIERS = "tokenized/builder tokenized/store tokenized/recipe"
-LATER = "tokenized/dataset inspection/ loader packing images/ahead images/collation images/messages images/worker"
+LATER = "tokenized/dataset tokenized/loading inspection/ loader packing "
+LATER += "images/ahead images/collation images/messages images/worker"
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
-BLOCK = 4 * 2**20  # bytes read at a time
 
 
 class DataFile(NamedTuple):
@@ -141,12 +139,6 @@ class Recipe:
         return [LAYOUT, *self._wishes, code_digest(), [version(library) for library in LIBRARIES]]
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """List all files in a model's folder that decide how it tokenizes and prompts."""
-    found = set(chain.from_iterable(map(folder.glob, TOKENIZER_FILES)))
-    return sorted(file for file in found if file.is_file())
-
-
 def tokenizer_digest(folder: Path) -> str:
     """Digest what `tokenizer_files` lists."""
     files = tokenizer_files(folder)
@@ -180,20 +172,8 @@ def stamp(path: Path) -> list[int]:
 
 
 def digest_of(path: Path, count: Callable[[int], Any] = lambda _: None) -> str:
-    """Read a file whole and return its digest.
-
-    Args:
-        count: called with the number of bytes after each block.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
+    """Digest a file, as `common.digests.file_digest` does; DataError where it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-                count(len(block))
+        return file_digest(path, count)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    return digest.hexdigest()

@@ -36,11 +36,12 @@ from rich.console import Console
 
 from common.digests import Digests
 from common.lease import Held, Lease
-from common.whole_files import kept, read_regular, replace_checked, sync
+from common.whole_files import kept, replace_checked, sync
 from data.errors import DataError
 from data.images.beside_samples import KEPT
 from data.paths import digests_folder
-from data.tokenized.parallel import META, Tell, build, meta_digest
+from data.tokenized.meta import meta_digest, read_meta
+from data.tokenized.parallel import Tell, build
 from data.tokenized.recipe import Recipe, digest_of
 from data.tokenized.sample_file import DAMAGED, SampleFile
 
@@ -153,12 +154,6 @@ def is_whole(folder: Path) -> bool:
         whole = meta_digest(meta) == meta["own_digest"] and SampleFile(folder).is_whole(meta["checksum"])
         return whole and not (folder / DAMAGED).exists()
     return False
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    """Read what the builder wrote about the samples."""
-    meta: dict[str, Any] = json.loads(read_regular(folder / META))
-    return meta
 
 
 def open_cache(recipe: Recipe, folder: Path, log: Console, progress: bool = True) -> Path:

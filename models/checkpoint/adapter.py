@@ -20,7 +20,7 @@ from models.checkpoint.adapter_settings import SAW, read_settings
 from models.checkpoint.digest import DIGEST, eyes_digest, model_digest
 from models.checkpoint.hub import find_model
 from models.checkpoint.layout import ADAPTER, has_huggingface_weights, layer_file
-from models.checkpoint.peft_names import PEFT_PREFIX, PEFT_WEIGHTS, from_peft, peft_name
+from models.checkpoint.peft_names import PEFT_PREFIX, PEFT_WEIGHTS, WholeNames, from_peft, peft_name
 from models.checkpoint.source import HuggingFaceSource, PipelineSource
 from models.checkpoint.tensor_files import MappedFile, SafetensorsFile, TensorInfo
 from models.config_json import read_json
@@ -76,7 +76,8 @@ class PeftFolder:
             raise CheckpointError(f"{self._path}: not found; expected a folder with an adapter as peft saves it")
         self._file = SafetensorsFile(self._path)
         self._spec, sees = spec, spec.family.sees
-        self._named = sees.whole.named if sees and sees.whole.are_in(list(self._file)) else peft_name
+        whole = WholeNames(*sees.whole) if sees else None
+        self._named = whole.named if whole and whole.are_in(list(self._file)) else peft_name
         known: set[str] = set()
         for layer in range(spec.n_layers):
             known.update(self._named(spec, layer, name) for name in spec.trained_names(layer))

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from models.adapters import ALL_LINEAR, Lora, Trained, ends_with, is_factor
 from models.checkpoint.digest import DIGEST
 from models.checkpoint.layout import ADAPTER
-from models.checkpoint.peft_names import PEFT_WEIGHTS
+from models.checkpoint.peft_names import PEFT_WEIGHTS, WholeNames
 from models.checkpoint.tensor_files import SafetensorsFile
 from models.config_json import read_json
 from models.errors import CheckpointError
@@ -93,12 +93,13 @@ def with_adapter(base: ModelSpec, folder: Path) -> ModelSpec:
     """Get a model with the adapters in a folder; CheckpointError where they are not such as its layers can have."""
     file, sees = folder / PEFT_WEIGHTS, base.family.sees
     names = set(SafetensorsFile(file)) if sees and file.is_file() else set[str]()
-    of_whole = sees is not None and sees.whole.are_in(names)
+    whole = WholeNames(*sees.whole) if sees else None
+    of_whole = whole is not None and whole.are_in(names)
     settings = read_settings(folder, WHERE if of_whole else frozenset())
     try:
         lora = settings.lora
-        if sees and of_whole:
-            lora = sees.whole.lora(base, lora, settings.target_parameters, names)
+        if whole and of_whole:
+            lora = whole.lora(base, lora, settings.target_parameters, names)
         spec = base.training(Trained(lora))
         for layer in range(spec.n_layers):
             spec.shapes(layer)

@@ -8,27 +8,22 @@ mean one thing there and another here, as a tower may have modules of the decode
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from models.adapters import Lora, Trained, is_factor
 from models.family import EYES
+from models.sees import Beginnings
 from models.spec import ModelSpec
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True)
-class WholeNames:
-    """How names begin in transformers' whole model of images and text.
-
-    Attributes:
-        decoder: those of its decoder.
-        base: those of decoder and tower, and of all but the head.
-    """
+class WholeNames(Beginnings):
+    """Names in transformers' whole model of images and text, by how they begin there."""
 
     decoder: str
     base: str

@@ -51,7 +51,7 @@ def write_adapter(folder: Path, target: Path) -> None:
     _check_modules(folder, spec)
 
     settings = read_json(folder / ADAPTER)
-    whole = whole_names(whole_config(spec.raw)) if settings.get(SAW) else None
+    whole = WholeNames(*whole_names(whole_config(spec.raw))) if settings.get(SAW) else None
     named = whole.named if whole else peft_name
     factors, saved, of_eyes = LayerFiles(folder), dict[str, Tensor](), list[str]()
     for layer in range(spec.n_layers):

@@ -20,12 +20,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from common.placed_document import PlacedDocument
 from models.attention.packed import Documents
-from models.checkpoint.peft_names import WholeNames
 from models.derived.derive import FEW_WORDS, compute_buffers
 from models.derived.outline import Underivable
 from models.family import Rule
 from models.images.tensors import GRIDS, pictures
-from models.sees import Sees
+from models.sees import Beginnings, Sees
 
 TYPES = "mm_token_type_ids"  # 1 for tokens of images, by transformers' name
 UNHEARD = {"audio_config"}  # parts of config.json that are left out where a model is built to see
@@ -36,12 +35,12 @@ def whole_class(config: PreTrainedConfig) -> Any:
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
 
-def whole_names(config: PreTrainedConfig) -> WholeNames:
+def whole_names(config: PreTrainedConfig) -> Beginnings:
     """Find how names begin in transformers' whole model."""
     with torch.device("meta"):
         whole = whole_class(config)(without_blocks(config))
     decoder = next(name for name, module in whole.named_modules() if module is whole.get_decoder())
-    return WholeNames(f"{decoder}.", f"{whole.base_model_prefix}.")
+    return Beginnings(f"{decoder}.", f"{whole.base_model_prefix}.")
 
 
 def base_class(config: PreTrainedConfig) -> Any:
@@ -81,10 +80,10 @@ class Eyes(Sees):
     _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def whole(self) -> WholeNames:
+    def whole(self) -> Beginnings:
         if "names" not in self._kept:
             self._kept["names"] = whole_names(self.config)
-        names: WholeNames = self._kept["names"]
+        names: Beginnings = self._kept["names"]
         return names
 
     def build(self) -> Any:

@@ -11,7 +11,6 @@ it. It costs the head's product twice, as logits are made again in the backward 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -20,66 +19,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.layers import Activations, Head
+from models.loss.interface import shifted, supervised_positions
 from models.loss.lean import chunk_tokens, linear_cross_entropy
 from models.router import router_loss, top_k
 
 ALIGNED = 8  # columns of a matrix: products of 16-bit numbers are fast for whole multiples
-IGNORED = -100  # the label of a token without loss, as in transformers and torch
 
 # A user's loss: logits [T, V] in fp32 and what each token should have been, [T] -> the loss of each, [T].
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
-# `micro_batch_loss` with what it adds up and by which weights.
-MicroBatchLoss = Callable[[Head, Activations, tuple[Tensor, ...]], Tensor]
-
-
-class MeasuredLoss(ABC):
-    """A loss that counts something besides, for the metrics, in the place of `micro_batch_loss`.
-
-    Attributes:
-        measures: names of what is counted of each sample, document or token.
-    """
-
-    measures: tuple[str, ...]
-    _totals: Tensor | None = None
-
-    @abstractmethod
-    def __call__(self, head: Head, activations: Activations, labels: tuple[Tensor, ...]) -> Tensor:
-        """Compute a micro-batch's part of the global loss, in fp32.
-
-        Args:
-            activations: as for `micro_batch_loss`.
-            labels: as there, with what the objective sends besides (`data.collation`) behind `share`.
-        """
-
-    def count(self, counted: Tensor) -> None:
-        """Add [n, measures], the numbers of n samples, documents or tokens."""
-        counted = counted.detach().double()
-        found = torch.cat([counted.new_tensor([len(counted)]), counted.sum(dim=0)])
-        self._totals = found if self._totals is None else self._totals + found
-
-    def take(self) -> Tensor:
-        """Return and reset how many were counted and the sums over them, [1 + measures] fp64; 0 without any."""
-        totals, self._totals = self._totals, None
-        return torch.zeros(1 + len(self.measures), dtype=torch.float64) if totals is None else totals.cpu()
-
-    def means(self, found: dict[str, float]) -> dict[str, float]:
-        """Complete the means of the measures over all ranks."""
-        return found
-
-
-def supervised_positions(labels: Tensor, length: int) -> Tensor:
-    """Find the tokens that predict a supervised one: [T] int64; the host waits for a GPU.
-
-    Args:
-        labels: [B, S], or [B, S + 1] where a row goes on elsewhere.
-        length: S, tokens in a row.
-    """
-    return (_targets(labels, length) != IGNORED).nonzero().squeeze(-1)
-
-
-def _targets(labels: Tensor, length: int) -> Tensor:
-    """Shift labels: what each flattened token has to predict."""
-    return F.pad(labels[:, 1:], (0, 1 + length - labels.shape[1]), value=IGNORED).flatten()
 
 
 def token_loss(
@@ -120,7 +67,7 @@ def trained_rows(hidden: Tensor, labels: Tensor, supervised: Tensor | None) -> t
     if supervised is None:
         supervised = supervised_positions(labels, hidden.shape[1])
     rows = hidden.flatten(0, 1).index_select(0, supervised)
-    return rows, _targets(labels, hidden.shape[1]).index_select(0, supervised)
+    return rows, shifted(labels, hidden.shape[1]).index_select(0, supervised)
 
 
 def for_projection(rows: Tensor, head: Head) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from data.loader import GlobalBatch, Loader
 from options.any_layers.config import PipelineConfig
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 from training.engine.trainer import Sent
 from training.errors import ConfigError
 

@@ -30,7 +30,7 @@ from models.pipeline import LaterLayer, SharedWeights
 from options.any_layers.config import PipelineConfig
 from options.planner.partition import best_split
 from training.checkpoint.deepspeed_files import read_mapped
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 from training.distributed.processes import agreed, gather
 from training.engine.stage_engine import StageEngine
 from training.errors import ConfigError

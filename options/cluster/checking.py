@@ -1,7 +1,7 @@
 """`--check`: compare the hosts of a run and measure the links between them, without training.
 
 `deepspeed --hostfile ./hostfile train_ds.py --config F --check`. No checkpoint is touched. The measured links are saved
-in the run's folder, for later plans (`training.distributed.links`).
+in the run's folder, for later plans (`options.planner.links`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rich.table import Column, Table
 from common.quantities import GIGA
 from data.paths import digests_folder
 from options.cluster.measuring import measure
+from options.planner.links import FILE, Link, Links
 from options.planner.planning import divide
 from options.planner.resources import check_resources
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
-from training.distributed.links import FILE, Link, Links
 from training.distributed.placement import Placement
 from training.distributed.processes import ProcessInfo, gather
 from training.distributed.rank_monitor import RankMonitor

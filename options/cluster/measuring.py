@@ -19,9 +19,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from options.planner.links import Link, Links
 from training.config.model_topo import ModelTopo
 from training.distributed.communication import among_members
-from training.distributed.links import Link, Links
 from training.distributed.processes import gather
 
 LONG_ENOUGH = 0.2  # seconds of a message that measures the bandwidth

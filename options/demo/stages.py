@@ -37,11 +37,11 @@ from models.checkpoint.hub import find_model
 from models.spec import ModelSpec
 from options.demo.generation import Pass, Passes
 from options.planner.partition import best_split
-from training.distributed import processes
+from training.distributed import joining
 from training.distributed.communication import wait
 from training.distributed.processes import ProcessInfo, agreed, gather
 from training.distributed.rank_monitor import RankMonitor
-from training.errors import INTERRUPTED, USER_ERRORS, ConfigError
+from training.errors import INTERRUPTED, USER_ERRORS, ConfigError, print_to_stderr
 from training.topology import layer_ranges
 
 PATIENCE = timedelta(days=20)  # for the next question; torch counts milliseconds in 31 bits
@@ -170,7 +170,7 @@ def run_rank(
             f"--parts: {process.world_size // own.world_size} replicas answer a file of prompts together; expected "
             f"--prompts-file, or {counted(own.world_size, 'process')}"
         )
-    processes.join(process, PATIENCE)
+    joining.join(process, PATIENCE)
     arguments.model = gather(arguments.model)[0]  # where none is given, hosts may find different ones
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -196,7 +196,7 @@ def handle_signals(process: ProcessInfo) -> None:
 
     def leave_at_once(*_: object) -> None:
         if process.rank == 0:
-            processes.print_to_stderr("error: interrupted")
+            print_to_stderr("error: interrupted")
         os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, leave_at_once)
@@ -269,7 +269,7 @@ def load_stage(
             )
         if not distributed.get_rank():
             replicas = distributed.get_world_size() // process.world_size
-            processes.print_to_stderr(f"stages: {len(chosen)}, of {chosen} layers; replicas: {replicas}")
+            print_to_stderr(f"stages: {len(chosen)}, of {chosen} layers; replicas: {replicas}")
         layers = range(*layer_ranges(chosen)[stage_of(process, shares)])
         if shares > 1:
             return load_share(folder, group, dtype, DEVICE, layers, adapter)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.collation import Carried, Collation
 from data.loader import GlobalBatch, Loader, Rows
-from models.loss.micro_batch import supervised_positions
+from models.loss.interface import supervised_positions
 
 
 class TaughtCollation(Collation):
@@ -22,7 +22,7 @@ class TaughtCollation(Collation):
 
     Attributes:
         known: [trained tokens, ...], sample by sample; sent along where it is given, a row for each trained token of a
-            micro-batch in the order of `models.loss.micro_batch.supervised_positions`.
+            micro-batch in the order of `models.loss.interface.supervised_positions`.
     """
 
     known: Any = None

@@ -3,7 +3,7 @@
 A teacher's forward pass over all samples keeps the log-probabilities of each trained token's `top_k` most probable
 words (`TeacherWords`); in every step the student's loss compares with them (`DistillationLoss`, by the formulas of
 `options.distillation.soft_targets`). They come with the labels, in the order of
-`models.loss.micro_batch.supervised_positions`.
+`models.loss.interface.supervised_positions`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from models.layers import Activations, Head
+from models.loss.interface import MeasuredLoss, supervised_positions
 from models.loss.lean import chunk_tokens, fp32_logits, linear_cross_entropy
-from models.loss.micro_batch import (
-    MeasuredLoss,
-    for_projection,
-    micro_batch_loss,
-    supervised_positions,
-    trained_rows,
-    weighted_router_loss,
-)
+from models.loss.micro_batch import for_projection, micro_batch_loss, trained_rows, weighted_router_loss
 from models.parallel.groups import gathered
 from options.distillation.soft_targets import SoftTargets
 

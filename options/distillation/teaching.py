@@ -43,16 +43,16 @@ from options.distillation.collation import taught
 from options.distillation.loss import TeacherWords
 from options.distillation.teacher import TEACHER, config_of_teacher, frozen, shared_words
 from options.planner.resources import check_resources
+from training.batches import build_loader
 from training.callbacks import Callback, JobView
-from training.config.deepspeed_config import training_dtype
-from training.data_setup import build_loader
+from training.config.precision import training_dtype
 from training.distributed.processes import agreed, from_first, gather
 from training.engine.building import for_a_while
 from training.engine.trainer import Trainer
 from training.errors import ConfigError
-from training.language_model import split_as_configured
 from training.measures import measures_of
 from training.objective import ModelAndRecords
+from training.unplanned import split_as_configured
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch

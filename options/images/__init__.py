@@ -11,15 +11,14 @@ from training.option import Option
 
 if TYPE_CHECKING:
     from data.collation import Collation
-    from data.sample_set import InMemory
-    from data.tokenized.dataset import Dataset
+    from data.sample_set import InMemory, KeptSamples
     from models.spec import ModelSpec
     from training.callbacks import Callback
     from training.job import Task
-    from training.language_model import LanguageModel
+    from training.objective import ModelAndRecords
 
 
-def _model(config: VisionKeys, spec: ModelSpec, sets: Sequence[Dataset | InMemory]) -> ModelSpec:
+def _model(config: VisionKeys, spec: ModelSpec, sets: Sequence[KeptSamples | InMemory]) -> ModelSpec:
     """Return the model with its part that sees, if there is something to see."""
     if any(each.has_images for each in sets):
         from options.images.model import seeing_model
@@ -36,7 +35,7 @@ def _model(config: VisionKeys, spec: ModelSpec, sets: Sequence[Dataset | InMemor
     return training_tower(spec, "nothing")
 
 
-def _collation(config: VisionKeys, task: LanguageModel, collation: Collation) -> Collation:
+def _collation(config: VisionKeys, task: ModelAndRecords, collation: Collation) -> Collation:
     if task.spec.family.sees is None:
         return collation
     from options.images.model import seeing_collation

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from data.collation import Collation
     from models.spec import ModelSpec
     from options.images.keys import VisionKeys
-    from training.language_model import LanguageModel
+    from training.objective import ModelAndRecords
 
 
 def seeing_model(config: VisionKeys, spec: ModelSpec) -> ModelSpec:
@@ -45,7 +45,7 @@ def training_tower(spec: ModelSpec, train: Train) -> ModelSpec:
     return spec.training(replace(spec.trained, freeze=(*spec.trained.freeze, *frozen(spec, train))))
 
 
-def seeing_collation(config: VisionKeys, task: LanguageModel, collation: Collation) -> Collation:
+def seeing_collation(config: VisionKeys, task: ModelAndRecords, collation: Collation) -> Collation:
     """Return what a loader has to know of samples with images, beside what the objective says."""
     sees = task.spec.family.sees
     assert sees is not None
@@ -54,6 +54,6 @@ def seeing_collation(config: VisionKeys, task: LanguageModel, collation: Collati
 
     def distrust() -> None:
         for data in filter(None, (task.dataset, task.held_out)):
-            data.samples.distrust()
+            data.distrust()
 
     return SeeingCollation(collation, settings, sees.inputs, mark, distrust)

@@ -9,8 +9,8 @@ from options.images.keys import KEY, VisionKeys
 from training.callbacks import Callback
 
 if TYPE_CHECKING:
-    from training.language_model import LanguageModel
     from training.loop import Run
+    from training.objective import ModelAndRecords
 
 TRAINED = {"nothing": "which stays as it is", "projector": "whose projector is trained", "all": "which is trained"}
 ADAPTED = TRAINED | {"projector": "whose projector has adapters", "all": "which has adapters"}
@@ -19,7 +19,7 @@ ADAPTED = TRAINED | {"projector": "whose projector has adapters", "all": "which 
 class TellImages(Callback):
     """Count the samples with images; settings for them that have no effect would be ignored without a word."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: ModelAndRecords) -> None:
         self._model = model
 
     def on_start(self, run: Run) -> None:

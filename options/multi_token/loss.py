@@ -12,8 +12,9 @@ from torch.func import functional_call
 
 from models.ahead.layers import LayerAhead
 from models.layers import Activations, Head
+from models.loss.interface import MeasuredLoss
 from models.loss.lean import chunk_tokens, fp32_logits, linear_cross_entropy
-from models.loss.micro_batch import MeasuredLoss, for_projection, micro_batch_loss
+from models.loss.micro_batch import for_projection, micro_batch_loss
 from models.parallel.groups import gathered
 from options.multi_token.collation import further
 

@@ -16,7 +16,7 @@ from options import RunConfig
 from options.other_tools.draft import Draft
 from options.other_tools.reading import GDGPT, read_theirs
 from options.other_tools.translation import translate
-from training.config.commented_yaml import commented, nested
+from options.planner.commented_yaml import commented, nested
 from training.config.yaml_file import checked
 from training.errors import ConfigError, exit_with_one_line
 

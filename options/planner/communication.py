@@ -28,9 +28,9 @@ from common.quantities import GIGA
 from models.parallel.groups import RankGroup
 from models.parallel.tensor import plan_of
 from models.spec import ModelSpec, key_heads
-from training.config.deepspeed_config import training_dtype
+from options.planner.links import Link
 from training.config.model_topo import ModelTopo
-from training.distributed.links import Link
+from training.config.precision import training_dtype
 from training.errors import ConfigError
 from training.metrics.devices import HOST_LINK, LINKED, Device
 

@@ -36,8 +36,8 @@ from options.planner.layer_costs import LayerCase, LayerWork, Operation, product
 from options.planner.measurements import TOWER
 from options.planner.memory import StateBytes, kept_bytes, sent_bytes
 from options.planner.tower import tower_work
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.precision import training_dtype
 from training.metrics.devices import HOST_LINK, Device, this_device
 
 TILE = 128  # rows and columns of the result that a core computes at a time (NVIDIA's guide to matrix multiplication)

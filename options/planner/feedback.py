@@ -10,7 +10,7 @@ A stage's time is that of all its layers. So each kind of layer gets one factor,
 longer rows may still come.
 
 Where another stage split would make a step at least `GAIN` times as fast, and fit, `rebalance: true` takes it at the
-next checkpoint: all processes save and start over (`training.distributed.processes.start_over`), at most `MOVES` times
+next checkpoint: all processes save and start over (`training.distributed.joining.start_over`), at most `MOVES` times
 in a run's folder. A smaller gain may be the measurement's own error, and a move costs a start.
 
 Cost: some 10 microseconds a pass in `COUNTED` steps; once a plan on rank 0, a second or two.
@@ -38,11 +38,11 @@ from options.planner.measurements import MEASURED_FILE, Measured
 from options.planner.plan import Plan
 from training.callbacks import Callback, JobView
 from training.distributed.processes import gather
-from training.language_model import LanguageModel
 from training.loop import Run
 from training.metrics.devices import Device, mixed, this_device
 from training.metrics.peak_memory import peak_memory
 from training.metrics.step_metrics import StepMetrics
+from training.objective import ModelAndRecords
 from training.schedule.instructions import PASSES
 
 WARM_UP, COUNTED = 2, 5
@@ -102,7 +102,7 @@ def cuda_mark() -> torch.cuda.Event:
 class Feedback(Callback):
     """Compare the first steps with the plan; `rebalance: true` restarts the run with a better stage split."""
 
-    def __init__(self, task: LanguageModel, rebalance: bool) -> None:
+    def __init__(self, task: ModelAndRecords, rebalance: bool) -> None:
         self._task, self._rebalance = task, rebalance
 
     def on_build(self, job: JobView) -> None:

@@ -22,11 +22,11 @@ from models.family import EYES
 from models.parallel.tensor import part_shapes
 from models.spec import ModelSpec
 from options.planner.communication import Fabric
+from options.planner.links import Links
 from options.planner.measurements import FILE, MEASURED_FILE, Calibration, Measured, digest, model_digest
 from options.planner.row_chunks import chunk_of, cut
 from options.row_chunks.keys import KEY
 from training.config.keys import TrainConfig
-from training.distributed.links import Links
 from training.metrics.devices import Device
 from training.schedule.instructions import Schedule
 

@@ -31,8 +31,8 @@ from models.loss.lean import AMPERE
 from models.spec import ModelSpec
 from options.planner.inputs import Workload
 from options.planner.timing import rank_rows, time_layer
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.precision import training_dtype
 from training.distributed.processes import gather
 from training.metrics.devices import this_device
 

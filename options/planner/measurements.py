@@ -19,8 +19,8 @@ from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, mode
 from common.whole_files import Tell, kept, read_regular, replace_text
 from models.checkpoint.publish import writing
 from models.spec import ModelSpec
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.precision import training_dtype
 
 FILE = "calibration.json"
 MEASURED_FILE = "measured.json"

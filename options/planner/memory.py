@@ -36,8 +36,8 @@ from options.planner.partition import LayerRange, layers_of
 from options.planner.saved import BACKWARD, block_peaks, carried_numbers, saved_tensors
 from options.planner.simulation import chunks_in_flight, moments_in_flight
 from options.planner.tower import tower_memory
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.precision import training_dtype
 from training.engine import host_sums
 from training.metrics.devices import cpu_has_bf16
 from training.optimizer.optimizers import PIECE

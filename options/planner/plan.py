@@ -14,7 +14,7 @@ from options.planner.inputs import Basis
 from options.planner.memory import MemoryModel, StageMemory
 from options.planner.partition import Fits, LayerRange, best_split, held_layers, layers_of
 from options.planner.simulation import simulate
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 from training.metrics.devices import Device
 from training.schedule.walk import Simulation
 from training.topology import layer_ranges

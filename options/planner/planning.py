@@ -33,15 +33,16 @@ from training.callbacks import Callback, Choice, JobView
 from training.checkpoint.folder import CheckpointRecord
 from training.config.keys import TrainConfig
 from training.distributed.processes import agreed, gather
-from training.language_model import LanguageModel, split_as_configured
 from training.metrics.devices import Device, mixed, this_device
+from training.objective import ModelAndRecords
 from training.topology import Division
+from training.unplanned import split_as_configured
 
 
 class Planning(Callback):
     """Resolve `auto` by the planner, check memory and disk, choose kernels, explain an out-of-memory error."""
 
-    def __init__(self, task: LanguageModel) -> None:
+    def __init__(self, task: ModelAndRecords) -> None:
         self._task = task
 
     def on_divide(self, job: JobView) -> Iterator[Choice]:

@@ -18,7 +18,7 @@ from models.spec import key_heads
 from options.planner.inputs import Basis, layer_kinds
 from options.planner.layer_costs import LayerCase, Saved, saved_by
 from options.planner.row_chunks import carried_by
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 
 BACKWARD = 3  # tensors as large as the largest saved one that a backward pass allocates
 

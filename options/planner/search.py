@@ -18,7 +18,7 @@ from itertools import product
 from math import floor, inf
 from typing import Any
 
-from data.tokenized.dataset import Dataset
+from data.sample_set import SampleSet
 from models.spec import ModelSpec
 from options.images.keys import VisionKeys
 from options.images.model import training_tower
@@ -32,11 +32,11 @@ from options.planner.progress import each_of
 from options.planner.row_chunks import advised, can_chunk, chunk_of, fits_chunks, sizes_of
 from options.planner.simulation import simulate
 from options.row_chunks.keys import KEY
+from training.batches import training_loader
 from training.config.contradictions import PARAMETERS, of_optimizer
 from training.config.keys import TrainConfig
 from training.config.objective import LoraSection
 from training.config.optimization import OptimizerOffload
-from training.data_setup import training_loader
 from training.trained import with_trained
 
 FASTEST = 5  # plans that a search returns
@@ -48,7 +48,7 @@ OFFLOADS = "zero_optimization.offload_optimizer: {device: cpu}", "offload_activa
 Feed = Callable[[TrainConfig], Workload]  # the workload of a config
 
 
-def feed_of(dataset: Dataset, spec: ModelSpec) -> Feed:
+def feed_of(dataset: SampleSet, spec: ModelSpec) -> Feed:
     """Return a function that measures the workload of these records with any config."""
     return lambda config: Workload.measured(training_loader(dataset, config, spec), config)
 

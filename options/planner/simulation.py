@@ -1,6 +1,6 @@
 """Simulate a pipeline step, given each stage's seconds for one micro-batch.
 
-The simulator executes the engines' own schedules (DeepSpeed's 1F1B, `training.schedule.chunks`,
+The simulator executes the engines' own schedules (DeepSpeed's 1F1B, `options.row_chunks.schedule`,
 `training.schedule.zero_bubble`) instruction by instruction (`training.schedule.walk`), so no formula is involved. 1F1B
 exchanges one message after the other; DualPipeV starts its queued messages together and waits for all. Not simulated:
 loading data, reducing gradients, the optimizer, and contention between ranks of one machine. 16 stages and 64
@@ -62,7 +62,7 @@ def rank_steps(schedule: Schedule, rank: int, ranks: int, micro_batches: int, ch
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed prints a warning that it found no accelerator
     from deepspeed.runtime.pipe.schedule import TrainSchedule  # takes seconds to import
 
-    from training.schedule.chunks import ChunkSchedule
+    from options.row_chunks.schedule import ChunkSchedule
     from training.schedule.zero_bubble import FilledSchedule
 
     steps: list[Step] = []

@@ -11,12 +11,12 @@ from common.quantities import GIGA, counted, duration, gigabytes
 from options.planner import zero
 from options.planner.communication import stage_messages
 from options.planner.inputs import Basis
+from options.planner.links import FILE as LINKS_FILE
 from options.planner.measurements import MEASURED_FILE
 from options.planner.own_plan import OwnPlan
 from options.planner.plan import ERROR, Plan
 from options.planner.row_chunks import chunk_of
 from options.planner.search import Advice
-from training.distributed.links import FILE as LINKS_FILE
 from training.metrics.devices import TERA
 
 MEMORY = "weights gradients optimizer activations step peak".split()  # columns of a plan, and of `StageMemory`

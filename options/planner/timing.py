@@ -37,11 +37,10 @@ from options.planner.memory import StateBytes
 from options.planner.row_chunks import chunk_of
 from options.planner.tower import go_back
 from options.row_chunks.keys import KEY
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
-from training.config.precision import FP8
-from training.distributed.processes import set_threads
+from training.config.precision import FP8, training_dtype
+from training.distributed.joining import set_threads
 from training.engine.gradients import add
 from training.engine.numerics import set_numerics
 from training.metrics.devices import this_device

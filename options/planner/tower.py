@@ -30,7 +30,7 @@ from models.images.tensors import GRIDS, MASK
 from models.spec import ModelSpec
 from options.planner.inputs import Basis
 from options.planner.layer_costs import LayerWork, Operation, OperationRecorder
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 
 TOGETHER = "planned_flash_tower"  # transformers hands on where images and windows begin to what is named flash
 MOST = 8  # images that are counted; of more, each takes as much

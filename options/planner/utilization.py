@@ -13,15 +13,15 @@ import torch
 from models.flops import ModelFlops
 from models.spec import ModelSpec
 from training.callbacks import Callback
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 from training.distributed.processes import gather
 from training.metrics.devices import peak_flops
 
 if TYPE_CHECKING:
     from data.loader import GlobalBatch
-    from training.language_model import LanguageModel
     from training.loop import Run
     from training.metrics.step_metrics import StepMetrics
+    from training.objective import ModelAndRecords
 
 
 class Utilization:
@@ -47,7 +47,7 @@ class Utilization:
 class Mfu(Callback):
     """Add the MFU of a language model to each step's metrics."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: ModelAndRecords) -> None:
         self._model = model
 
     def on_start(self, run: Run) -> None:

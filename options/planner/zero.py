@@ -16,8 +16,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from common.quantities import GIGA
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.precision import training_dtype
 
 if TYPE_CHECKING:
     from options.planner.inputs import Basis

@@ -23,14 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers import Activations, Head
+from models.loss.interface import MeasuredLoss, supervised_positions
 from models.loss.lean import linear_cross_entropy
-from models.loss.micro_batch import (
-    MeasuredLoss,
-    for_projection,
-    supervised_positions,
-    trained_rows,
-    weighted_router_loss,
-)
+from models.loss.micro_batch import for_projection, trained_rows, weighted_router_loss
 
 # What is added up over pairs for the log, by trl's names.
 RIGHT, MARGIN, UNPRINTED = "rewards/accuracies", "rewards/margins", ("rewards", "logps")

@@ -46,10 +46,10 @@ from models.checkpoint.publish import writing
 from models.checkpoint.source import open_source
 from options.preference.collation import judged
 from options.preference.mismatch import Mismatched
+from training.batches import build_loader
 from training.callbacks import JobView
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader
+from training.config.precision import training_dtype
 from training.distributed.processes import agreed, from_first
 from training.engine.trainer import Trainer
 from training.errors import RunRefused

@@ -37,7 +37,7 @@ from training.checkpoint.folder import step_folder
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.config.precision import FP8
-from training.distributed.processes import set_threads
+from training.distributed.joining import set_threads
 from training.metrics.run_info import CODE, git_state, machine, versions
 from training.metrics.step_metrics import to_json
 

@@ -31,7 +31,7 @@ from options.proof.reference import Reference, Step
 from options.proof.small_run import SAVED, STEPS, SmallRun
 from training.checkpoint.folder import CheckpointRecord, step_folder
 from training.checkpoint.saved_slices import layer_of
-from training.config.deepspeed_config import training_dtype
+from training.config.precision import training_dtype
 
 # Bounds in roundings: of means, and of gradients per sqrt(layers).
 ROUNDINGS = {torch.float32: (32, 100), torch.bfloat16: (1, 8), torch.float16: (1, 8)}

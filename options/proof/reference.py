@@ -30,9 +30,10 @@ from models.causal_lm import CausalLM
 from models.checkpoint.source import open_source
 from models.quantized_base import round_to_nf4
 from models.router import router_loss, top_k
-from training.config.deepspeed_config import router_loss_weight, training_dtype
+from training.batches import build_loader, training_loader
+from training.config.deepspeed_config import router_loss_weight
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader, training_loader
+from training.config.precision import training_dtype
 from training.errors import ConfigError
 from training.objective import NOTHING_ALONG, Along, Parts
 from training.option import model_for

@@ -17,8 +17,9 @@ from data.sample_set import IGNORED, Sample, documents
 from data.tokenized.dataset import check_vocabulary
 from models.spec import ModelSpec
 from options.row_chunks.keys import KEY, ChunkKeys
+from training.batches import training_loader
 from training.config.keys import TrainConfig
-from training.data_setup import RecordReader, training_loader
+from training.data_setup import RecordReader
 from training.language_model import language_model_of
 
 BATCHES = 2.5  # per epoch: its last batch is smaller, and the last step is in the second epoch

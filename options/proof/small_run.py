@@ -40,9 +40,9 @@ from models.spec import ModelSpec
 from options.proof.images import SmallImages, fit_length, name_weights
 from options.proof.launches import LaunchedRun
 from options.proof.samples import LENGTH, distinct, fit_chunks, read_samples, shorten
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
+from training.config.precision import training_dtype
 from training.errors import ConfigError
 from training.option import model_for
 from training.trained import adapter_file, with_trained

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
+from options.row_chunks.schedule import ChunkSchedule
 from training.engine.stage_engine import StageEngine
-from training.schedule.chunks import ChunkSchedule
 
 Cuts = Sequence[int]  # tokens of each chunk
 

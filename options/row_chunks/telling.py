@@ -9,14 +9,14 @@ from options.row_chunks.keys import KEY
 from training.callbacks import Callback
 
 if TYPE_CHECKING:
-    from training.language_model import LanguageModel
     from training.loop import Run
+    from training.objective import ModelAndRecords
 
 
 class TellChunks(Callback):
     """Count the chunks of the first step, as a `row_chunk` that cuts nothing would be ignored without a word."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: ModelAndRecords) -> None:
         self._model = model
 
     def on_start(self, run: Run) -> None:

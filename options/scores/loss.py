@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from models.layers import Activations, Head
-from models.loss.micro_batch import MeasuredLoss, weighted_router_loss
+from models.loss.interface import MeasuredLoss
+from models.loss.micro_batch import weighted_router_loss
 from models.parallel.groups import summed
 from options.preference.losses import REWARD_MEASURES, with_margins
 

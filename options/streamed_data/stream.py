@@ -214,7 +214,7 @@ def open_stream(
     seed: int = 0,
     log: Console | None = None,
 ) -> Stream:
-    """Open a stream of records; nothing is tokenized yet. See `data.tokenized.dataset.load_dataset`.
+    """Open a stream of records; nothing is tokenized yet. See `data.tokenized.loading.load_dataset`.
 
     Args:
         gigabytes: that samples may take on the disk at any time.

@@ -21,8 +21,9 @@ from rich.console import Console
 
 from data.errors import DataError
 from data.tokenized.dataset import Dataset
+from data.tokenized.meta import read_meta
 from data.tokenized.recipe import Recipe, Window, stamp
-from data.tokenized.store import Cache, open_cache, read_meta
+from data.tokenized.store import Cache, open_cache
 
 POLL = 1.0  # seconds between two looks at a window that is being made
 

@@ -10,7 +10,7 @@ from pydantic import field_validator
 
 from training.config.changes import FREE
 from training.config.keys import TrainConfig
-from training.config.services import TrackerSwitch
+from training.config.run_keys import TrackerSwitch
 from training.option import Option
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from options.planner.row_chunks import cut as cut_rows
 from options.planner.saved import carried_numbers
 from options.weight_streaming.products import last_product
 from options.weight_streaming.schedule import WEIGHT_STREAMING, Slot, Slots, Streamed, StreamedDivision, simulate_turns
-from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload
+from training.config.precision import training_dtype
 from training.metrics.devices import HOST_LINK
 from training.topology import layer_ranges
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from models.attention.chunks import RowChunk, RowMemory
 from models.attention.packed import Documents
-from models.loss.micro_batch import supervised_positions
+from models.loss.interface import supervised_positions
 from options.weight_streaming.streamed_model import LoadedLayers, StreamedModel
 from training.engine.trainer import Sent
 

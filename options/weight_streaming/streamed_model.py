@@ -22,7 +22,7 @@ from models.adapters import save_trained_only
 from models.block_options import BlockOptions
 from models.layers import Activations, Block, Head
 from models.loading import LayerStates, as_trained, build_layer
-from models.loss.micro_batch import MicroBatchLoss
+from models.loss.interface import MicroBatchLoss
 from models.offload import Returns
 from models.parallel.groups import RankGroups
 from models.router import n_experts

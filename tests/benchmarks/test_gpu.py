@@ -32,7 +32,7 @@ from models.api import read_spec
 from models.attention.kernels import ALL
 from options.planner.utilization import ModelFlops
 from tests.launching import run
-from training.data_setup import build_loader
+from training.batches import build_loader
 from training.metrics.devices import parse_devices
 
 ROWS = ("full", "packed")

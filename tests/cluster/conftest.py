@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Host, Hosts, lacking
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import metrics, supervised, topology, write_config
 
 
@@ -19,7 +18,7 @@ def filled(disk: Path, model: Path) -> Path:
     for old in disk.iterdir():
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     shutil.copytree(model, disk / "model")
-    (disk / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:32]))
+    write_records(disk / "records.json", 32)
     return disk
 
 

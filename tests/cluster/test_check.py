@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from options.planner.links import Links
 from tests.cluster.hosts import Host, in_two_stages
 from tests.launching import run
-from training.distributed.links import Links
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ import pytest
 from common.parent import without_sigterm
 from tests.conftest import FAQ, ROOT
 from tests.launching import catches, eventually, start, topology, write_config
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 
 # Starts the builder and is killed at once.
 PARENT = """

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from data.chat.prompts import Prompts
 from data.settings import Truncate, Wanted
 from data.tokenized import store
-from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.dataset import Dataset
+from data.tokenized.loading import load_dataset
 from data.tokenized.recipe import Recipe
 from data.tokenized.store import Cache
 from data.tokenized.tokenizer import load_tokenizer

@@ -18,8 +18,8 @@ from data.records import pairs
 from data.records.chat import Chat
 from data.records.formats import convert
 from data.records.raw_records import read_file
-from data.records.reading import BadRecords, origin, parse
-from data.records.record import Pretrain, Record, Segments, Tokenized
+from data.records.reading import BadRecords, parse
+from data.records.record import Pretrain, Record, Segments, Tokenized, origin
 from data.records.sources import files_of
 from data.sample_set import Sample
 from data.settings import OnBadRecord, Source

@@ -15,7 +15,7 @@ from data.inspection.summary import facts
 from data.records.formats import convert
 from data.sample_set import Sample
 from data.settings import CHAT_TEMPLATE, PLAIN
-from data.tokenized.dataset import load_dataset
+from data.tokenized.loading import load_dataset
 from data.tokenized.ready_made import PADDED
 from data.tokenized.tokenize import encode_tokens
 from tests.data.helpers import runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -21,10 +20,11 @@ from rich.console import Console
 from models import load_model
 from options import load_config
 from tests.cases import tiered
-from tests.conftest import FAQ, ROOT
+from tests.conftest import ROOT, write_records
 from tests.docs.pages import blocks, commands
 from tests.launching import metrics, run, topology, write_config
-from training.data_setup import RecordReader, build_loader
+from training.batches import build_loader
+from training.data_setup import RecordReader
 
 TEXT = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
@@ -53,7 +53,7 @@ def folder(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
     """What the scripts find where they run."""
     folder = tmp_path_factory.mktemp("api")
     shutil.copytree(make_checkpoint("llama"), folder / "model")
-    (folder / "records.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]))
+    write_records(folder / "records.json", 16)
     keys: dict[str, Any] = {"model_path": "model", "data_path": "records.json", "save_path": "run"}
     write_config(folder / "run.yml", **keys, model_topo=topology((2, 1), [2, 3]))
     (own,) = blocks("yaml", pages=("docs/api.md",))

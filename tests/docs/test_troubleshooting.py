@@ -38,7 +38,7 @@ SOURCES = {
     "died without an error: killed from outside, for example because memory ran out": (
         "training/distributed/failure_detector.py"
     ),
-    "ask for": "training/distributed/processes.py",
+    "ask for": "training/distributed/joining.py",
 }
 
 

@@ -30,7 +30,7 @@ from tests.launching import Launch, run, write_config
 from tests.models.adapters import save_adapter
 from tests.models.helpers import compatible, copy_of, greedy, random_ids
 from tests.options.multi_token.folders import add_layers_ahead
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 
 Make = Callable[..., Path]
 

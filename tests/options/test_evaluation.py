@@ -26,7 +26,7 @@ from options.preference.collation import JudgedCollation, judged
 from options.preference.reference import estimate_kl, log_probabilities, mismatched_loader
 from tests.models.test_scores import save_scoring
 from training.bad_steps import find_cause
-from training.data_setup import build_loader
+from training.batches import build_loader
 from training.evaluation import Evaluation
 from training.measures import measures_of
 

@@ -17,7 +17,7 @@ from tests.launching import start, topology
 from tests.models.cases import CASES
 from tests.models.checkpoint.test_quantized import to_fp8
 from tests.ranks import LENGTHS, write_samples
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 
 Run = Callable[[list[dict[str, Any]], int], dict[str, list[dict[str, Any]]]]
 MakeCase = Callable[..., dict[str, Any]]

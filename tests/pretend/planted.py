@@ -143,7 +143,7 @@ PLANTED = {
         "step: wait: tolist, 4 times, models/attention/packed.py",
     ),
     "trained positions not found ahead": Planted(
-        positions_not_found_ahead, "step: wait: nonzero, 4 times, models/loss/micro_batch.py"
+        positions_not_found_ahead, "step: wait: nonzero, 4 times, models/loss/interface.py"
     ),
     "tokens chosen by a mask": Planted(chosen_by_a_mask, "step: wait: index by a mask"),
     "micro-batches not sent": Planted(not_sent, f"{COPY}, 24 times"),

@@ -46,7 +46,7 @@ from tests.workers.cases import close_engines, loader_of
 from tests.workers.zero import KINDS, build
 from training import runs
 from training.config.keys import TrainConfig
-from training.distributed import processes
+from training.distributed import joining, processes
 from training.distributed.failure_detector import Report
 from training.distributed.gpu_progress import followed
 from training.distributed.rank_monitor import RankMonitor, current_position
@@ -71,8 +71,8 @@ def run_cases(path: Path, watch: Watch) -> None:
     for case in json.loads(path.read_text()):
         config = RunConfig.model_validate(case["config"])
         if not torch.distributed.is_initialized():
-            processes.check_number(process, config.model_topo)
-            processes.join(process)
+            joining.check_number(process, config.model_topo)
+            joining.join(process)
         remembered = dict(vars(groups))
         bug: AbstractContextManager[Any] = planted.PLANTED[case["planted"]].bug() if case["planted"] else nullcontext()
         watch.found.clear()

@@ -27,6 +27,8 @@ Test = TypeVar("Test", bound=Callable[..., None])
 LR = 1.0e-3
 COSINE = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 3}}
 STEPS, TAKEN_UP_AT = 6, 3
+# Of a run that is taken up, and evaluated, in its middle.
+TAKEN_UP = {"max_steps": STEPS, "save_interval": TAKEN_UP_AT, "eval_share": 0.2, "eval_interval": TAKEN_UP_AT}
 NAN = "\x01"  # a token that the records do not have
 
 

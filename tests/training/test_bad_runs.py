@@ -6,7 +6,6 @@ file that only the second stage reads) end all ranks as well.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import pytest
 
 import train_ds
 from models.conversion.to_pipeline import hg_to_pp
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import deepspeed, error_lines, run, supervised, topology, torchrun, write_config
 
 pytestmark = pytest.mark.launched
@@ -41,7 +40,7 @@ def pipeline_model(model: Path, tmp_path: Path) -> Path:
 def config(tmp_path: Path, model: Path, **keys: Any) -> Path:
     data = tmp_path / "data.json"
     if not data.exists():
-        data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+        write_records(data, 16)
     defaults: dict[str, Any] = {"model_path": str(model), "data_path": str(data), "model_topo": TWO_STAGES}
     return write_config(tmp_path / "run.yml", **(defaults | keys))
 

@@ -23,12 +23,12 @@ import torch
 from safetensors.torch import load_file
 
 from models.conversion.to_huggingface import pp_to_hg
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.disks import fill, small_disk
 from tests.launching import DEEPSPEED, Launch, error_lines, supervised, topology, write_config
 from tests.training.checkpoint.test_resume import finished, losses
 from training.checkpoint.folder import RECORD, step_folders
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -46,7 +46,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 @pytest.mark.parametrize("accidents", [3, pytest.param(50, marks=pytest.mark.longest)])
 def test_accidents_change_no_bit(accidents: int, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     records = tmp_path / "records.json"
-    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:80]), encoding="utf-8")
+    write_records(records, 80)
     model = make_checkpoint("bloom", hidden_dropout=0.1, attention_dropout=0.1)
     with small_disk(tmp_path / "disk", DISK) as (disk, may_fill):
         keys = {

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from tests.cases import tiered
 from tests.conftest import FAQ
 from tests.launching import TORCHRUN, Launch, catches, start, start_deepspeed, topology, write_config
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 
 LAUNCHERS: dict[str, Callable[..., Launch]] = {
     "deepspeed": start_deepspeed,

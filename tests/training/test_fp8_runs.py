@@ -6,7 +6,6 @@ weight streaming and back.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from models.conversion.to_huggingface import pp_to_hg
 from models.conversion.to_pipeline import hg_to_pp
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import metrics, topology
 from tests.models.helpers import assert_same_bits, joined, read_weights
 from tests.ranks import Ranks, job
@@ -36,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -> dict[str, dict[str, Any]]:
     records = folder / "records.json"
-    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:24]), encoding="utf-8")
+    write_records(records, 24)
     shared: dict[str, Any] = {
         "model_path": str(make_checkpoint("llama", tie_word_embeddings=True)),
         "max_steps": STEPS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 
 from models.checkpoint.publish import hidden_folder
 from tests.accidents import killed_at
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.disks import fill, small_disk
 from tests.launching import error_lines, metrics, supervised, topology, write_config
 from training.checkpoint.folder import RECORD, step_folder
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
 
 def test_a_full_disk_at_the_start_and_at_the_next(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    (tmp_path / "data.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+    write_records(tmp_path / "data.json", 16)
     with small_disk(tmp_path / "disk", 32) as (disk, may_fill):
         if not may_fill:
             pytest.skip("this machine does not let a test mount a file system")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from models import load_model
 from options import load_config
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import error_lines, metrics, run, supervised, write_config
 from tests.ranks import Ranks
 from training.checkpoint.folder import step_folder
@@ -30,7 +29,7 @@ def grid(*dims: int, **topo: Any) -> dict[str, Any]:
 @pytest.fixture
 def keys(make_checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
     records = tmp_path / "records.json"
-    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+    write_records(records, 16)
     model = make_checkpoint("llama", attention_dropout=0.1)
     return {"model_path": str(model), "data_path": str(records), "n_epoches": 3, "eval_share": 0.1}
 

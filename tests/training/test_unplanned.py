@@ -10,9 +10,9 @@ import torch
 from models.attention.kernels import VARLEN
 from tests.launching import topology
 from tests.models.helpers import spec_of
-from training import language_model
+from training import unplanned
 from training.config.keys import TrainConfig
-from training.language_model import split_as_configured, usual_kernels
+from training.unplanned import split_as_configured, usual_kernels
 
 KEYS = {"model_path": "m", "data_path": "d", "save_path": "s", "train_batch_size": 8}
 SPEC = spec_of(num_hidden_layers=3)
@@ -54,7 +54,7 @@ def test_use_flash_attn_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(use_flash_attn: bool, *_: object) -> tuple[str, str]:
         return (VARLEN, "asked for") if use_flash_attn else ("sdpa", "usual")
 
-    monkeypatch.setattr(language_model, "choose_attention", choose)
+    monkeypatch.setattr(unplanned, "choose_attention", choose)
     spec = spec_of()
     assert usual_kernels(config_of(use_flash_attn=True), spec)[0] == "attention: asked for"
     assert spec.config._attn_implementation == VARLEN

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from data.errors import DataError
 from data.tokenized import store
-from data.tokenized.dataset import load_dataset
+from data.tokenized.loading import load_dataset
 
 
 def main() -> None:

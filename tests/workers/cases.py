@@ -30,9 +30,9 @@ from data.loader import Loader
 from data.sample_set import InMemory
 from options import RunConfig
 from tests.workers.leaving import leave
+from training.batches import build_loader
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader
-from training.distributed import processes
+from training.distributed import joining, processes
 from training.engine.replica_sums import ReplicaSums
 
 
@@ -69,8 +69,8 @@ def run_cases(worker: str, path: Path) -> None:
     for case in json.loads(path.read_text()):
         config = RunConfig.model_validate(case["config"])
         if not torch.distributed.is_initialized():
-            processes.check_number(process, config.model_topo)
-            processes.join(process)
+            joining.check_number(process, config.model_topo)
+            joining.join(process)
         remembered = dict(vars(groups))
         run_case(case, config, path.parent)
         torch.distributed.barrier()

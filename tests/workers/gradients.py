@@ -31,7 +31,7 @@ from options.preference.collation import judged
 from tests.workers.cases import loader_of
 from tests.workers.preference_faults import FAULTS
 from tests.workers.zero import KINDS
-from training.data_setup import build_loader
+from training.batches import build_loader
 from training.trained import with_trained
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from training.distributed.processes import stop
+from training.distributed.joining import stop
 
 
 def leave() -> NoReturn:

@@ -18,8 +18,9 @@ from data.collation import Carried, Collation
 from data.loader import GlobalBatch, Loader
 from data.sample_set import SampleSet
 from models.layers import Activations, Embedding, Head
+from models.loss.interface import MeasuredLoss, supervised_positions
 from models.loss.lean import linear_cross_entropy
-from models.loss.micro_batch import MeasuredLoss, for_projection, supervised_positions, trained_rows
+from models.loss.micro_batch import for_projection, trained_rows
 from models.spec import ModelSpec
 from options import RunConfig
 from tests.workers import jobs

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from torch import Tensor
 
-from data.tokenized.recipe import tokenizer_files
+from data.paths import tokenizer_files
 from models.checkpoint.layout import flat
 from models.errors import CheckpointError
 from models.spec import ModelSpec

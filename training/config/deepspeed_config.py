@@ -18,6 +18,7 @@ from models.spec import ModelSpec, key_heads
 from training.config.deepspeed_keys import IDLE
 from training.config.keys import TrainConfig
 from training.config.mistakes import in_our_words
+from training.config.precision import training_dtype
 from training.config.section import suggest
 from training.errors import ConfigError
 
@@ -119,13 +120,6 @@ def check_sharing(config: TrainConfig, spec: ModelSpec) -> None:
             f"{where}; expected a divisor"
         )
     config.check_model(spec)
-
-
-def training_dtype(config: TrainConfig) -> torch.dtype:
-    """Return bf16 or fp16 where the config enables it, else fp32."""
-    if config.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if config.fp16.enabled else torch.float32
 
 
 def loss_scaler(config: TrainConfig) -> Any:

@@ -19,9 +19,8 @@ from training.config.contradictions import contradictions
 from training.config.deepspeed_keys import OVERRIDES, take_up
 from training.config.model_topo import ModelTopo
 from training.config.option_keys import OptionKeys
-from training.config.run_keys import RunKeys
+from training.config.run_keys import RunKeys, TrackerSwitch
 from training.config.section import expected
-from training.config.services import TrackerSwitch
 from training.errors import ConfigError
 from training.schedule.instructions import Schedule
 from training.topology import Topology

@@ -1,12 +1,17 @@
-"""Sections of a config for the number formats that a run computes in."""
+"""Sections of a config for the number formats that a run computes in, and what torch calls its own."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from training.config.section import Section
+
+if TYPE_CHECKING:
+    import torch
+
+    from training.config.keys import TrainConfig
 
 
 class BF16(Section):
@@ -83,3 +88,12 @@ class FP8(Section):
     coarser: 3 bits after the leading one, 2 for gradients, while sums, weights, checkpoints and exports stay those of a
     bf16 run. Not with experts, a `model` axis, ZeRO stage 3, `dualpipev`, or layers whose sizes are no multiples of
     16."""
+
+
+def training_dtype(config: TrainConfig) -> torch.dtype:
+    """Return bf16 or fp16 where the config enables it, else fp32."""
+    import torch  # takes seconds, and a config is read without it
+
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.fp16.enabled else torch.float32

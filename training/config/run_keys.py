@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from data.chat.prompts import PromptFormat
 from data.settings import Fallback, Mask, OnBadRecord, Packing, TemplateArguments, Truncate
@@ -14,10 +14,33 @@ from training.config.objective import LoraSection, RouterLoss, ZLoss
 from training.config.optimization import Optimizer, Scheduler, Zero
 from training.config.precision import BF16, FP8, FP16, DataTypes, Precision
 from training.config.section import DataPath, NewPathText, PathText, Section, expected
-from training.config.services import Ports, TrackerSwitch
 
 LONGEST = 2**24  # tokens: of a sample or a row
 YEAR = 366 * 24 * 60  # minutes
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class TrackerSwitch(Section):
+    """A tracker of `trackers`."""
+
+    enabled: bool | None = Field(default=None, exclude=True)
+    """`true` adds it to `trackers`, `false` takes it out."""
+
+
+class Ports(Section):
+    """`ports`: where rank 0's host listens to the others."""
+
+    meeting: Port | None = None
+    """On rank 0's host: where the ranks meet, for firewalls. Without the key the launcher's choice."""
+
+    failure_detector: Port | None = None
+    """On rank 0's host: where they notice that one is lost. Without the key any free one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Ports:
+        if self.meeting and self.meeting == self.failure_detector:
+            raise ValueError(f"failure_detector: {self.meeting} is that of meeting; expected another one")
+        return self
 
 
 class RunKeys(Section):

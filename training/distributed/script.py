@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from common import early_signals, phases
 from common.early_signals import REQUESTS
 from training.config.yaml_file import Config
-from training.distributed import processes
+from training.distributed import joining, processes
 from training.distributed.placement import choose_axes
 from training.distributed.processes import LAUNCHER_GONE, ProcessInfo
 from training.errors import ConfigError, exit_with_one_line, keep_tracebacks_in
@@ -39,7 +39,7 @@ def run_or_launch(
     if process is None:
         config.check_packages()
         launch(config)
-    processes.check_number(process, config.model_topo)
+    joining.check_number(process, config.model_topo)
     if config.max_restarts and RUN not in os.environ:
         raise ConfigError(
             f"max_restarts: {config.max_restarts}: a launcher such as deepspeed or torchrun ends with its run; "
@@ -53,7 +53,7 @@ def run_or_launch(
 
     # The failure detector must find a hang, and name the rank, before the process group gives up.
     patience = timedelta(minutes=max(30, 2 * config.timeout_minutes))
-    processes.join(process, patience, config.ports.meeting)
+    joining.join(process, patience, config.ports.meeting)
     import torch
 
     names = Counter(processes.gather(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"))
@@ -67,8 +67,8 @@ def run_or_launch(
     with RankMonitor(process, stage, config.timeout_minutes, port) as monitor:
         again = run(config, process, monitor)
     if again:
-        processes.start_over(config.ports.meeting)
-    processes.stop()
+        joining.start_over(config.ports.meeting)
+    joining.stop()
 
 
 def run_from_script(
@@ -82,7 +82,7 @@ def run_from_script(
     """
     process = ProcessInfo.from_environment()
     if process is not None:
-        processes.end_with_launcher(process)
+        joining.end_with_launcher(process)
     with exit_with_one_line(process.rank if process else None, goes_on=True):
         global _trained  # noqa: PLW0603  # a fact about the process
         if _trained:

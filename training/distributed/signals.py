@@ -20,7 +20,8 @@ from deepspeed.accelerator import get_accelerator
 
 from common import early_signals
 from common.early_signals import REQUESTS
-from training.distributed.processes import LAUNCHER_GONE, print_to_stderr
+from training.distributed.processes import LAUNCHER_GONE
+from training.errors import print_to_stderr
 
 SAME_REQUEST = 5.0  # seconds
 

@@ -21,10 +21,11 @@ from torch.distributed import distributed_c10d
 from models.block_options import BlockOptions
 from models.parallel.groups import NO_GROUPS, ONE_RANK, RankGroup, RankGroups
 from models.spec import ModelSpec
-from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight, training_dtype
+from training.config.deepspeed_config import check_device, deepspeed_config, router_loss_weight
 from training.config.gpu import check_gpu
 from training.config.keys import TrainConfig
 from training.config.model_topo import ModelTopo
+from training.config.precision import training_dtype
 from training.distributed.communication import among_members
 from training.distributed.processes import agreed
 from training.engine.embedding_gradients import add_rows_alone

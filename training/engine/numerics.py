@@ -15,8 +15,8 @@ import os
 import torch
 
 from models.attention.kernels import AMPERE
-from training.config.deepspeed_config import training_dtype
 from training.config.keys import TrainConfig
+from training.config.precision import training_dtype
 from training.metrics.devices import cpu_has_bf16, this_device
 
 WORTH = 1.5  # speed-up over fp32 from which the log suggests TF32

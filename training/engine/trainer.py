@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from data.collation import Carried, Collation
 from data.loader import GlobalBatch, Loader, MicroBatch
 from models.attention.packed import Documents
-from models.loss.micro_batch import supervised_positions
+from models.loss.interface import supervised_positions
 from models.parallel.groups import NO_GROUPS, RankGroups
 from models.spec import ModelSpec
 from training.config.keys import TrainConfig

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from common.terminal import safe_line
-from data.tokenized.columns import SPLIT_KIND
+from data.records.record import SPLIT_KIND
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
-from training.config.commented_yaml import commented, nested
+from options.planner.commented_yaml import commented, nested
 from training.config.keys import TrainConfig
 from training.config.section import leaves
 from training.config.yaml_file import checked, override

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from common.quantities import counted, gigabytes
-from data.tokenized.columns import SPLIT_KIND
+from data.records.record import SPLIT_KIND
 from data.tokenized.dataset import Dataset
 from models.spec import ModelSpec
 from options.planner.inputs import Basis

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.dataset import Dataset
+from data.tokenized.loading import load_dataset
 
 LoadSeen = Callable[..., Dataset]
 

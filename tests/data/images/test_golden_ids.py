@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.tokenized.dataset import load_dataset
+from data.tokenized.loading import load_dataset
 from tests import golden_vision as golden
 
 

@@ -18,7 +18,8 @@ from common.digests import Digests
 from data.errors import DataError
 from data.paths import default_folder
 from data.tokenized import recipe
-from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.dataset import Dataset
+from data.tokenized.loading import load_dataset
 from data.tokenized.recipe import DataFile, digest_of
 from data.tokenized.sample_file import INDEX, INDEX_FILE, SAMPLES
 from tests.conftest import ROOT

@@ -19,12 +19,13 @@ from data.inspection.summary import draw_lengths
 from data.sample_set import supervised_count
 from data.settings import Source
 from data.tokenized.columns import has_empty_answer
-from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.dataset import Dataset
+from data.tokenized.loading import load_dataset
 from data.tokenized.tokenize import encode, encode_tokens
 from tests.conftest import CHATML, save_tokenizer
 from tests.data.helpers import RECORDS, as_lists, parse_record
+from training.batches import build_loader
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader
 
 INSTRUCT = {"type": "instruct", "instruct": "What is one?", "output": "1"}
 

@@ -14,8 +14,9 @@ from data.errors import DataError
 from data.inspection.summary import warnings
 from data.settings import Mask, Truncate
 from data.tokenized.columns import OLDEST
-from data.tokenized.dataset import Dataset, load_dataset
+from data.tokenized.dataset import Dataset
 from data.tokenized.encoder import QUESTION_LAST
+from data.tokenized.loading import load_dataset
 from data.tokenized.tokenize import encode_tokens
 from tests.data.helpers import as_lists, chat, rendered, runs_of, supervised, whole_text
 

@@ -18,7 +18,7 @@ from models.attention.packed import Documents
 from models.checkpoint.source import HuggingFaceSource
 from models.derived.proof import CPU, gradients_of
 from models.images import Eyes, seeing
-from models.loss.micro_batch import IGNORED
+from models.loss.interface import IGNORED
 from tests.golden_vision import expected, tensors
 
 LAST = 8  # tokens whose logits are kept

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import load_model
 from models.loss import lean as lean_loss
+from models.loss.interface import IGNORED
 from models.loss.lean import linear_cross_entropy
-from models.loss.micro_batch import IGNORED, token_loss
+from models.loss.micro_batch import token_loss
 
 TOKENS, WIDTH, WORDS = 29, 16, 301
 HALVES = [torch.bfloat16, torch.float16]

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss.micro_batch
+from models.loss.interface import IGNORED
 from models.loss.lean import linear_cross_entropy
-from models.loss.micro_batch import IGNORED, micro_batch_loss, token_loss
+from models.loss.micro_batch import micro_batch_loss, token_loss
 from tests.models.loss.heads import Bare
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 7, 8, 11

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from options.planner.inputs import Basis
+from options.planner.links import FILE, Link, Links
 from options.planner.plan import Plan
 from tests.launching import topology
 from tests.options.planner.helpers import basis_of, config_of, llama
 from tests.ranks import Ranks
 from tests.training.test_preflight import CONFIG
 from training.config.model_topo import ModelTopo
-from training.distributed.links import FILE, Link, Links
 
 FAST, SLOW = Link(latency=1e-5, bandwidth=1e10), Link(latency=0.02, bandwidth=1e7)
 

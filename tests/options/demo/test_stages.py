@@ -42,8 +42,9 @@ from tests.ranks import Ranks
 from tests.training.test_chaos import ranks_of
 from tests.workers.generation import requests_of
 from training.distributed.failure_detector import DIED
-from training.distributed.processes import ProcessInfo, free_port
+from training.distributed.processes import ProcessInfo
 from training.errors import ConfigError
+from training.launch.agent import free_port
 
 STAGED = {"phi3-long": (2,), "bloom": (2, 4), "mixtral": (2, 4), "llama-dynamic": (4,), "mistral-window": (4,)}
 SLOW = ["phi3-long-2", "bloom-2x2", "mixtral-2x2"]

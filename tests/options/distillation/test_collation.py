@@ -10,7 +10,7 @@ import torch
 
 from data.loader import Loader
 from data.sample_set import IGNORED, InMemory, Sample
-from models.loss.micro_batch import supervised_positions
+from models.loss.interface import supervised_positions
 from options.distillation.collation import TaughtCollation
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss.lean
-from models.loss.micro_batch import IGNORED, micro_batch_loss
+from models.loss.interface import IGNORED
+from models.loss.micro_batch import micro_batch_loss
 from options.distillation.loss import DistillationLoss, TeacherWords
 from tests.models.loss.heads import Bare
 

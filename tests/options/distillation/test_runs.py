@@ -23,13 +23,15 @@ from data.tokenized.dataset import Dataset
 from models import load_model
 from options import RunConfig
 from tests.closeness import assert_near
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import metrics, topology
+from tests.matrix import RUNS
 from tests.ranks import Ranks, job
 from tests.training.kept_files import fill, flip, forge, parts_of
-from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
+from tests.training.starts import STEPS, TAKEN_UP, TAKEN_UP_AT, evaluations, losses, steps, weights
+from training.batches import build_loader
 from training.checkpoint.folder import step_folder
-from training.data_setup import RecordReader, build_loader
+from training.data_setup import RecordReader
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -39,15 +41,8 @@ TOP_K, WEIGHT, TEMPERATURE, WORDS = 5, 0.7, 2.0, 512
 PIPE = {"model_topo": topology((2, 1))}
 WITHIN = {"teacher": "teacher", "top_k": TOP_K, "weight": WEIGHT, "temperature": TEMPERATURE}
 SELF = PIPE | {"distillation": {"teacher": "student", "top_k": WORDS}}
-# Name: processes, kind and keys. Each has a cache of its own, so that its own topology makes what the teacher finds.
-TOPOLOGIES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "alone": (1, "pipeline", {"model_topo": topology((1, 1))}),
-    "stages": (2, "pipeline", PIPE | {"train_micro_batch_size_per_gpu": 2}),
-    "replicas": (2, "pipeline", {"model_topo": topology((1, 2)), "packing": False}),
-    "sequence": (2, "pipeline", {"model_topo": topology((1, 2)) | {"sequence": 2}}),
-    "dualpipev": (2, "pipeline", PIPE | {"schedule": "dualpipev"}),
-    "model": (2, "pipeline", {"model_topo": topology((1, 1, 2))}),
-    "zero3": (2, "zero", {"model_topo": topology((1, 2)), "zero_optimization": {"stage": 3}}),
+# Beside those of the matrix. Each has a cache of its own, so that its own topology makes what the teacher finds.
+TOPOLOGIES: dict[str, tuple[int, str, dict[str, Any]]] = RUNS | {
     "grid": (4, "pipeline", {"model_topo": topology((2, 2)), "packing": "dataset"}),
     "grid-sequence": (4, "pipeline", {"model_topo": topology((2, 2)) | {"sequence": 2}}),
 }
@@ -112,14 +107,10 @@ def models(make_checkpoint: Callable[..., Path], folder: Path) -> dict[str, Path
 
 
 def describe(name: str, kind: str, keys: dict[str, Any], models: dict[str, Path], folder: Path) -> dict[str, Any]:
-    own: dict[str, Any] = {
+    own: dict[str, Any] = TAKEN_UP | {
         "model_path": str(models["student"]),
         "cache_dir": str(folder / f"cache-{keys.get('cache', name)}"),
         "distillation": WITHIN,
-        "max_steps": STEPS,
-        "save_interval": TAKEN_UP_AT,
-        "eval_share": 0.2,
-        "eval_interval": TAKEN_UP_AT,
         "prompt_format": "plain",
     }
     own |= {key: value for key, value in keys.items() if key != "cache"}
@@ -131,8 +122,7 @@ def describe(name: str, kind: str, keys: dict[str, Any], models: dict[str, Path]
 
 @pytest.fixture(scope="module")
 def records(folder: Path) -> None:
-    records = json.loads(FAQ.read_text(encoding="utf-8"))[:24]
-    (folder / "records.json").write_text(json.dumps(records), encoding="utf-8")
+    write_records(folder / "records.json", 24)
 
 
 @pytest.fixture(scope="module")

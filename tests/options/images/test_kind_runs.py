@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.images.processor import load_processor
-from data.tokenized.dataset import load_dataset
+from data.tokenized.loading import load_dataset
 from models.images.small import token_types
-from models.loss.micro_batch import IGNORED
+from models.loss.interface import IGNORED
 from tests.golden_vision import needs_golden
 from tests.launching import topology
 from tests.models.derived.cases import since

@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from data.errors import DataError
 from data.images.pictures import Pictures
 from data.images.processor import load_processor
-from data.tokenized.dataset import load_dataset
+from data.tokenized.loading import load_dataset
 from models import CausalLM
 from models.api import read_spec
 from models.checkpoint.source import HuggingFaceSource, same_bytes

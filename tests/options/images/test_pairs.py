@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data.sample_set import documents
 from data.settings import Wanted
-from data.tokenized.dataset import load_dataset
+from data.tokenized.loading import load_dataset
 from models.conversion.to_huggingface import pp_to_hg
 from tests.launching import metrics, topology
 from tests.options.images.test_runs import EPS, LR, VISION, inputs_of, layers, saved

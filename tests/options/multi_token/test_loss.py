@@ -7,7 +7,7 @@ import torch
 from data.collation import Carried
 from data.loader import Loader
 from data.sample_set import InMemory
-from models.loss.micro_batch import IGNORED
+from models.loss.interface import IGNORED
 from options.multi_token.collation import AheadCollation, further, targets_ahead
 
 # Two documents of five and three tokens, and two of padding; all but their first tokens are trained.

@@ -28,13 +28,15 @@ from options import RunConfig
 from options.demo.drafts import Drafter
 from options.demo.generation import Request, generate_many
 from tests.closeness import assert_near
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import metrics, topology
+from tests.matrix import RUNS
 from tests.options.multi_token.folders import add_layers_ahead
 from tests.ranks import Ranks, job
-from tests.training.starts import STEPS, TAKEN_UP_AT, losses, steps, weights
+from tests.training.starts import STEPS, TAKEN_UP, TAKEN_UP_AT, losses, steps, weights
+from training.batches import build_loader
 from training.checkpoint.folder import step_folder
-from training.data_setup import RecordReader, build_loader
+from training.data_setup import RecordReader
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
 
@@ -43,17 +45,10 @@ MTP = {"weight": WEIGHT, "depth": DEPTH, "init": "copy"}
 PIPE = {"model_topo": topology((2, 1))}
 # With layers ahead `parts: auto` splits the model elsewhere, which sums the gradient's norm in another order.
 SPLIT = {"model_topo": topology((2, 1)) | {"parts": [3, 2]}}
-# Name: processes, kind and keys.
-TOPOLOGIES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "alone": (1, "pipeline", {"model_topo": topology((1, 1))}),
-    "stages": (2, "pipeline", PIPE | {"train_micro_batch_size_per_gpu": 2}),
-    "replicas": (2, "pipeline", {"model_topo": topology((1, 2)), "packing": False}),
-    "sequence": (2, "pipeline", {"model_topo": topology((1, 2)) | {"sequence": 2}}),
-    "dualpipev": (2, "pipeline", PIPE | {"schedule": "dualpipev"}),
-    "model": (2, "pipeline", {"model_topo": topology((1, 1, 2))}),
+# Beside those of the matrix: processes, kind and keys.
+TOPOLOGIES: dict[str, tuple[int, str, dict[str, Any]]] = RUNS | {
     "recomputed": (2, "pipeline", PIPE | {"use_grad_ckpt": True}),
     "streaming": (2, "pipeline", {"model_topo": topology((1, 2)), "schedule": "weight_streaming"}),
-    "zero3": (2, "zero", {"model_topo": topology((1, 2)), "zero_optimization": {"stage": 3}}),
     "grid": (4, "pipeline", {"model_topo": topology((2, 2))}),
 }
 LATER: dict[str, Any] = dict.fromkeys(
@@ -84,8 +79,7 @@ UNDER_TEST = [pytest.param(name, marks=LATER.get(name, ())) for name in TOPOLOGI
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("multi-token-runs")
-    records = json.loads(FAQ.read_text(encoding="utf-8"))[:24]
-    (folder / "records.json").write_text(json.dumps(records), encoding="utf-8")
+    write_records(folder / "records.json", 24)
     return folder
 
 
@@ -102,13 +96,9 @@ def models(make_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 
 
 def describe(name: str, kind: str, keys: dict[str, Any], models: dict[str, Path], folder: Path) -> dict[str, Any]:
-    own: dict[str, Any] = {
+    own: dict[str, Any] = TAKEN_UP | {
         "model_path": str(models[keys.get("model", "llama")]),
         "mtp": MTP,
-        "max_steps": STEPS,
-        "save_interval": TAKEN_UP_AT,
-        "eval_share": 0.2,
-        "eval_interval": TAKEN_UP_AT,
         "prompt_format": "plain",
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "eps": EPS, "weight_decay": 0.0}},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -30,7 +29,7 @@ from options.planner.search import advise, candidates, cheaper
 from options.planner.simulation import chunks_in_flight, simulate
 from options.planner.tables import plan_summary
 from options.row_chunks.keys import KEY
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import metrics, supervised, topology, write_config
 from tests.models import helpers
 from tests.options.planner.helpers import basis_of, config_of, llama, spec_of
@@ -245,7 +244,7 @@ def test_auto_leaves_rows_whole_where_chunks_cannot_be(tmp_path: Path) -> None:
 
 def test_a_run_that_resumes_keeps_its_chunks(tmp_path: Path) -> None:
     config = basis(tmp_path, LENGTH, ROWS, row_chunk="auto").config
-    planning = Planning(SimpleNamespace(spec=None, in_stages=True))  # type: ignore[arg-type]
+    planning = Planning(SimpleNamespace(spec=None, in_stages=True))
     for settings, words in (({KEY: 4096}, "4,096 tokens"), ({}, "whole rows")):
         known: Any = SimpleNamespace(settings=settings)
         choice = planning._chunk(config, known)
@@ -314,7 +313,7 @@ def test_a_checkpoint_made_with_auto_goes_on_with_the_same_chunks(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     model, data = make_checkpoint("llama"), tmp_path / "records.json"
-    data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:40]), encoding="utf-8")
+    write_records(data, 40)
     keys: dict[str, Any] = {"model_path": str(model), "data_path": str(data), "model_topo": topology((2, 1))}
     keys |= {KEY: "auto", "train_batch_size": 1, "packing": "dataset", "pack_len": 2048, "max_seq_len": 256}
     path = write_config(tmp_path / "run.yml", **keys, max_steps=1)

@@ -24,7 +24,7 @@ from options.planner.kernels import KERNELS_FILE, fastest
 from tests.conftest import FAQ
 from tests.launching import run, topology, write_config
 from training.config.keys import TrainConfig
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 
 KNOWN = {"device": "H100-80G", "torch": "2.11.0"}
 TIMES = {TORCH: 12.0, FLASH: 9.5, VARLEN: 9.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from options.planner.measurements import Calibration
 from options.planner.micro_batch import ROWS, choose_rows
 from options.planner.plan import Plan
 from options.planner.search import SIZES
-from tests.conftest import FAQ, TINY
+from tests.conftest import TINY, write_records
 from tests.launching import metrics, supervised, topology, write_config
 from tests.options.planner.helpers import config_of, llama, spec_of
 from training.config.keys import TrainConfig
@@ -111,7 +110,7 @@ def test_what_auto_does_not_know_is_refused(keys: dict[str, Any], message: str, 
 @pytest.mark.slow
 def test_a_run_chooses_once(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model, data = make_checkpoint("llama"), tmp_path / "records.json"
-    data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:8]), encoding="utf-8")
+    write_records(data, 8)
     keys: dict[str, Any] = {"model_path": str(model), "data_path": str(data), "model_topo": topology((2, 1))}
     keys |= {ROWS: "auto", "train_batch_size": 8, "eval_share": 0.2, "packing": False}
     path = write_config(tmp_path / "run.yml", **keys, max_steps=1)

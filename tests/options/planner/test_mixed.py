@@ -28,9 +28,9 @@ from tests.options.planner.helpers import basis_of, config_of, llama
 from tests.options.planner.test_command import arguments
 from training.config.keys import TrainConfig
 from training.errors import ConfigError
-from training.language_model import split_as_configured
 from training.metrics.devices import Device, devices_here, mixed, parse_devices
 from training.topology import Division
+from training.unplanned import split_as_configured
 
 OWN = "2x{tflops: 119, memory_gib: 24, bandwidth_gb_s: 864, link_gb_s: 25}"
 PAIR = "1xRTX4090,1xRTX3090"

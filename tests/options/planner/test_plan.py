@@ -28,8 +28,8 @@ from options.planner.tables import plan_summary, search_table
 from options.planner.timing import calibrate
 from tests.conftest import TINY
 from tests.options.planner.helpers import basis_of, config_of, llama, spec_of
+from training.batches import build_loader
 from training.config.keys import TrainConfig
-from training.data_setup import build_loader
 from training.metrics.devices import GIB, parse_devices, this_device
 
 ON_CPU = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}

@@ -13,7 +13,7 @@ from models.api import read_spec
 from options import load_config
 from options.planner.inputs import Workload
 from options.planner.timing import calibrate
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import metrics, supervised, topology, write_config
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.launched, pytest.mark.slow]
 def test_a_run_divides_by_measured_costs(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = make_checkpoint("llama", num_hidden_layers=4)
     data = tmp_path / "records.json"
-    data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:8]), encoding="utf-8")
+    write_records(data, 8)
     path = write_config(
         tmp_path / "run.yml",
         model_path=str(model),

@@ -15,7 +15,7 @@ from models.flops import ModelFlops
 from options.planner.utilization import Utilization
 from tests.conftest import ROOT
 from tests.launching import start
-from training.distributed.processes import free_port
+from training.launch.agent import free_port
 from training.metrics.devices import peak_flops
 
 

@@ -17,8 +17,9 @@ from options.streamed_data.stream import StreamLoader
 from options.streamed_data.task import stream_of
 from tests.launching import write_config
 from tests.training.test_data_setup import SMALL, sets
+from training.batches import build_loader
 from training.command_line import inspect
-from training.data_setup import RecordReader, build_loader
+from training.data_setup import RecordReader
 
 
 @pytest.fixture(scope="module")

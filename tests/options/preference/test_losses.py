@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss.lean
-from models.loss.micro_batch import IGNORED
+from models.loss.interface import IGNORED
 from options.preference.losses import LOSSES, MEASURES, UNPAIRED_MEASURES, PairLoss, PreferenceLoss, UnpairedLoss
 from tests.closeness import assert_near
 from tests.models.loss.heads import Bare

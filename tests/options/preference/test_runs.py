@@ -19,7 +19,7 @@ from tests.closeness import assert_near
 from tests.launching import metrics, topology
 from tests.ranks import Ranks, job
 from tests.training.kept_files import flip, parts_of, shift, swap
-from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, losses, steps, weights
+from tests.training.starts import STEPS, TAKEN_UP, TAKEN_UP_AT, evaluations, losses, steps, weights
 from training.checkpoint.folder import BEST, step_folder
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
@@ -111,14 +111,14 @@ def outcomes(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -
 
 
 def describe(name: str, keys: dict[str, Any], model: Path, folder: Path) -> dict[str, Any]:
-    own: dict[str, Any] = {
-        "model_path": str(model),
-        "preference": {"loss": "dpo", "beta": 0.2},
-        "max_steps": STEPS,
-        "save_interval": TAKEN_UP_AT,
-        "eval_share": 0.2,
-        "eval_interval": TAKEN_UP_AT,
-    } | keys
+    own: dict[str, Any] = (
+        TAKEN_UP
+        | {
+            "model_path": str(model),
+            "preference": {"loss": "dpo", "beta": 0.2},
+        }
+        | keys
+    )
     places = {"data_path": "pairs.json", "model_path": str(model), "cache_dir": "cache"} | keys
     own |= {key: str(folder / str(places[key])) for key in ("data_path", "model_path", "cache_dir")}
     if "resume" in keys:

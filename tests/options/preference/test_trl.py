@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from benchmarks.environments import TRL
 from data.chat.prompts import Prompts
 from data.settings import Wanted
-from data.tokenized.dataset import load_dataset
+from data.tokenized.loading import load_dataset
 from models.conversion.to_huggingface import pp_to_hg
 from options.preference.losses import LOSSES, PairLoss
 from options.preference.mismatch import Mismatched

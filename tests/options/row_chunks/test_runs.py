@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import topology
 from tests.models.attention.test_chunks import LATENT
 from tests.ranks import Ranks, job
-from tests.training.starts import STEPS, TAKEN_UP_AT, evaluations, steps, weights
+from tests.training.starts import STEPS, TAKEN_UP, TAKEN_UP_AT, evaluations, steps, weights
 from training.checkpoint.folder import step_folder
 
 pytestmark = [pytest.mark.launched, pytest.mark.slow]
@@ -91,21 +91,16 @@ LATER = {name: pytest.mark.longest for name in CASES if name not in OFTEN}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("row-chunks")
-    records = json.loads(FAQ.read_text(encoding="utf-8"))[:24]
-    (folder / "records.json").write_text(json.dumps(records), encoding="utf-8")
+    write_records(folder / "records.json", 24)
     return folder
 
 
 def describe(name: str, model: Path, folder: Path, kind: str = "pipeline", **keys: Any) -> dict[str, Any]:
     if "resume" in keys:
         keys["resume"] = str(step_folder(folder / keys["resume"], TAKEN_UP_AT))
-    own: dict[str, Any] = {
+    own: dict[str, Any] = TAKEN_UP | {
         "model_path": str(model),
         "model_topo": topology(keys.pop("dims", (1, 1))),
-        "max_steps": STEPS,
-        "save_interval": TAKEN_UP_AT,
-        "eval_share": 0.2,
-        "eval_interval": TAKEN_UP_AT,
         "prompt_format": "plain",
         "packing": "batch",
         "pack_len": 200,

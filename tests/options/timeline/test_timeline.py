@@ -21,7 +21,7 @@ from options.planner.simulation import simulate
 from options.timeline.drawing import draw_timeline, trace
 from options.timeline.recorder import Record
 from options.timeline.session import Figures, add_idle_spans, describe_drawn
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import metrics, supervised, topology, write_config
 from training.schedule.instructions import WORK, Transfer, read_schedule
 from training.schedule.walk import TimeSpan
@@ -198,7 +198,7 @@ def train(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("timeline")
     model = make_checkpoint("llama", hidden_size=192, intermediate_size=512, num_hidden_layers=4, head_dim=48)
     data = folder / "records.json"
-    data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:24]), encoding="utf-8")
+    write_records(data, 24)
 
     def run(name: str, *words: str, script: str = "train_ds.py", **keys: Any) -> Finished:
         keys = {"packing": False, "model_path": str(model), "data_path": str(data)} | keys

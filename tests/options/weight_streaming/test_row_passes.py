@@ -18,7 +18,8 @@ from models.attention import chunks
 from models.attention.packed import Documents, unmarked
 from models.causal_lm import CausalLM
 from models.loading import SeededStates
-from models.loss.micro_batch import micro_batch_loss, supervised_positions
+from models.loss.interface import supervised_positions
+from models.loss.micro_batch import micro_batch_loss
 from options.weight_streaming import row_passes
 from options.weight_streaming.row_passes import Batch, RowPasses, trained_in_chunks
 from tests.models.attention.test_state_in_chunks import small

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import Launch, metrics, start_supervised, steps_done, topology, write_config
 from tests.ranks import Ranks, write_samples
 from tests.training.checkpoint.test_resume import finished, losses, workers
@@ -65,7 +65,7 @@ def test_killed_and_stopped_while_a_thread_writes(
     make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = tmp_path / "records.json"
-    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:30]), encoding="utf-8")
+    write_records(records, 30)
     shared = {
         "model_path": str(make_checkpoint("bloom", hidden_dropout=0.1, attention_dropout=0.1)),
         "data_path": str(records),

@@ -5,7 +5,6 @@ Two ranks pass for hosts (tests/workers/hosts.py); tests/cluster has real ones.
 
 from __future__ import annotations
 
-import json
 import shutil
 import zlib
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from tests.cases import tiered
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import topology
 from tests.ranks import Ranks, job
 from tests.training.checkpoint.test_folder import flip
@@ -152,7 +151,7 @@ Run = Callable[..., dict[str, Any]]
 def run(ranks: Ranks, folder: Path, make_checkpoint: Callable[..., Path]) -> Run:
     """A function that runs a job on the disks of a name, and returns its outcome."""
     records, model = folder / "records.json", make_checkpoint("llama")
-    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+    write_records(records, 16)
 
     def start(name: str, kind: str, keys: dict[str, Any], worker: str = "hosts") -> dict[str, Any]:
         disks = disks_of(folder, name)

@@ -5,7 +5,6 @@ The jobs run one after the other in the same two processes (tests/workers/jobs.p
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from models import load_model
 from models.checkpoint.layout import layer_file
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from tests.closeness import assert_near
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import topology
 from tests.models.helpers import assert_same_bits, random_ids
 from tests.ranks import Ranks, job
@@ -84,8 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(ranks: Ranks, folder: Path, base: Path) -> dict[str, dict[str, Any]]:
-    records = json.loads(FAQ.read_text(encoding="utf-8"))[:24]
-    (folder / "records.json").write_text(json.dumps(records), encoding="utf-8")
+    write_records(folder / "records.json", 24)
     found = ranks.jobs([describe(name, *its, folder, base) for name, its in JOBS.items()], folder)
     as_earlier_versions_did(folder)
     return found | ranks.jobs([describe(name, *its, folder, base) for name, its in LATER.items()], folder)

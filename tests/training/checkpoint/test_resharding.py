@@ -21,7 +21,7 @@ from models.api import read_spec
 from models.errors import CheckpointError
 from models.family import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from tests.cases import tiered
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import OFFLOAD, metrics, topology, write_config
 from tests.ranks import Ranks, write_random_samples
 from tests.workers.topology import SAVED_AT, STEPS
@@ -223,7 +223,7 @@ def test_the_same_topology_resumes_to_the_last_bit(source: str, name: str, folde
 def test_a_run_resumes_on_another_topology(ranks: Ranks, models: dict[str, Path], tmp_path: Path) -> None:
     """One line says what happens, and the next checkpoint is one of the new topology."""
     records = tmp_path / "records.json"
-    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:16]), encoding="utf-8")
+    write_records(records, 16)
     keys: dict[str, Any] = {"model_path": str(models["tied"]), "data_path": str(records), "from_scratch": True}
     keys |= {"n_epoches": 3, "save_interval": 2, "keep_last": 5}
     path = write_config(tmp_path / "run.yml", **keys, model_topo=topology((2, 1)))

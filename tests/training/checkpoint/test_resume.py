@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import (
     Launch,
     metrics,
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("records") / "records.json"
-    path.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:30]), encoding="utf-8")
+    write_records(path, 30)
     return path
 
 

@@ -27,8 +27,8 @@ from training.config.deepspeed_config import check_device, deepspeed_config
 from training.config.deepspeed_keys import BELOW_3, IDLE, ONLY_BELOW_3, REFUSED, describe_ignored_keys
 from training.config.keys import TrainConfig
 from training.config.optimization import Zero
-from training.distributed.processes import free_port
 from training.errors import ConfigError
+from training.launch.agent import free_port
 
 PACKAGES = "common", "data", "models", "options", "training"
 SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
@@ -229,7 +229,8 @@ WRAP = """
 import json, sys
 from torch import nn
 from training.config.keys import TrainConfig
-from training.distributed.processes import ProcessInfo, join
+from training.distributed.joining import join
+from training.distributed.processes import ProcessInfo
 from training.engine.building import wrap_in_engine
 from training.errors import ConfigError
 from datetime import timedelta

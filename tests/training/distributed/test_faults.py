@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from data.tokenized.tokenizer import load_tokenizer
 from tests.cases import tiered
-from tests.conftest import FAQ
+from tests.conftest import FAQ, write_records
 from tests.launching import deepspeed, error_lines, metrics, topology, write_config
 from tests.ranks import Ranks
 from training.distributed.rank_monitor import LEASE
@@ -88,7 +88,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
 ) -> None:
     """One rank can write no more from step 3 of 4 on."""
     monkeypatch.setenv("FAULT", "fills:1:3")
-    (tmp_path / "data.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:32]), encoding="utf-8")
+    write_records(tmp_path / "data.json", 32)
     config = write_config(
         tmp_path / "run.yml",
         model_path=str(model),
@@ -221,7 +221,7 @@ def test_a_loss_scale_that_cannot_fall_is_no_endless_search(
     scale: dict[str, Any], ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """A gradient that overflows is left out while fp16 finds its scale; at the least scale it is a bad step."""
-    (tmp_path / "data.json").write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:8]), encoding="utf-8")
+    write_records(tmp_path / "data.json", 8)
     config = write_config(
         tmp_path / "run.yml",
         model_path=str(make_checkpoint("llama")),

@@ -17,9 +17,10 @@ import torch
 from common import phases
 from tests.launching import topology, torchrun
 from training.config.keys import TrainConfig
-from training.distributed import processes, script
+from training.distributed import joining, script
 from training.distributed.failure_detector import ANSWER, LATE
-from training.distributed.processes import SMALL, LossyStream, ProcessInfo, set_threads
+from training.distributed.joining import SMALL, LossyStream, set_threads
+from training.distributed.processes import ProcessInfo
 from training.errors import ConfigError, RunRefused
 from training.launch.start import SUPERVISOR, launch
 from training.launch.supervisor import JOB
@@ -93,9 +94,9 @@ def test_rank_0_alone_says_that_other_processes_were_started_than_dims_ask_for(
     rank: int, kind: type[Exception]
 ) -> None:
     asked = TrainConfig.model_validate(KEYS | {"model_topo": topology((2, 1))}).model_topo
-    processes.check_number(ProcessInfo(rank, 2, 0, 2), asked)
+    joining.check_number(ProcessInfo(rank, 2, 0, 2), asked)
     with pytest.raises(kind, match=r"\[2, 1\] ask for 2 processes, but 4 were started; expected --num_gpus 2"):
-        processes.check_number(ProcessInfo(rank, 4, 0, 4), asked)
+        joining.check_number(ProcessInfo(rank, 4, 0, 4), asked)
 
 
 @pytest.mark.parametrize("minutes", [0.25, 15, 29, 30, 31, 600])
@@ -107,7 +108,7 @@ def test_a_hang_is_found_before_an_operation_gives_up(minutes: float, monkeypatc
         waits.append(patience)
         raise RunRefused
 
-    monkeypatch.setattr(processes, "join", join)
+    monkeypatch.setattr(joining, "join", join)
     monkeypatch.setattr(phases, "enter", lambda *_, **__: None)
     config = TrainConfig.model_validate(KEYS | {"timeout_minutes": minutes})
     with pytest.raises(RunRefused):
@@ -149,7 +150,8 @@ def test_cores_are_divided_unless_the_user_says_otherwise(
 SHARE = """
 import os, sys, torch
 os.sched_getaffinity = lambda _: range(6)
-from training.distributed.processes import ProcessInfo, set_threads
+from training.distributed.joining import set_threads
+from training.distributed.processes import ProcessInfo
 process = ProcessInfo.from_environment()
 set_threads(process.local_size)
 if process.rank == 0:

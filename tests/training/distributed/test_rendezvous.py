@@ -11,10 +11,11 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from training.distributed.processes import ProcessInfo, free_port
+from training.distributed.processes import ProcessInfo
 from training.distributed.rank_monitor import open_port
 from training.distributed.rendezvous import listen
 from training.errors import ConfigError
+from training.launch.agent import free_port
 
 ALONE = (1, 1)
 TWO_MACHINES = (2, 1)
@@ -23,7 +24,8 @@ STARTED = """
 import os, sys
 from datetime import timedelta
 import psutil, torch
-from training.distributed.processes import ProcessInfo, join
+from training.distributed.joining import join
+from training.distributed.processes import ProcessInfo
 from training.errors import ConfigError
 try:
     join(ProcessInfo.from_environment(), timedelta(minutes=77))

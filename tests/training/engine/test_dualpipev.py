@@ -6,7 +6,6 @@ Its gradients are in test_gradients.py, resuming in tests/training/checkpoint/te
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 from data.loader import Loader
 from data.sample_set import InMemory
 from data.settings import Packing
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import metrics, topology, write_config
 from tests.ranks import Ranks
 from training.config.keys import TrainConfig
@@ -142,7 +141,7 @@ def test_every_batch_has_enough_micro_batches(packing: Packing, size: int, repli
 def test_a_run_with_evaluation_and_export(ranks: Ranks, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Its losses are those of one process, in training and in evaluation; batches of one sample are enough."""
     records = tmp_path / "records.json"
-    records.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:9]), encoding="utf-8")
+    write_records(records, 9)
     keys: dict[str, Any] = {
         "model_path": str(make_checkpoint("llama", tie_word_embeddings=True)),
         "data_path": str(records),

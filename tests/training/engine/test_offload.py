@@ -5,7 +5,6 @@ Slow, because DeepSpeed compiles each of them at the first use, for about a minu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import deepspeed, metrics, topology, write_config
 
 pytestmark = [pytest.mark.launched, pytest.mark.longest]  # test_zero.py has an offload in each run of the tests
@@ -30,7 +29,7 @@ def test_an_offloaded_optimizer_takes_the_same_steps(
     optimizer: str, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     data = tmp_path / "records.json"
-    data.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:24]), encoding="utf-8")
+    write_records(data, 24)
     model = make_checkpoint("llama", tie_word_embeddings=True)
     losses = {}
     for name, keys in (("plain", {}), ("offloaded", OFFLOAD)):

@@ -9,7 +9,7 @@ import torch
 
 from data.loader import Loader
 from data.sample_set import InMemory, Sample
-from models.loss.micro_batch import IGNORED
+from models.loss.interface import IGNORED
 from training.engine import trainer as module
 from training.engine.trainer import PARTS, Timings, prefetch
 

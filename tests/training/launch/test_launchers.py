@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import FAQ
+from tests.conftest import write_records
 from tests.launching import (
     DEEPSPEED,
     IDLE,
@@ -25,8 +24,8 @@ from tests.launching import (
     write_config,
 )
 from training.checkpoint.folder import RECORD, step_folders
-from training.distributed.processes import free_port
 from training.distributed.rank_monitor import LEASE
+from training.launch.agent import free_port
 
 pytestmark = pytest.mark.launched
 
@@ -40,8 +39,7 @@ def config(make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: py
     """Of a run whose rank 0 waits for a file, `go`, in step WAITS_IN."""
     monkeypatch.setenv("FAULT", f"waits:0:{WAITS_IN}")
     monkeypatch.setenv("WAITS_FOR", str(tmp_path / "go"))
-    records = json.loads(FAQ.read_text(encoding="utf-8"))[:SAMPLES]
-    (tmp_path / "data.json").write_text(json.dumps(records), encoding="utf-8")
+    write_records(tmp_path / "data.json", SAMPLES)
     return write_config(
         tmp_path / "run.yml",
         model_path=str(make_checkpoint("llama")),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from training.distributed.processes import ProcessInfo, free_port
+from training.distributed.processes import ProcessInfo
+from training.launch.agent import free_port
 from training.launch.slurm import first_host, tasks_by_host
 
 # As srun of Slurm 22.05 sets them: two tasks on the first host, one on each of the others.
@@ -100,11 +101,11 @@ import os, sys
 from datetime import timedelta
 import torch
 from training import errors
-from training.distributed import processes, rendezvous
+from training.distributed import joining, processes, rendezvous
 rendezvous.PATIENCE, errors.RANK_0_SPEAKS = float(sys.argv[1]), 0
 process = processes.ProcessInfo.from_environment()
 with errors.exit_with_one_line(process.rank):
-    processes.join(process, timedelta(minutes=30), int(sys.argv[2]))
+    joining.join(process, timedelta(minutes=30), int(sys.argv[2]))
     print(process, processes.gather(process.rank), os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 

@@ -23,7 +23,7 @@ from options import load_config
 from options.planner.auto.choices import precision
 from options.planner.auto.search import Machine, Search
 from options.planner.plan import Plan
-from tests.conftest import FAQ
+from tests.conftest import FAQ, write_records
 from tests.launching import DEEPSPEED, error_lines, run, write_config
 from tests.options.planner.auto.helpers import UNTRAINED, auto, outline, texts
 from training.data_setup import RecordReader
@@ -350,7 +350,7 @@ def test_only_train_ds_chooses_and_no_launcher_does(model: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_words_that_follow_the_data_are_overrides_where_there_is_such_a_key(model: Path, tmp_path: Path) -> None:
     odd = tmp_path / "a=b.json"
-    odd.write_text(json.dumps(json.loads(FAQ.read_text(encoding="utf-8"))[:4]), encoding="utf-8")
+    write_records(odd, 4)
     hosts = tmp_path / "hosts"
     hosts.write_text("node1 slots=1\nnode2 slots=1\n", encoding="utf-8")
     words: list[str | Path] = ["--auto", "--model", model, "--save", tmp_path / "run"]

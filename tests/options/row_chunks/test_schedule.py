@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-from training.schedule.chunks import ChunkSchedule
+from options.row_chunks.schedule import ChunkSchedule
 from training.schedule.instructions import WORK, Meaning, read_schedule
 from training.schedule.walk import Program, Simulation, walk
 
