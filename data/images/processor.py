@@ -37,7 +37,8 @@ def load_processor(folder: Path) -> Any:
             options: dict[str, Any] = {"backend": "pil", "local_files_only": True, "trust_remote_code": False}
             made = _for_images(whole).from_pretrained(str(folder), **options)
         if not says_what_stands(whole):
-            raise ValueError(f"transformers' {whole.__name__} does not say which text stands for one image")
+            what = f"transformers' {whole.__name__} does not say which text stands for one image"
+            raise ValueError(f"{what}; expected a model whose processor does")
         if made.image_processor.backend != "pil":  # transformers takes another where it has none
             raise ValueError(f"transformers has {type(made.image_processor).__name__} for torchvision alone")
         return made

@@ -232,6 +232,9 @@ KINDS = {
     ),
 }
 
+UNPLACED = "idefics2"  # whose processor changes the words beside an image
+LIVING = [name for name in KINDS if name not in (UNPLACED, "aya_vision")]  # that model's own decoder is refused
+
 
 def made(name: str, target: Path) -> Any:
     """Write the folder of a small model of a kind, with random weights and two images; return transformers' model."""
