@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.launched, pytest.mark.slow, needs_golden]
 OFTEN = ("gemma4", "smolvlm")
 LATER = {name: [since("5.23")] for name in ("idefics3", "gemma4", "smolvlm")}
 STEPS, SAVED = 4, 2
-LORA = {"lora": {"r": 4, "alpha": 8}, "vision": {"train": "all"}}
+LORA: dict[str, Any] = {"lora": {"r": 4, "alpha": 8}, "vision": {"train": "all"}}
 ROUNDED = 0.03  # of a loss in bf16
 NEW = 8
 
@@ -99,7 +99,7 @@ def keys_of(model: Path) -> dict[str, Any]:
         "max_steps": STEPS,
         "save_interval": SAVED,
         "max_seq_len": 512,
-        "pack_len": 512,  # several samples in a row
+        "pack_len": 1024,  # several samples in a row
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }

@@ -18,10 +18,12 @@ from data.images.pictures import Pictures
 from data.images.processor import load_processor
 from data.tokenized.dataset import load_dataset
 from models import CausalLM
+from models.adapters import Lora, Trained
 from models.api import read_spec
+from models.checkpoint.adapter_settings import adapted_paths
 from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.derived.proof import CPU, gradients_of
-from models.images import seeing
+from models.images import reached, seeing
 from tests.golden_vision import needs_golden
 from tests.models.derived.cases import since
 from tests.options.images.kinds import KINDS, SIZES, UNPLACED, made
@@ -87,3 +89,13 @@ def test_a_processor_that_changes_the_words_beside_an_image_is_refused(tmp_path:
     made(UNPLACED, tmp_path)
     with pytest.raises(DataError, match="Idefics2Processor does not say which text stands for one image; expected"):
         Pictures(tmp_path)
+
+
+def test_positions_and_tokens_of_a_tower_get_no_adapters(tmp_path: Path) -> None:
+    """They have three dimensions, as weights of experts have."""
+    made("internvl", tmp_path)
+    spec = seeing(read_spec(tmp_path))
+    adapted = spec.training(Trained(Lora(r=1, alpha=2, targets="all-linear", beside=reached(spec, "all"))))
+    names = [name for name in adapted.trained_names(0) if name.startswith("eyes.")]
+    assert names and all(name.endswith((".lora_A", ".lora_B")) for name in names)
+    assert adapted_paths(adapted)[1] == []
