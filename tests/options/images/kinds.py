@@ -125,6 +125,7 @@ KINDS = {
         {**LLAMA, "vision_config": TOWER},
         ("Idefics3Processor", {"image_seq_len": 4}),
         ("Idefics3ImageProcessor", {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}),
+        SPLIT_TOKENS,
     ),
     "smolvlm": MadeKind(
         {**LLAMA, "vision_config": TOWER},
