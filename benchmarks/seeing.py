@@ -20,7 +20,9 @@ from rich.console import Console
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
+from data.images.processor import says_what_stands
 from models.api import read_spec
 from models.errors import CheckpointError
 from models.images import seeing
@@ -95,6 +97,7 @@ def verdict(model_type: str) -> SeenKind:
         f"both ways within an image ({', '.join(sees.both_ways)})": sees.both_ways,
         "features behind the first blocks too": sees.deep,
         "its image processor needs torchvision, so records are refused": not has_processor(model_type),
+        "its processor does not say what stands for an image, so records are refused": not says_places(model_type),
     }
     return SeenKind(
         model_type, "; ".join([f"`{'`, `'.join(sees.inputs)}`", *(name for name in traits if traits[name])])
@@ -104,6 +107,12 @@ def verdict(model_type: str) -> SeenKind:
 def has_processor(model_type: str) -> bool:
     """Return whether transformers has an image processor of this kind that needs Pillow alone."""
     return "pil" in IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {"pil": ""})  # some are named in checkpoints alone
+
+
+def says_places(model_type: str) -> bool:
+    """Return whether transformers' processor of this kind says what it writes for an image."""
+    name = PROCESSOR_MAPPING_NAMES.get(model_type)
+    return name is None or says_what_stands(processor_class_from_name(name))  # some are named in checkpoints alone
 
 
 def _reason(line: str, model_type: str) -> str:

@@ -105,7 +105,7 @@ class Trained:
                 if is_end(name):
                     _check_end(part, self.lora, path(name))
                 elif not is_left(name):
-                    _adapt(part, self.lora, path(name)[0])
+                    _adapt(part, self.lora, path(name)[0], has_experts=not is_beside(name))
         for name, weight in module.named_parameters():
             if is_left(name) or not self._trains(name, path(name)):
                 weight.requires_grad_(False)
@@ -281,8 +281,12 @@ def _check_end(module: nn.Module, lora: Lora, paths: list[str]) -> None:
         raise CheckpointError(f"lora.targets: {path}: embedding and head get no adapters; expected {expected}")
 
 
-def _adapt(module: nn.Module, lora: Lora, path: str) -> None:
-    """Add adapters to a module's own weights where `lora` takes them."""
+def _adapt(module: nn.Module, lora: Lora, path: str, has_experts: bool) -> None:
+    """Add adapters to a module's own weights where `lora` takes them.
+
+    Args:
+        has_experts: a tower of images has none: what has three dimensions there are positions, or a token.
+    """
     everything = lora.targets == ALL_LINEAR
     if ends_with(path, lora.modules_to_save):
         return
@@ -294,7 +298,7 @@ def _adapt(module: nn.Module, lora: Lora, path: str) -> None:
         return
 
     for name in expert_weights(module):
-        if lora.experts and (everything or lora.takes(f"{path}.{name}")):
+        if has_experts and lora.experts and (everything or lora.takes(f"{path}.{name}")):
             if lora.dropout:
                 raise CheckpointError(
                     f"lora.dropout: {lora.dropout}, but {path}.{name} is a weight of experts, to which dropout cannot "

@@ -224,7 +224,8 @@ def check_names(trained: ModelSpec) -> None:
     if lora is None:
         for pattern in trained.trained.freeze:
             if not any(re.search(pattern, name) for name in names):
-                raise ConfigError(f"freeze: {pattern!r} matches no weight; expected patterns for {few(names)}")
+                beside = " (vision.train is for what sees images)" if spec.is_part else ""
+                raise ConfigError(f"freeze: {pattern!r} matches no weight; expected patterns for {few(names)}{beside}")
         if not any(trained.trained_names(layer) for layer in layers):
             raise ConfigError("freeze: matches all weights; expected some to train")
         return

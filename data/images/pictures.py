@@ -161,7 +161,12 @@ class Pictures:
         given |= {name: value for name, value in asked.items() if value}
         shortest, longest = (int(given.get(name) or 0) for name in ("shortest_edge", "longest_edge"))
         if shortest > longest:
-            raise DataError(f"vision: at least {shortest:,} and at most {longest:,} pixels; expected no more than that")
+            key, asked_for, other, own = ("max_pixels", longest, "min_pixels", shortest)
+            if most is None:
+                key, asked_for, other, own = ("min_pixels", shortest, "max_pixels", longest)
+            raise DataError(
+                f"vision.{key}: {asked_for:,}, and the processor's {other} is {own:,}; expected both to fit"
+            )
         images.size = type(images.size)(**given)
 
 

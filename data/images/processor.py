@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from data.errors import DataError
 
 IMAGE_TOKEN = ("image_token_id", "image_token_index")  # in config.json: whose places features take
 LEFT_OUT = ("video_processor", "feature_extractor")
+# What a processor wants to be installed for videos alone: the name in its module.
+OF_VIDEOS = {"SmolVLMProcessor": "num2words"}
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")  # as transformers looks
 
 
@@ -28,8 +32,13 @@ def load_processor(folder: Path) -> Any:
         DataError: there is none, or none that this transformers makes of images and text.
     """
     try:
-        kind = _class_of(_class_name(folder))
-        made = kind.from_pretrained(str(folder), backend="pil", local_files_only=True, trust_remote_code=False)
+        whole = _whole_class(_class_name(folder))
+        with _without_videos(whole):
+            options: dict[str, Any] = {"backend": "pil", "local_files_only": True, "trust_remote_code": False}
+            made = _for_images(whole).from_pretrained(str(folder), **options)
+        if not says_what_stands(whole):
+            what = f"transformers' {whole.__name__} does not say which text stands for one image"
+            raise ValueError(f"{what}; expected a model whose processor does")
         if made.image_processor.backend != "pil":  # transformers takes another where it has none
             raise ValueError(f"transformers has {type(made.image_processor).__name__} for torchvision alone")
         return made
@@ -76,14 +85,26 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _class_of(name: str) -> Any:
-    """Return transformers' class of this name without its parts for videos and sound."""
-    from transformers.models.auto.processing_auto import processor_class_from_name
+def says_what_stands(kind: Any) -> bool:
+    """Return whether a processor says what it writes for one image, whatever the words beside it are."""
     from transformers.processing_utils import ProcessorMixin
+
+    return kind.replace_image_token is not ProcessorMixin.replace_image_token
+
+
+def _whole_class(name: str) -> Any:
+    """Return transformers' class of this name."""
+    from transformers.models.auto.processing_auto import processor_class_from_name
 
     whole = _pixtral() if name == "PixtralProcessor" else processor_class_from_name(name)
     if whole is None:
         raise ValueError(f"transformers knows no {name}")
+    return whole
+
+
+def _for_images(whole: Any) -> Any:
+    """Return a processor's class without its parts for videos and sound."""
+    from transformers.processing_utils import ProcessorMixin
 
     every = whole.get_attributes()
     used = [part for part in every if part not in LEFT_OUT]
@@ -100,7 +121,21 @@ def _class_of(name: str) -> Any:
         return [loaded.get(part) for part in every]  # in the places where the processor takes them
 
     own = {"get_attributes": classmethod(lambda cls: used), "_get_arguments_from_pretrained": classmethod(load)}
-    return type(name, (whole, Used), own)
+    return type(whole.__name__, (whole, Used), own)
+
+
+@contextmanager
+def _without_videos(whole: Any) -> Iterator[None]:
+    """Let a processor be made without what it wants for videos alone, of which it only asks whether it is there."""
+    module, name = sys.modules[whole.__module__], OF_VIDEOS.get(whole.__name__, "")
+    if getattr(module, name, True):  # nothing is wanted, or it is there
+        yield
+        return
+    setattr(module, name, whole)
+    try:
+        yield
+    finally:
+        setattr(module, name, None)
 
 
 def _pixtral() -> Any:

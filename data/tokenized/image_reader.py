@@ -57,8 +57,13 @@ class ImageReader:
         if isinstance(source, bytes):
             image = self.pictures.look(source, self._keep)
             return image._replace(path=f"{OF_CACHE}{Path(image.path).relative_to(self._keep.absolute())}")
-        image = self.pictures.look(Path(os.path.abspath(folder / source)), self._keep)
-        return image._replace(path=source)
+        path = Path(os.path.abspath(folder / source))
+        try:
+            return self.pictures.look(path, self._keep)._replace(path=source)
+        except DataError:
+            if path.exists() or Path(source).is_absolute():
+                raise
+            raise DataError(f"{path}: no such file; expected a path from the folder of the records") from None
 
     def _opened(self) -> Pictures:
         if self._token is None:

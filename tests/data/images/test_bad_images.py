@@ -135,3 +135,8 @@ def test_a_model_that_sees_no_images_is_one_line_however_many_records_have_some(
         load_seen([TEXT, one(A), one(A)], tokenizer=model, on_bad_record=on_bad_record)
     assert line in str(caught.value) and "records.json: record 2: " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_path_from_another_folder_is_told_from_where_paths_begin(load_seen: LoadSeen) -> None:
+    with pytest.raises(DataError, match=r"record 1: image 1: /.*/else/a.png: no such file; expected a path from the f"):
+        load_seen([one("else/a.png")])

@@ -157,7 +157,8 @@ def test_images_are_resized_as_asked(
         ("llava", (None, 800), "vision.max_pixels: CLIPImageProcessor resizes to what its own settings say"),
         ("gemma3", (800, None), "vision.min_pixels: Gemma3ImageProcessor resizes to what its own settings say"),
         ("mistral3", (800, None), "vision.min_pixels: PixtralImageProcessor resizes to what its own settings say"),
-        ("qwen2_5_vl", (10_000, None), "vision: at least 10,000 and at most 2,048 pixels; expected no more than that"),
+        ("qwen2_5_vl", (10_000, None), "vision.min_pixels: 10,000, and the processor's max_pixels is 2,048; expected"),
+        ("qwen2_5_vl", (None, 10), "vision.max_pixels: 10, and the processor's min_pixels is "),
     ],
 )
 def test_other_sizes_than_a_model_takes_are_refused(

@@ -14,6 +14,7 @@ from options import RunConfig
 from options.images.model import seeing_model
 from tests.launching import topology
 from training.errors import ConfigError
+from training.trained import with_trained
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,11 @@ def test_contradictions_of_its_keys() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             config(**keys)
+
+
+def test_freeze_is_not_for_the_tower(shared: Path) -> None:
+    folder = shared / "golden" / "vision" / "llava-tiny"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is absent")
+    with pytest.raises(ConfigError, match=r"'vision' matches no weight; .* .vision.train is for what sees images"):
+        with_trained(read_spec(folder), config(freeze=["vision"]))

@@ -18,21 +18,23 @@ from data.images.pictures import Pictures
 from data.images.processor import load_processor
 from data.tokenized.loading import load_dataset
 from models import CausalLM
+from models.adapters import Lora, Trained
 from models.api import read_spec
+from models.checkpoint.adapter_settings import adapted_paths
 from models.checkpoint.source import HuggingFaceSource, same_bytes
 from models.derived.proof import CPU, gradients_of
-from models.images import seeing
+from models.images import reached, seeing
 from tests.golden_vision import needs_golden
 from tests.models.derived.cases import since
-from tests.options.images.kinds import KINDS, SIZES, made
+from tests.options.images.kinds import KINDS, SIZES, UNPLACED, made
 
 pytestmark = needs_golden
 BOUND = 2e-5  # of the largest number
 # Older releases of transformers import torchvision with their processors.
-LATER = dict.fromkeys(("idefics3", "gemma4"), since("5.23"))
+LATER = dict.fromkeys(("idefics3", "smolvlm", "gemma4"), since("5.23"))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LATER.get(name, ())) for name in KINDS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LATER.get(name, ())) for name in KINDS if name != UNPLACED])
 def test_a_record_is_seen_as_transformers_sees_it(name: str, tmp_path: Path) -> None:
     """Its ids, logits, loss and every gradient, of several images where the model takes them; weights bit for bit."""
     whole, kind = made(name, tmp_path), KINDS[name]
@@ -81,3 +83,19 @@ def test_several_images_that_a_model_sees_otherwise_than_each_alone_are_refused(
     (tmp_path / "records.json").write_text(json.dumps([{"images": ["0.png", "1.png"], "conversations": turns}]))
     with pytest.raises(DataError, match="2, which the model's processor cuts up otherwise than each alone; expected 1"):
         load_dataset(str(tmp_path / "records.json"), tmp_path, 512, "chat_template", cache_dir=tmp_path / "cache")
+
+
+def test_a_processor_that_changes_the_words_beside_an_image_is_refused(tmp_path: Path) -> None:
+    made(UNPLACED, tmp_path)
+    with pytest.raises(DataError, match="Idefics2Processor does not say which text stands for one image; expected"):
+        Pictures(tmp_path)
+
+
+def test_positions_and_tokens_of_a_tower_get_no_adapters(tmp_path: Path) -> None:
+    """They have three dimensions, as weights of experts have."""
+    made("internvl", tmp_path)
+    spec = seeing(read_spec(tmp_path))
+    adapted = spec.training(Trained(Lora(r=1, alpha=2, targets="all-linear", beside=reached(spec, "all"))))
+    names = [name for name in adapted.trained_names(0) if name.startswith("eyes.")]
+    assert names and all(name.endswith((".lora_A", ".lora_B")) for name in names)
+    assert adapted_paths(adapted)[1] == []
