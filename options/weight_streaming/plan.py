@@ -20,16 +20,15 @@ weights cost each other, and what comes before attention in the other chunks, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import ceil
 from operator import attrgetter
-from pathlib import Path
 
-from common.quantities import counted, duration, gigabytes
-from options.planner.costs import CASTS_EAGER, FP32_SUM, HOST, layer_times, share_of_product
+from common.quantities import gigabytes
+from options.planner.costs import CASTS_EAGER, FP32_SUM, layer_times, share_of_product
 from options.planner.inputs import Basis, layer_kinds
 from options.planner.memory import FP8_EAGER, MemoryModel, beside_weights
 from options.planner.partition import best_split
@@ -39,14 +38,14 @@ from options.planner.row_chunks import chunk_of
 from options.planner.row_chunks import cut as cut_rows
 from options.planner.saved import carried_numbers
 from options.weight_streaming.products import last_product, worth_keeping
-from options.weight_streaming.schedule import WEIGHT_STREAMING, Slot, Slots, Streamed, StreamedDivision, simulate_turns
+from options.weight_streaming.schedule import WEIGHT_STREAMING, Slot, Slots, StreamedDivision, simulate_turns
+from options.weight_streaming.streamed_plan import TOTAL_HOST, StreamedPlan, describe_turns, least
 from training.config.deepspeed_config import training_dtype
 from training.config.optimization import OptimizerOffload
 from training.metrics.devices import HOST_LINK
 from training.topology import layer_ranges
 
 MOST_BLOCKS = 4
-ALIKE = 0.99  # of the time of a step, from which on plans count as equally fast
 MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
 LONGER = 1.5  # times a block's backward slot that a slot of the head may take: the next half of it gains 1 %
 OF_HEADS = 1 / 4  # of the host's memory beside weights, sums and states, that sums of further slots may take
@@ -60,72 +59,6 @@ ADDING = 3  # times that adding up the heads' sums moves them
 SUM = 4  # bytes of a gradient's sum in main memory; of one of a key or a value on a device
 OF_COPIES, OF_KEPT = "weights of a turn in 8 bits", "kept products"
 OF_ROWS, OF_OPTIMIZER = "hidden states of whole rows", "optimizer states, and what makes the weights fp32"
-TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
-
-
-@dataclass(frozen=True)
-class StreamedPlan:
-    """A step with these slots.
-
-    Attributes:
-        turns: of a round.
-        of_device: most bytes of a GPU, by what holds them.
-        of_host: bytes of main memory, likewise.
-    """
-
-    basis: Basis
-    gpus: int
-    slots: Slots
-    turns: Sequence[Slot]
-    step: Streamed
-    of_device: Mapping[str, int]
-    of_host: Mapping[str, int]
-
-    @property
-    def seconds(self) -> float:
-        """Return the time of a step; main memory carries all that crosses links."""
-        return max(self.step.seconds, self.step.moved / TOTAL_HOST)
-
-    @property
-    def peak(self) -> int:
-        return sum(self.of_device.values())
-
-    @property
-    def host(self) -> int:
-        return sum(self.of_host.values())
-
-    @property
-    def fits(self) -> bool:
-        return self.fits_device and (self.basis.main_memory is None or self.host <= self.basis.main_memory)
-
-    @property
-    def fits_device(self) -> bool:
-        return not self.basis.device.memory or self.peak <= self.basis.device.memory
-
-    @property
-    def bubble(self) -> float:
-        return 1 - self.step.work / (self.gpus * self.seconds)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.basis.workload.tokens / self.seconds
-
-    def describe(self) -> list[str]:
-        """Say in lines what a step takes."""
-        device, known = self.basis.device, []
-        if device.known:
-            known = [f"{duration(self.seconds)} a step, {self.tokens_per_s:,.0f} tokens/s"]
-        limit = f" of {gigabytes(device.memory)}" if device.memory else ""
-        memory = f"at most {gigabytes(self.peak)}{limit} on a device, {gigabytes(self.host)} of main memory"
-        line = f"weight streaming: {', '.join([*known, f'bubble {self.bubble:.1%}', memory])}"
-        unknown = "kept of a block: its input alone, as the host's memory is not known; --host-memory names it"
-        return [line, *describe_turns(self.slots), *([unknown] if self.basis.main_memory is None else [])]
-
-    def draw(self, path: Path) -> Path:
-        """Draw memory by part, and the time of each turn, as a PNG."""
-        from options.weight_streaming.drawing import draw_streamed
-
-        return draw_streamed(self, path)
 
 
 class Streaming:
@@ -328,12 +261,6 @@ class Streaming:
         }
 
 
-def least(plans: Sequence[StreamedPlan]) -> StreamedPlan | None:
-    """Return, of the fastest plans, the one that takes the least memory of the host."""
-    within = min((plan.seconds for plan in plans), default=0.0) / ALIKE
-    return min((plan for plan in plans if plan.seconds <= within), key=attrgetter("host"), default=None)
-
-
 def passes(basis: Basis) -> tuple[list[float], list[float]]:
     """Return seconds of a forward pass through each layer, and of a backward pass with all but a last product again."""
     spared = {0: 0.0, basis.spec.n_layers - 1: 0.0}  # which part of a forward pass is left out, by kind of layer
@@ -362,21 +289,6 @@ def divide(basis: Basis) -> StreamedDivision:
     # Who loads and saves which layers: each about as many weights.
     parts = config.parts_for(basis.spec.n_layers) or cut(basis.trained, config.chunks)
     return StreamedDivision(config.topology(parts), report=(*report, *describe_turns(slots)), slots=slots)
-
-
-def describe_turns(slots: Slots) -> list[str]:
-    """Say, in a line for the log, how many layers a turn has."""
-    forward, backward = map(_turns_of, (slots.forward, slots.backward))
-    kept = f" but for {counted(slots.kept, 'product')} of each block, kept in host memory" if slots.kept else ""
-    again = f"all recompute{kept}"
-    micro_batches, head = counted(slots.a_round, "micro-batch"), counted(slots.heads, "turn")
-    return [f"turns: {micro_batches} through {forward} forward, {head} of the head, {backward} backward; {again}"]
-
-
-def _turns_of(layers: Sequence[int]) -> str:
-    fewest, most = min(layers), max(layers)
-    sizes = counted(most, "layer") if fewest == most else f"{fewest} to {most} layers"
-    return f"{counted(len(layers), 'turn')} of {sizes}"
 
 
 def cut(costs: Sequence[float], slots: int) -> list[int]:
