@@ -153,9 +153,9 @@ class Streaming:
         """Yield a plan with so many products of each block kept in host memory, if there are any and they fit."""
         size, memory = max(sum(each[0] for each in layer[:count]) for layer in self._products), plan.basis.main_memory
         slots = replace(plan.slots, kept=count)
-        host = plan.of_host | {OF_KEPT: int(slots.a_round * (self.head - 1) * size)}
+        host = {**plan.of_host, OF_KEPT: int(slots.a_round * (self.head - 1) * size)}
         # Of one block they are there, and those of another come or leave.
-        device = plan.of_device | {f"{OF_KEPT} of two blocks": int(2 * size)}
+        device = {**plan.of_device, f"{OF_KEPT} of two blocks": int(2 * size)}
         kept = replace(plan, slots=slots, of_host=host, of_device=device)
         if not size or memory is None or kept.host > OF_MAIN_MEMORY * memory or not kept.fits:
             return

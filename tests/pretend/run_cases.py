@@ -39,6 +39,7 @@ from options import RunConfig
 from options.demo.generation import Sampling, generate
 from options.planner.feedback import StageClock
 from options.planner.planning import divide
+from options.planner.row_chunks import chunk_of
 from options.weight_streaming.schedule import StreamedDivision
 from tests.pretend import kernels, planted
 from tests.pretend.cuda import Event, Stream
@@ -92,7 +93,7 @@ def taken(watch: Watch) -> list[Any]:
     return notes
 
 
-def train(config: RunConfig, case: Case, found: Callable[[], list[Any]]) -> Phases:
+def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Phases:
     folder = Path(config.model_path)
     loader, spec = loader_of(config), with_trained(read_spec(folder), config)
     streaming = config.weights_on_host
@@ -100,7 +101,7 @@ def train(config: RunConfig, case: Case, found: Callable[[], list[Any]]) -> Phas
     if case["kernel"]:
         spec.set_attention(case["kernel"])
     division = divide(config, spec, kind.in_stages)
-    if isinstance(division, StreamedDivision) and not config.row_chunk:
+    if isinstance(division, StreamedDivision) and not chunk_of(config):
         division = replace(division, slots=replace(division.slots, kept=2))
     trainer = kind.build(config, spec, folder, division)
     batch = loader.batch(0)

@@ -78,7 +78,7 @@ def races(monkeypatch: pytest.MonkeyPatch) -> Races:
 def room() -> Places:
     places = object.__new__(Places)
     vars(places).update(_size=64, _memory=bytearray(64 * MICRO_BATCHES))
-    torch.frombuffer(places._memory, dtype=torch.float32).fill_(1)  # type: ignore[arg-type]
+    torch.frombuffer(places._memory, dtype=torch.float32).fill_(1)
     return places
 
 
