@@ -13,7 +13,6 @@ from options.weight_streaming.plan import KEPT_GAINS, MOST_KEPT, OF_KEPT, OF_MAI
 from options.weight_streaming.streamed_plan import StreamedPlan
 from tests.options.planner.helpers import basis_of, config_of, llama
 from tests.options.weight_streaming.test_plan import KEYS
-from training.metrics.devices import HOST_LINK
 
 TERABYTE, BLOCKS = 10**12, 4
 FAST = {"use_flash_attn": True, "compile": True, "train_batch_size": 16}
