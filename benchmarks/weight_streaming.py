@@ -161,7 +161,7 @@ def kept() -> Iterator[list[str]]:
         streaming = Streaming(chosen.basis, gpus)
         fitting, plain = [plan for plan in streaming.plans if plan.fits], math.inf
         for count in range(MOST_KEPT + 1):
-            best = least([plan for each in fitting for plan in streaming.keeping(each, count)] if count else fitting)
+            best = least(list(streaming.keeping(fitting, count)) if count else fitting)
             if best is None:
                 continue
             plain = plain if count else best.seconds

@@ -20,7 +20,7 @@ weights cost each other, and what comes before attention in the other chunks, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -144,24 +144,32 @@ class Streaming:
         found, within = least(fitting), NEAR * min((plan.seconds for plan in fitting), default=0.0)
         near = [plan for plan in fitting if plan.seconds <= within]
         for count in range(1, 1 + MOST_KEPT):
-            keeping = least([plan for each in near for plan in self.keeping(each, count)])
+            keeping = least(list(self.keeping(near, count)))
             if found and keeping and keeping.seconds * KEPT_GAINS <= found.seconds:
                 found = keeping
         return found
 
-    def keeping(self, plan: StreamedPlan, count: int) -> Iterator[StreamedPlan]:
-        """Yield a plan with so many products of each block kept in host memory, if there are any and they fit."""
-        size, memory = max(sum(each[0] for each in layer[:count]) for layer in self._products), plan.basis.main_memory
-        slots = replace(plan.slots, kept=count)
-        host = {**plan.of_host, OF_KEPT: int(slots.a_round * (self.head - 1) * size)}
-        # Of one block they are there, and those of another come or leave.
-        device = {**plan.of_device, f"{OF_KEPT} of two blocks": int(2 * size)}
-        kept = replace(plan, slots=slots, of_host=host, of_device=device)
-        if not size or memory is None or kept.host > OF_MAIN_MEMORY * memory or not kept.fits:
-            return
-        turns = self.slots(slots.forward, slots.backward, count)
-        step = simulate_turns(turns, self.gpus, self.basis.micro_batches, slots.a_round, HOST_LINK)
-        yield replace(kept, turns=turns, step=step)
+    def keeping(self, plans: Iterable[StreamedPlan], count: int) -> Iterator[StreamedPlan]:
+        """Yield these plans with so many products of each block kept in host memory, if there are any and they fit."""
+        size, memory = max(self._of_products(count)[0]), self.basis.main_memory
+        for plan in plans if size and memory is not None else ():
+            slots = replace(plan.slots, kept=count)
+            host = {**plan.of_host, OF_KEPT: int(slots.a_round * (self.head - 1) * size)}
+            # Of one block they are there, and those of another come or leave.
+            device = {**plan.of_device, f"{OF_KEPT} of two blocks": int(2 * size)}
+            kept = replace(plan, slots=slots, of_host=host, of_device=device)
+            if kept.fits and kept.host <= OF_MAIN_MEMORY * (memory or 0):
+                turns = self.slots(slots.forward, slots.backward, count)
+                step = simulate_turns(turns, self.gpus, self.basis.micro_batches, slots.a_round, HOST_LINK)
+                yield replace(kept, turns=turns, step=step)
+
+    def _of_products(self, count: int) -> tuple[list[float], list[float]]:
+        """Return, by layer, the bytes of so many products of a micro-batch and the seconds to compute them."""
+        sizes, seconds = [], []
+        for layer in self._products:
+            sizes.append(sum(size for size, _ in layer[:count]))
+            seconds.append(sum(time for _, time in layer[:count]))
+        return sizes, seconds
 
     def smallest(self) -> StreamedPlan | None:
         """Return the plan that takes the least memory: of the host where it fits a device, else of that."""
@@ -213,8 +221,7 @@ class Streaming:
 
     def slots(self, forward: Sequence[int], backward: Sequence[int], kept: int = 0) -> list[Slot]:
         """Return a round's slots, with so many products of each block kept."""
-        sizes = [sum(each[0] for each in layer[:kept]) for layer in self._products]
-        spared = [sum(each[1] for each in layer[:kept]) for layer in self._products]
+        sizes, spared = self._of_products(kept)
         made = [
             Slot(
                 sum(self.forward[begin:end]),

@@ -63,7 +63,7 @@ def test_each_product_more_needs_room_and_a_gain(tmp_path: Path) -> None:
     assert not tight.slots.kept and tight.fits, "what is not needed leaves a host a tenth of its memory"
     streaming = Streaming(basis_with(tmp_path, TERABYTE), 2)
     base = streaming.plans[0]
-    sizes = [next(streaming.keeping(base, count)).host - base.host for count in range(1, MOST_KEPT + 1)]
+    sizes = [next(streaming.keeping([base], count)).host - base.host for count in range(1, MOST_KEPT + 1)]
     assert sizes == [count * base.slots.a_round * BLOCKS * PRODUCT for count in (1, 2)]
 
 
@@ -79,6 +79,6 @@ def test_the_log_says_what_is_kept(tmp_path: Path) -> None:
 def test_chunks_keep_nothing_and_adapters_and_fp8_what_pays(keys: dict[str, Any], tmp_path: Path) -> None:
     basis = basis_with(tmp_path, TERABYTE, **keys)
     streaming = Streaming(basis, 2)
-    with_one = [plan for base in streaming.plans for plan in streaming.keeping(base, 1)]
+    with_one = list(streaming.keeping(streaming.plans, 1))
     assert bool(with_one) == ("row_chunk" not in keys)
     assert streaming.best()
