@@ -13,15 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.roofline import SHAPES, Run
-from common.quantities import GIGA
-from options.planner.costs import Roofline, in_fp8
+from common.quantities import GIGA, counted
 from options.planner.inputs import Workload
-from options.planner.layer_costs import product
 from options.planner.micro_batch import ROWS, choose_rows
 from options.planner.plan import Plan
-from options.weight_streaming.plan import StreamedPlan, Streaming, least, passes
+from options.weight_streaming.plan import MOST_KEPT, Streaming
 from options.weight_streaming.schedule import Slot, simulate_turns
-from training.config.precision import training_dtype
+from options.weight_streaming.streamed_plan import StreamedPlan, least
 from training.metrics.devices import HOST_LINK
 
 DEVICE = "RTX4090"
@@ -38,17 +36,20 @@ STREAMED = KEYS | {"schedule": "weight_streaming", ROWS: "auto"}
 FP8: dict[str, Any] = {"fp8": {"enabled": True}}
 STATES: dict[str, Any] = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
 # Model, its shape, GPUs, keys, what is named of them, GB of a host, and llmq's tokens/s (benchmarks/4090x4.md there).
-PEER_COLUMNS = ["model", DEVICE, "", "rows", "slots", "memory, GB", "host, GB"]
-PEERS: tuple[tuple[str, str, int, dict[str, Any], str, float | None, int], ...] = (
-    ("Qwen2.5-7B", "qwen2-7b", 4, {}, "bf16", None, 10_897),
-    ("Qwen2.5-7B", "qwen2-7b", 4, FP8, "fp8", None, 16_487),
-    ("Qwen2.5-7B", "qwen2-7b", 1, {}, "bf16", None, 2_777),
-    ("Qwen2.5-7B", "qwen2-7b", 1, FP8, "fp8", None, 4_328),
-    ("Qwen2.5-32B", "qwen2.5-32b", 4, {}, "bf16", None, 2_208),
-    ("Qwen2.5-32B", "qwen2.5-32b", 4, STATES, "bf16, bf16 states", None, 2_208),
+PEER_COLUMNS = ["model", DEVICE, "", "rows", "slots", "kept", "memory, GB", "host, GB"]
+PEERS: tuple[tuple[str, str, int, dict[str, Any], str, float, int], ...] = (
+    ("Qwen2.5-7B", "qwen2-7b", 4, {}, "bf16", 500, 10_897),
+    ("Qwen2.5-7B", "qwen2-7b", 4, FP8, "fp8", 500, 16_487),
+    ("Qwen2.5-7B", "qwen2-7b", 1, {}, "bf16", 500, 2_777),
+    ("Qwen2.5-7B", "qwen2-7b", 1, FP8, "fp8", 500, 4_328),
+    ("Qwen2.5-32B", "qwen2.5-32b", 4, {}, "bf16", 1000, 2_208),
+    ("Qwen2.5-32B", "qwen2.5-32b", 4, STATES, "bf16, bf16 states", 1000, 2_208),
+    ("Qwen2.5-32B", "qwen2.5-32b", 4, STATES, "bf16, bf16 states", 500, 2_208),
     ("Qwen2.5-32B", "qwen2.5-32b", 4, STATES, "bf16, bf16 states", 400, 2_208),
     ("Qwen2.5-32B", "qwen2.5-32b", 4, STATES | FP8, "fp8, bf16 states", 500, 3_395),
 )
+
+ROOMY = 6  # of these have a host with room for kept products
 
 
 def main() -> None:
@@ -101,18 +102,18 @@ def peers() -> Iterator[list[str]]:
     yield [*PEER_COLUMNS, "bubble", "tokens/s", "no bubble", "NVIDIA's rates", "llmq"]
     for name, shape, gpus, keys, said, host, published in PEERS:
         plan = fastest(shape, gpus, keys, host)
-        named = f"{said}, a host of {host:.0f} GB" if host else said
         memory, rows = f"{plan.peak / GIGA:.1f}", str(plan.basis.config.micro_batch_size)
         bound = plan.basis.workload.tokens * gpus / plan.step.work
         speeds = [f"{each:,.0f}" for each in (plan.tokens_per_s, bound, at_best(plan), published)]
         yield [
             name,
             str(gpus),
-            named,
+            said,
             rows,
             slots_of(plan),
+            str(plan.slots.kept),
             memory,
-            f"{plan.host / GIGA:.0f}",
+            f"{plan.host / GIGA:.0f} of {host:.0f}",
             f"{plan.bubble:.1%}",
             *speeds,
         ]
@@ -130,18 +131,20 @@ def at_best(plan: StreamedPlan) -> float:
         launch=0.0,
         cores=1,
     )
-    forward, backward = passes(replace(plan.basis.changed(offload_gradients=False), device=ideal))
-    return plan.basis.workload.tokens * plan.gpus / plan.basis.micro_batches / (sum(forward) + sum(backward))
+    streaming, slots = Streaming(replace(plan.basis, device=ideal), plan.gpus), plan.slots
+    turns = streaming.slots(slots.forward, slots.backward, slots.kept)
+    seconds = sum(turn.seconds / turn.share[1] for turn in turns)
+    return plan.basis.workload.tokens * plan.gpus / plan.basis.micro_batches / seconds
 
 
-def fastest(shape: str, gpus: int, keys: dict[str, Any], host: float | None) -> StreamedPlan:
+def fastest(shape: str, gpus: int, keys: dict[str, Any], host: float) -> StreamedPlan:
     """Plan rows of 1,024 tokens, 512 a step, in micro-batches that the planner chooses.
 
     Args:
         host: gigabytes of main memory.
     """
     basis = Run(SHAPES[shape], DEVICE, (gpus, 1), 512, 1024, STREAMED | keys).basis()
-    memory = int(host * GIGA) if host else None
+    memory = int(host * GIGA)
     rows, _ = choose_rows(basis.config, basis.spec, basis.device, Workload.assumed, True, memory)
     config = basis.config.model_copy(update={ROWS: rows})
     found = replace(basis, config=config, workload=Workload.assumed(config), main_memory=memory)
@@ -151,48 +154,21 @@ def fastest(shape: str, gpus: int, keys: dict[str, Any], host: float | None) -> 
 
 
 def kept() -> Iterator[list[str]]:
-    """Yield rows of what it gains to keep more than blocks' inputs in host memory, as far as the bus is free for it."""
-    yield ["model", DEVICE, "", "kept of a block", "host, GB", "bubble", "tokens/s", ""]
-    for name, shape, gpus, keys, said, host, _ in PEERS:
-        if host or (gpus == 1 and keys):
-            continue
-        plan = fastest(shape, gpus, keys, host)
-        every = Streaming(plan.basis, gpus).plans
-        for what, numbers, seconds in parts_of(plan):
-            found = [each for each in (keeping(other, numbers, seconds) for other in every) if each.fits]
-            best = least(found)
-            assert best is not None
-            speed = [f"{best.bubble:.1%}", f"{best.tokens_per_s:,.0f}", f"{plan.seconds / best.seconds - 1:+.1%}"]
-            yield [name, str(gpus), said, what, f"{best.host / GIGA:.0f}", *speed]
-
-
-def parts_of(plan: StreamedPlan) -> Iterator[tuple[str, int, float]]:
-    """Yield what may be kept of a block: its name, its numbers of a micro-batch, and seconds to compute it again."""
-    basis, config = plan.basis, plan.basis.spec.config
-    tokens, hidden = round(basis.share.micro_tokens), config.hidden_size
-    dtype = training_dtype(basis.config)
-    first = product(tokens, hidden, config.intermediate_size, dtype.itemsize, dtype.itemsize)
-    work = list(in_fp8([first], True))[-1:] if basis.in_fp8 else [first]
-    seconds = Roofline(basis.device, dtype, 1, 1).pass_of(work).total
-    yield "its input", 0, 0.0
-    yield "and one product of the MLP", tokens * config.intermediate_size, seconds
-    yield "and both", 2 * tokens * config.intermediate_size, 2 * seconds
-
-
-def keeping(plan: StreamedPlan, numbers: int, seconds: float) -> StreamedPlan:
-    """Plan it with more kept of each block, which goes to host memory and back beside the computing."""
-    size = numbers * training_dtype(plan.basis.config).itemsize
-    forward, backward = plan.slots.forward, plan.slots.backward
-    blocks = [[forward[0] - 1, *forward[1:]], [*backward[:0:-1], backward[0] - 1]]  # without the embedding
-    turns, head = list(plan.turns), plan.slots.heads
-    for number, count in enumerate(blocks[0]):
-        turns[number] = replace(turns[number], leaves=turns[number].leaves + count * size)
-    for number, count in enumerate(blocks[1], len(forward) + head):
-        turn = turns[number]
-        turns[number] = replace(turn, enters=turn.enters + count * size, seconds=turn.seconds - count * seconds)
-    host = {**plan.of_host, "kept": sum(blocks[0]) * size * plan.slots.a_round}
-    device = {**plan.of_device, "on their way": 2 * size}
-    return simulated(replace(plan, turns=turns, of_host=host, of_device=device))
+    """Yield rows of the fastest plans with each number of kept products, of which the planner chooses one."""
+    yield ["model", DEVICE, "", "kept of a block", "host, GB", "bubble", "tokens/s", "", "chosen"]
+    for name, shape, gpus, keys, said, host, _ in PEERS[:ROOMY]:
+        chosen = fastest(shape, gpus, keys, host)
+        streaming = Streaming(chosen.basis, gpus)
+        fitting, plain = [plan for plan in streaming.plans if plan.fits], math.inf
+        for count in range(MOST_KEPT + 1):
+            best = least(list(streaming.keeping(fitting, count)) if count else fitting)
+            if best is None:
+                continue
+            plain = plain if count else best.seconds
+            speed = [f"{best.bubble:.1%}", f"{best.tokens_per_s:,.0f}", f"{plain / best.seconds - 1:+.1%}"]
+            memory, mark = f"{best.host / GIGA:.0f} of {host:.0f}", "x" if count == chosen.slots.kept else ""
+            what = "and " + counted(count, "product") if count else "its input"
+            yield [name, str(gpus), said, what, memory, *speed, mark]
 
 
 def simulated(plan: StreamedPlan) -> StreamedPlan:

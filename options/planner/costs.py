@@ -297,13 +297,17 @@ def _layer_work(basis: Basis, layer: int, dtype: torch.dtype, device: Device) ->
     return LayerWork(*(tuple(in_fp8(each, compiled, rounded)) for each in (found.forward, found.backward)))
 
 
-def share_of_last_product(basis: Basis, layer: int) -> float:
-    """Return which part of a block's forward pass its last product takes."""
+def share_of_product(basis: Basis, layer: int, sizes: tuple[int, int] | None = None) -> float:
+    """Return which part of a block's forward pass a product takes.
+
+    Args:
+        sizes: numbers of a token that it takes and makes; without, it is the block's last product.
+    """
     device, dtype = basis.device, training_dtype(basis.config)
     roofline = _roofline(basis, layer, dtype, device)
     work = _layer_work(basis, layer, dtype, device).forward
-    last = [each for each in work if each.kind == "products"][-1]
-    return roofline.seconds(last) / roofline.pass_of(work).total
+    products = [each for each in work if each.kind == "products" and sizes in (None, (each.inner, each.shape[2]))]
+    return roofline.seconds(products[-1]) / roofline.pass_of(work).total
 
 
 def in_fp8(operations: Iterable[Operation], compiled: bool, rounded: bool = False) -> Iterator[Operation]:
@@ -317,7 +321,7 @@ def in_fp8(operations: Iterable[Operation], compiled: bool, rounded: bool = Fals
         if operation.kind != "products" or at_a_time > 1:  # several at a time are those of attention
             yield operation
             continue
-        inner = round(operation.flops / 2 / rows / columns)
+        inner = operation.inner
         factors = [rows * inner, inner * columns]  # of which a weight is the second
         for elements in factors[:1] if rounded and operation.weighs else factors:
             for size in CASTS_COMPILED if compiled else CASTS_EAGER:

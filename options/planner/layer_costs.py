@@ -235,6 +235,11 @@ class Operation:
     def bytes(self) -> int:
         return sum(self.reads.values()) + sum(self.writes.values())
 
+    @property
+    def inner(self) -> int:
+        """Return how many numbers each number of a product is a sum over."""
+        return round(self.flops / 2 / prod(self.shape))
+
 
 @dataclass(frozen=True)
 class LayerWork:

@@ -16,8 +16,8 @@ from training.schedule.instructions import Schedule
 
 if TYPE_CHECKING:
     from options.planner.inputs import Basis
-    from options.weight_streaming.plan import StreamedPlan
     from options.weight_streaming.schedule import StreamedDivision
+    from options.weight_streaming.streamed_plan import StreamedPlan
     from training.engine.trainer import Trainer
 
 

@@ -17,7 +17,7 @@ from training.metrics.devices import HOST_LINK
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from options.weight_streaming.plan import StreamedPlan
+    from options.weight_streaming.streamed_plan import StreamedPlan
 
 WIDTH, HEIGHT, DPI = 12.0, 7.0, 120  # inches, and dots an inch
 

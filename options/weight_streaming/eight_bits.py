@@ -7,7 +7,7 @@ send copies that the host makes would halve their bytes and gain less than 2 %, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-from options.weight_streaming.products import nothing_like
+from options.weight_streaming.products import nothing_like, shaped_as
 
 
 class EightBits:
@@ -25,15 +25,18 @@ class EightBits:
     def __init__(self) -> None:
         self._layers: dict[int, list[Any]] = {}
 
-    def add(self, number: int, block: nn.Module, last: str | None) -> None:
+    def add(self, number: int, block: nn.Module, last: str | None, kept: Collection[str] = ()) -> None:
         """Let the linear layers of block `number` use copies.
 
         Args:
             last: the name of that whose product is left out where the block is computed again.
+            kept: names of those whose products are kept until then.
         """
         for name, linear in block.named_modules():
             if isinstance(linear, Float8Linear):
                 linear.__class__ = EndingCopiedLinear if name == last else CopiedLinear
+                if name in kept:
+                    linear.__class__ = KeptCopiedLinear
                 self._layers.setdefault(number, []).append(linear)
 
     @torch.no_grad()
@@ -65,11 +68,14 @@ class CopiedLinear(Float8Linear):
     copied: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._multiplied(matmul_with_hp_or_float8_args, input)
+        return self._with_bias(self._multiplied(matmul_with_hp_or_float8_args, input))
 
-    def _multiplied(self, product: type[torch.autograd.Function], inputs: Tensor) -> Tensor:
+    def _multiplied(self, product: type[torch.autograd.Function], inputs: Tensor, *kept: Tensor) -> Tensor:
         weight = _Copied.apply(self.weight, self.copied)
-        output: Tensor = product.apply(inputs, weight, self.linear_mm_config, self.config)
+        output: Tensor = product.apply(inputs, weight, self.linear_mm_config, self.config, *kept)
+        return output
+
+    def _with_bias(self, output: Tensor) -> Tensor:
         return output if self.bias is None else output + self.bias
 
 
@@ -77,7 +83,22 @@ class EndingCopiedLinear(CopiedLinear):
     """The one that a block ends in, whose product is left out where the block is computed again."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._multiplied(_UnfinishedInFp8, input) if torch.is_grad_enabled() else super().forward(input)
+        if torch.is_grad_enabled():
+            return self._with_bias(self._multiplied(_UnfinishedInFp8, input))
+        return super().forward(input)
+
+
+class KeptCopiedLinear(CopiedLinear):
+    """One whose product, without the bias, is kept from a forward turn to a backward turn."""
+
+    kept: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            assert self.kept is not None
+            return self._with_bias(self._multiplied(_UnfinishedInFp8, input, shaped_as(self.kept, input)))
+        self.kept = self._multiplied(matmul_with_hp_or_float8_args, input)
+        return self._with_bias(self.kept)
 
 
 class _Copied(torch.autograd.Function):
@@ -97,7 +118,13 @@ class _UnfinishedInFp8(matmul_with_hp_or_float8_args):
     """torchao's product, of which only the backward pass is computed."""
 
     @staticmethod
-    def forward(context: Any, inputs: Tensor, weight: Tensor, products: Any, config: Any) -> Tensor:
+    def forward(
+        context: Any, inputs: Tensor, weight: Tensor, products: Any, config: Any, kept: Tensor | None = None
+    ) -> Tensor:
         context.save_for_backward(inputs, weight)
         context.linear_mm_config, context.config = products, config
-        return nothing_like(inputs, weight.t())
+        return nothing_like(inputs, weight.t()) if kept is None else kept
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *matmul_with_hp_or_float8_args.backward(context, *gradients), None

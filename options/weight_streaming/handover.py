@@ -1,7 +1,9 @@
 """Hand activations, gradients and counts from one process of a host to the next, through memory that they share.
 
 Every layer but the embedding has a place for each micro-batch of a round. The forward pass stores the layer's input
-there; the backward pass recomputes the layer from it, then overwrites it with the gradient of that input.
+there; the backward pass recomputes the layer from it, then overwrites it with the gradient of that input. Blocks have
+places for the products that they keep, too. On a GPU those of one block arrive or leave while another is computed, and
+no more than these two are there.
 
 A process counts the micro-batches that it has finished, and those that need them poll the count (`wait_until`). On a
 GPU copies run on streams of their own, one each way, and a thread raises the count once the device has finished.
@@ -9,15 +11,42 @@ GPU copies run on streams of their own, one each way, and a thread raises the co
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from mmap import mmap
 
 import torch
 from torch import Tensor
 
 from options.weight_streaming.shared_memory import share_memory, share_tensors, tensor_in
 from training.distributed.communication import wait_until
+
+
+class Places:
+    """Places of one size in memory that the ranks of a pool share."""
+
+    def __init__(self, pool: Sequence[int], device: torch.device) -> None:
+        self._pool, self._device = pool, device
+        self._number = self._size = 0
+        self._memory: mmap | None = None
+
+    def make_room(self, number: int, size: int) -> None:
+        """Allocate places of `size` bytes each; a collective call of all ranks, with the same arguments."""
+        if number > self._number or size > self._size:
+            self._number, self._size = max(number, self._number), max(size, self._size)
+            self._memory = None  # freed before, as both may be too much
+            self._memory = share_memory(self._number * self._size, self._pool, self._device)
+
+    def views(self, place: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors at a place."""
+        assert self._memory is not None
+        views, begin = [], place * self._size
+        for tensor in like:
+            views.append(tensor_in(self._memory, begin, tensor))
+            begin += aligned(tensor.nbytes)
+        return views
 
 
 class Handover:
@@ -30,6 +59,7 @@ class Handover:
 
     Attributes:
         arriving, leaving: streams for copies to the device and from it; None on a CPU.
+        inputs, products: places of layers' inputs, and of blocks' kept products.
     """
 
     def __init__(self, pool: Sequence[int], device: torch.device, counts: int) -> None:
@@ -42,13 +72,8 @@ class Handover:
         self.leaving = torch.cuda.Stream(device) if on_gpu else None
         self._thread = ThreadPoolExecutor(1, "handover") if on_gpu else None
         self._counting: Future[None] | None = None
-        self._size = self._places = 0
-
-    def make_room(self, places: int, size: int) -> None:
-        """Allocate `places` of `size` bytes each; a collective call of all ranks, with the same arguments."""
-        if places > self._places or size > self._size:
-            self._places, self._size = max(places, self._places), max(size, self._size)
-            self._memory = share_memory(self._places * self._size, self._pool, self._device)
+        self.inputs, self.products = Places(pool, device), Places(pool, device)
+        self._sent, self._used = deque[torch.cuda.Event](), deque[torch.cuda.Event]()
 
     def wait(self, number: int, value: int) -> None:
         """Wait until a count has reached a value."""
@@ -77,8 +102,26 @@ class Handover:
         self._counting = self._thread.submit(self._set_after, self.leaving.record_event(), number, value)
 
     def put(self, place: int, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors to a place."""
-        views = self._views(place, tensors)
+        """Copy the inputs of a layer to their place."""
+        self._send(self.inputs.views(place, tensors), tensors)
+
+    def get(self, place: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs at a place, copied to the device; on a CPU views of the shared memory."""
+        return self._fetch(self.inputs.views(place, like))
+
+    def put_products(self, place: int, products: Sequence[Tensor]) -> None:
+        """Copy the kept products of a block to their place, and wait until the block before has sent its own."""
+        self._send(self.products.views(place, products), products)
+        if self.leaving is not None:
+            _wait_for_all_but_last(self._sent, self.leaving)
+
+    def get_products(self, place: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the kept products at a place as `get` does, once the block before the last one is computed."""
+        if self.arriving is not None:
+            _wait_for_all_but_last(self._used, torch.cuda.current_stream(self._device))
+        return self._fetch(self.products.views(place, like))
+
+    def _send(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         if self.leaving is None:
             for view, tensor in zip(views, tensors, strict=True):
                 view.copy_(tensor)
@@ -89,9 +132,7 @@ class Handover:
                 view.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self.leaving)
 
-    def get(self, place: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors at a place, copied to the device; on a CPU views of the shared memory."""
-        views = self._views(place, like)
+    def _fetch(self, views: list[Tensor]) -> list[Tensor]:
         if self.arriving is None:
             return views
         computing = torch.cuda.current_stream(self._device)
@@ -102,19 +143,19 @@ class Handover:
             tensor.record_stream(computing)
         return found
 
-    def _views(self, place: int, like: Sequence[Tensor]) -> list[Tensor]:
-        views, begin = [], place * self._size
-        for tensor in like:
-            views.append(tensor_in(self._memory, begin, tensor))
-            begin += aligned(tensor.nbytes)
-        return views
-
     def _set(self, number: int, value: int) -> None:
         self._reached[number] = value
 
     def _set_after(self, done: torch.cuda.Event, number: int, value: int) -> None:
         done.synchronize()
         self._set(number, value)
+
+
+def _wait_for_all_but_last(events: deque[torch.cuda.Event], stream: torch.cuda.Stream) -> None:
+    """Note what a stream has been given, and wait until it has done all but what it was given since the last note."""
+    events.append(stream.record_event())
+    if len(events) > 1:
+        events.popleft().synchronize()
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:

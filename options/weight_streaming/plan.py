@@ -5,8 +5,10 @@ so that the slowest is as fast as possible; the head has slots of its own, forwa
 by micro-batches, as many as it takes to be little slower than a block's backward slot, and as a small host has room
 for: that depends on the model and the host, and not on the number of GPUs, which so changes no bit. Every block
 recomputes: a forward slot leaves the input of each of its blocks in host memory, and a backward slot fetches it; a
-block's last product is left out there (`products`). Tried are one to `MOST_BLOCKS` blocks in a backward slot, forward
-slots about as long, and all sizes of a round. In fp8 a slot rounds its weights before its micro-batches (`eight_bits`).
+block's last product is left out there (`products`). Where the host has the memory, up to `MOST_KEPT` others may stay in
+it from one slot to the other: their bytes cross the links beside the computing. Tried are one to `MOST_BLOCKS` blocks
+in a backward slot, forward slots about as long, and all sizes of a round. In fp8 a slot rounds its weights before its
+micro-batches (`eight_bits`).
 
 With rows in chunks a turn's activations are those of the longest chunk; of whole rows it has hidden states and one
 layer's keys and values. A backward slot makes these first: the forward pass of one chunk more. Gradients of weights are
@@ -18,16 +20,15 @@ weights cost each other, and what comes before attention in the other chunks, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import ceil
 from operator import attrgetter
-from pathlib import Path
 
-from common.quantities import counted, duration, gigabytes
-from options.planner.costs import CASTS_EAGER, FP32_SUM, HOST, layer_times, share_of_last_product
+from common.quantities import gigabytes
+from options.planner.costs import CASTS_EAGER, FP32_SUM, layer_times, share_of_product
 from options.planner.inputs import Basis, layer_kinds
 from options.planner.memory import FP8_EAGER, MemoryModel, beside_weights
 from options.planner.partition import best_split
@@ -36,89 +37,28 @@ from options.planner.progress import each_of
 from options.planner.row_chunks import chunk_of
 from options.planner.row_chunks import cut as cut_rows
 from options.planner.saved import carried_numbers
-from options.weight_streaming.products import last_product
-from options.weight_streaming.schedule import WEIGHT_STREAMING, Slot, Slots, Streamed, StreamedDivision, simulate_turns
+from options.weight_streaming.products import last_product, worth_keeping
+from options.weight_streaming.schedule import WEIGHT_STREAMING, Slot, Slots, StreamedDivision, simulate_turns
+from options.weight_streaming.streamed_plan import TOTAL_HOST, StreamedPlan, describe_turns, least
 from training.config.optimization import OptimizerOffload
 from training.config.precision import training_dtype
 from training.metrics.devices import HOST_LINK
 from training.topology import layer_ranges
 
 MOST_BLOCKS = 4
-ALIKE = 0.99  # of the time of a step, from which on plans count as equally fast
 MOST_HEADS = 8  # slots of the head: each has sums of its own in host memory
 LONGER = 1.5  # times a block's backward slot that a slot of the head may take: the next half of it gains 1 %
 OF_HEADS = 1 / 4  # of the host's memory beside weights, sums and states, that sums of further slots may take
 MOST_ROUND = 64  # micro-batches, whose blocks' inputs lie in host memory
+MOST_KEPT = 2  # products of each block, which a llama's MLP begins with: others take more memory for what they spare
+KEPT_GAINS = 1.02  # times as fast is a step at least for whose kept products the host gives more memory
+NEAR = 1.05  # times the fastest plan's time up to which one is worth trying with kept products
+OF_MAIN_MEMORY = 0.9  # that a plan with them may take, as they are not needed
 UPDATED = 12  # bytes of main memory that an update reads and writes for a parameter, beside states: gradient and weight
 ADDING = 3  # times that adding up the heads' sums moves them
 SUM = 4  # bytes of a gradient's sum in main memory; of one of a key or a value on a device
-OF_COPIES = "weights of a turn in 8 bits"
+OF_COPIES, OF_KEPT = "weights of a turn in 8 bits", "kept products"
 OF_ROWS, OF_OPTIMIZER = "hidden states of whole rows", "optimizer states, and what makes the weights fp32"
-TOTAL_HOST = 8 * HOST  # bytes/s of a host's memory, as plans take it for eight processes
-
-
-@dataclass(frozen=True)
-class StreamedPlan:
-    """A step with these slots.
-
-    Attributes:
-        turns: of a round.
-        of_device: most bytes of a GPU, by what holds them.
-        of_host: bytes of main memory, likewise.
-    """
-
-    basis: Basis
-    gpus: int
-    slots: Slots
-    turns: Sequence[Slot]
-    step: Streamed
-    of_device: Mapping[str, int]
-    of_host: Mapping[str, int]
-
-    @property
-    def seconds(self) -> float:
-        """Return the time of a step; main memory carries all that crosses links."""
-        return max(self.step.seconds, self.step.moved / TOTAL_HOST)
-
-    @property
-    def peak(self) -> int:
-        return sum(self.of_device.values())
-
-    @property
-    def host(self) -> int:
-        return sum(self.of_host.values())
-
-    @property
-    def fits(self) -> bool:
-        return self.fits_device and (self.basis.main_memory is None or self.host <= self.basis.main_memory)
-
-    @property
-    def fits_device(self) -> bool:
-        return not self.basis.device.memory or self.peak <= self.basis.device.memory
-
-    @property
-    def bubble(self) -> float:
-        return 1 - self.step.work / (self.gpus * self.seconds)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.basis.workload.tokens / self.seconds
-
-    def describe(self) -> list[str]:
-        """Say in lines what a step takes."""
-        device, known = self.basis.device, []
-        if device.known:
-            known = [f"{duration(self.seconds)} a step, {self.tokens_per_s:,.0f} tokens/s"]
-        limit = f" of {gigabytes(device.memory)}" if device.memory else ""
-        memory = f"at most {gigabytes(self.peak)}{limit} on a device, {gigabytes(self.host)} of main memory"
-        line = f"weight streaming: {', '.join([*known, f'bubble {self.bubble:.1%}', memory])}"
-        return [line, *describe_turns(self.slots)]
-
-    def draw(self, path: Path) -> Path:
-        """Draw memory by part, and the time of each turn, as a PNG."""
-        from options.weight_streaming.drawing import draw_streamed
-
-        return draw_streamed(self, path)
 
 
 class Streaming:
@@ -159,7 +99,14 @@ class Streaming:
             "sums of gradients": int(trained * SUM + more),
         }
         self._update[self.head] += ADDING * more / TOTAL_HOST
-        self._hidden = self.basis.share.micro_tokens * basis.spec.config.hidden_size * itemsize
+        tokens = self.basis.share.micro_tokens
+        self._hidden = tokens * basis.spec.config.hidden_size * itemsize
+        # Of each layer the products that may be kept: bytes of a micro-batch, and seconds of each pass.
+        self._products: list[list[tuple[float, float]]] = [[] for _ in self.forward]
+        for layer, kind in enumerate(layer_kinds(basis.spec)[: self.head]):
+            for each in basis.once(worth_keeping, kind)[:MOST_KEPT] if layer and not chunk else ():
+                seconds = self.forward[layer] * share_of_product(plain, kind, (each.takes, each.makes))
+                self._products[layer].append((tokens * each.makes * itemsize, seconds))
 
     def _cut_rows(self, in_chunks: Basis, chunk: int, itemsize: int) -> None:
         """Count chunks in place of whole rows.
@@ -193,7 +140,36 @@ class Streaming:
 
     def best(self) -> StreamedPlan | None:
         """Return, of the fastest plans that fit, the one that takes the least memory of the host."""
-        return least([plan for plan in self.plans if plan.fits])
+        fitting = [plan for plan in self.plans if plan.fits]
+        found, within = least(fitting), NEAR * min((plan.seconds for plan in fitting), default=0.0)
+        near = [plan for plan in fitting if plan.seconds <= within]
+        for count in range(1, 1 + MOST_KEPT):
+            keeping = least(list(self.keeping(near, count)))
+            if found and keeping and keeping.seconds * KEPT_GAINS <= found.seconds:
+                found = keeping
+        return found
+
+    def keeping(self, plans: Iterable[StreamedPlan], count: int) -> Iterator[StreamedPlan]:
+        """Yield these plans with so many products of each block kept in host memory, if there are any and they fit."""
+        size, memory = max(self._of_products(count)[0]), self.basis.main_memory
+        for plan in plans if size and memory is not None else ():
+            slots = replace(plan.slots, kept=count)
+            host = {**plan.of_host, OF_KEPT: int(slots.a_round * (self.head - 1) * size)}
+            # Of one block they are there, and those of another come or leave.
+            device = {**plan.of_device, f"{OF_KEPT} of two blocks": int(2 * size)}
+            kept = replace(plan, slots=slots, of_host=host, of_device=device)
+            if kept.fits and kept.host <= OF_MAIN_MEMORY * (memory or 0):
+                turns = self.slots(slots.forward, slots.backward, count)
+                step = simulate_turns(turns, self.gpus, self.basis.micro_batches, slots.a_round, HOST_LINK)
+                yield replace(kept, turns=turns, step=step)
+
+    def _of_products(self, count: int) -> tuple[list[float], list[float]]:
+        """Return, by layer, the bytes of so many products of a micro-batch and the seconds to compute them."""
+        sizes, seconds = [], []
+        for layer in self._products:
+            sizes.append(sum(size for size, _ in layer[:count]))
+            seconds.append(sum(time for _, time in layer[:count]))
+        return sizes, seconds
 
     def smallest(self) -> StreamedPlan | None:
         """Return the plan that takes the least memory: of the host where it fits a device, else of that."""
@@ -243,14 +219,15 @@ class Streaming:
             slots *= 2
         return slots
 
-    def slots(self, forward: Sequence[int], backward: Sequence[int]) -> list[Slot]:
-        """Return a round's slots."""
+    def slots(self, forward: Sequence[int], backward: Sequence[int], kept: int = 0) -> list[Slot]:
+        """Return a round's slots, with so many products of each block kept."""
+        sizes, spared = self._of_products(kept)
         made = [
             Slot(
                 sum(self.forward[begin:end]),
                 sum(self._weights[begin:end]),
                 enters=self._hidden if begin else 0.0,
-                leaves=(end - begin) * self._hidden,
+                leaves=(end - begin) * self._hidden + sum(sizes[begin:end]),
                 update=sum(self._update[begin:end]),
                 begins=sum(self._begins[begin:end]),
             )
@@ -267,9 +244,10 @@ class Streaming:
         for begin, end in reversed(layer_ranges(backward)):
             inputs = end - max(begin, 1)  # the embedding's is not kept
             leaves = hidden if begin else 0.0
-            seconds, weights = sum(self.backward[begin:end]), sum(self._weights[max(begin, 1) : end])
+            seconds = sum(self.backward[begin:end]) - sum(spared[begin:end])
+            weights, enters = sum(self._weights[max(begin, 1) : end]), (inputs + 1) * hidden + sum(sizes[begin:end])
             sums, begins = sum(self._sums[begin:end]), sum(self._begins[begin:end])
-            made.append(Slot(seconds, weights, sums, (inputs + 1) * hidden, leaves, begins=begins))
+            made.append(Slot(seconds, weights, sums, enters, leaves, begins=begins))
         return made
 
     def memory(self, forward: Sequence[int], backward: Sequence[int]) -> dict[str, int]:
@@ -290,17 +268,11 @@ class Streaming:
         }
 
 
-def least(plans: Sequence[StreamedPlan]) -> StreamedPlan | None:
-    """Return, of the fastest plans, the one that takes the least memory of the host."""
-    within = min((plan.seconds for plan in plans), default=0.0) / ALIKE
-    return min((plan for plan in plans if plan.seconds <= within), key=attrgetter("host"), default=None)
-
-
 def passes(basis: Basis) -> tuple[list[float], list[float]]:
     """Return seconds of a forward pass through each layer, and of a backward pass with all but a last product again."""
     spared = {0: 0.0, basis.spec.n_layers - 1: 0.0}  # which part of a forward pass is left out, by kind of layer
     for kind in set(layer_kinds(basis.spec)) - spared.keys():
-        spared[kind] = share_of_last_product(basis, kind) if basis.once(last_product, kind) else 0.0
+        spared[kind] = share_of_product(basis, kind) if basis.once(last_product, kind) else 0.0
 
     forward, backward = [], []
     for time, kind in zip(layer_times(basis), layer_kinds(basis.spec), strict=True):
@@ -324,19 +296,6 @@ def divide(basis: Basis) -> StreamedDivision:
     # Who loads and saves which layers: each about as many weights.
     parts = config.parts_for(basis.spec.n_layers) or cut(basis.trained, config.chunks)
     return StreamedDivision(config.topology(parts), report=(*report, *describe_turns(slots)), slots=slots)
-
-
-def describe_turns(slots: Slots) -> list[str]:
-    """Say, in a line for the log, how many layers a turn has."""
-    forward, backward = map(_turns_of, (slots.forward, slots.backward))
-    micro_batches, head = counted(slots.a_round, "micro-batch"), counted(slots.heads, "turn")
-    return [f"turns: {micro_batches} through {forward} forward, {head} of the head, {backward} backward; all recompute"]
-
-
-def _turns_of(layers: Sequence[int]) -> str:
-    fewest, most = min(layers), max(layers)
-    sizes = counted(most, "layer") if fewest == most else f"{fewest} to {most} layers"
-    return f"{counted(len(layers), 'turn')} of {sizes}"
 
 
 def cut(costs: Sequence[float], slots: int) -> list[int]:

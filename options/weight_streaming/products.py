@@ -1,14 +1,19 @@
-"""Leave out the product that a turn would compute again for nothing.
+"""Leave out the products that a turn need not compute again.
 
 A backward turn computes a block again for what autograd saves of it, and not for its output. Where a block ends in a
 linear layer and a sum, as most do, nothing depends on that layer's product, and zeros stand in its place: in a llama
 that is two ninths to two sevenths of the pass, and no gradient changes. A block that normalises or scales what it ends
 in, or that ends in experts, is computed whole.
+
+Of its other products the largest may be kept in host memory, from a forward turn to the backward turn that would
+compute them again; in a llama these are the two that its MLP begins with. They are the same numbers, so no bit of a
+gradient changes. The plan says how many are kept.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +48,43 @@ def last_product(spec: ModelSpec, layer: int) -> str | None:
     return names[last] if last is not None and not saved_since else None
 
 
+class Product(NamedTuple):
+    """The product of a linear layer: name of the layer, and numbers of a token that it takes and makes."""
+
+    name: str
+    takes: int
+    makes: int
+
+
+def worth_keeping(spec: ModelSpec, layer: int) -> list[Product]:
+    """List the products of all tokens that a backward turn needs, those with most work for each number kept first."""
+    made = Counter[nn.Module]()
+
+    def count(linear: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+        made[linear] += inputs[0].shape[:-1].numel()
+
+    with fake_layer(spec, LayerCase(layer, 1, ROW, torch.float32)) as fake:
+        for linear in linear_layers(fake.module):
+            linear.register_forward_hook(count)
+        fake.run()
+        names = {module: name for name, module in fake.module.named_modules()}
+        once = [linear for linear in linear_layers(fake.module) if made[linear] == ROW]
+    found = [Product(names[linear], linear.in_features, linear.out_features) for linear in once]
+    last = last_product(spec, layer)
+    lasting = [product for product in found if product.name != last]
+    return sorted(lasting, key=lambda product: (-product.takes * product.makes, -product.takes))
+
+
 def leave_out(linear: nn.Module) -> None:
     """Let a linear layer multiply in forward passes alone, and not where a block is computed again."""
     assert isinstance(linear, nn.Linear)
     linear.__class__ = EndingLinear
+
+
+def keep(linear: nn.Module) -> None:
+    """Let a linear layer leave its product in `kept` in a forward turn, and take it from there in a backward turn."""
+    assert isinstance(linear, nn.Linear)
+    linear.__class__ = KeptLinear
 
 
 def nothing_like(inputs: Tensor, weight: Tensor) -> Tensor:
@@ -64,21 +102,43 @@ class EndingLinear(nn.Linear):
         return super().forward(input)
 
 
+class KeptLinear(nn.Linear):
+    """A linear layer whose product is kept from a forward turn to a backward turn."""
+
+    kept: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            assert self.kept is not None
+            product: Tensor = _Unfinished.apply(input, self.weight, self.bias, shaped_as(self.kept, input))
+            return product
+        self.kept = super().forward(input)
+        return self.kept
+
+
+def shaped_as(kept: Tensor, inputs: Tensor) -> Tensor:
+    """Return a kept product with the rows of what it was made of."""
+    return kept.view(*inputs.shape[:-1], kept.shape[-1])
+
+
 class _Unfinished(torch.autograd.Function):
     """A linear layer of which only the backward pass is computed, with the numbers of torch's own."""
 
     @staticmethod
-    def forward(context: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        context: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor | None = None
+    ) -> Tensor:
         context.save_for_backward(inputs, weight)
-        return nothing_like(inputs, weight)
+        return nothing_like(inputs, weight) if kept is None else kept
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (inputs, weight) = gradients, context.saved_tensors
         rows = gradient.flatten(0, -2)
-        to_inputs, to_weight, to_bias = context.needs_input_grad
+        to_inputs, to_weight, to_bias, *_ = context.needs_input_grad
         return (
             gradient @ weight if to_inputs else None,
             rows.t() @ inputs.flatten(0, -2) if to_weight else None,
             rows.sum(dim=0) if to_bias else None,
+            None,
         )

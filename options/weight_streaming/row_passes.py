@@ -34,7 +34,8 @@ class Batch:
     Attributes:
         shapes: rows and length of each.
         cuts: tokens of each chunk of their rows; a single number for whole rows.
-        place: bytes of the largest input of a layer, over all replicas.
+        place, kept: bytes of the largest input of a layer, and of the largest products that a block keeps, over all
+            replicas.
         seed: (seed, step, replica) of the random generator; None in an evaluation, which draws nothing.
         scale: loss scale of the backward pass; the sums of gradients are divided by it.
     """
@@ -46,6 +47,7 @@ class Batch:
     place: int
     seed: tuple[int, ...] | None = None
     scale: float = 1.0
+    kept: int = 0
 
 
 class RowPasses:

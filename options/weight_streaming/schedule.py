@@ -32,12 +32,14 @@ class Slots:
         forward, backward: layers of each turn, from the embedding to the last block.
         a_round: micro-batches that a turn computes.
         heads: turns that share the head, each with sums of its gradients; the number changes their last bits.
+        kept: products of each block that stay in host memory until it is computed again (`products`).
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     a_round: int
     heads: int = 1
+    kept: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from models.parallel.groups import RankGroups
 from models.router import n_experts
 from models.spec import ModelSpec
 from options.planner.inputs import layer_kinds
-from options.weight_streaming.products import last_product, leave_out
+from options.weight_streaming.handover import bytes_of
+from options.weight_streaming.products import keep, last_product, leave_out, worth_keeping
+from options.weight_streaming.schedule import Slots
 from options.weight_streaming.shared_memory import share_tensors
 from training.distributed.processes import gather
 from training.engine.gradients import add
@@ -44,7 +46,7 @@ class StreamedModel(nn.Module):
         own: layers that this process loads.
         pool: ranks that share the weights.
         device: the device that this process computes on.
-        heads: number of turns that share the head.
+        slots: of a round, which say how many share the head and how many products of a block are kept.
 
     Attributes:
         weights: `<layer>.<name>` -> weight or buffer of a layer, in shared memory.
@@ -52,6 +54,7 @@ class StreamedModel(nn.Module):
         head_sums: for each turn of the head, the sums that it adds to; the first turn's are in `sums`.
         positions: masks and rotary angles of the blocks, a list of one.
         eight_bits: copies of the weights for products in fp8, if these are.
+        keeping: block -> its linear layers whose products are kept until it is computed again.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class StreamedModel(nn.Module):
         own: Sequence[int],
         pool: Sequence[int],
         device: torch.device,
-        heads: int,
+        slots: Slots,
         states: LayerStates,
         dtype: torch.dtype,
         blocks: BlockOptions,
@@ -86,7 +89,7 @@ class StreamedModel(nn.Module):
             }
         self.weights, self.sums = share_tensors(kept, pool, device), share_tensors(trained, pool, device)
         of_head = {name: like for name, like in trained.items() if name.startswith(f"{spec.n_layers - 1}.")}
-        self.head_sums = [self.sums, *(share_tensors(of_head, pool, device) for _ in range(1, heads))]
+        self.head_sums = [self.sums, *(share_tensors(of_head, pool, device) for _ in range(1, slots.heads))]
 
         for number in own:
             loaded = build_layer(spec, number, states, self.positions[0], dtype, torch.device("cpu"))
@@ -96,7 +99,8 @@ class StreamedModel(nn.Module):
 
         # Layers with these weights as their own.
         returns, last = Returns(), cache(lambda kind: last_product(spec, kind))
-        self.eight_bits = _eight_bits() if blocks.fp8 else None
+        kept_of = cache(lambda kind: [each.name for each in worth_keeping(spec, kind)[: slots.kept]])
+        self.eight_bits, self.keeping = _eight_bits() if blocks.fp8 else None, dict[int, list[Any]]()
         for (number, layer), kind in zip(enumerate(layers), layer_kinds(spec), strict=True):
             names = layer.state_dict()
             layer.load_state_dict({name: self.weights[f"{number}.{name}"] for name in names}, assign=True)
@@ -106,10 +110,14 @@ class StreamedModel(nn.Module):
                 save_trained_only(layer)
             if isinstance(layer, Block):
                 blocks.apply(number, layer, returns)
+                self.keeping[number] = [layer.get_submodule(name) for name in kept_of(kind)]
                 if self.eight_bits:
-                    self.eight_bits.add(number, layer, last(kind))
-                elif ending := last(kind):
-                    leave_out(layer.get_submodule(ending))
+                    self.eight_bits.add(number, layer, last(kind), kept_of(kind))
+                else:
+                    for linear in self.keeping[number]:
+                        keep(linear)
+                    if ending := last(kind):
+                        leave_out(layer.get_submodule(ending))
             elif isinstance(layer, Head):
                 layer.project_in_loss = True
             self.add_module(str(number), layer)
@@ -129,6 +137,28 @@ class StreamedModel(nn.Module):
         with torch.device("meta"):
             hidden = torch.empty(rows, length, self.spec.config.hidden_size, dtype=self.dtype)
             return hidden, *((torch.empty(2, n_experts(self.spec.config)),) if self.spec.family.router else ())
+
+    def products_like(self, layer: int, tokens: int) -> list[Tensor]:
+        """Make the kept products of a block for so many tokens, on the meta device."""
+        linears = self.keeping.get(layer, ())
+        return [torch.empty(tokens, len(each.weight), dtype=each.weight.dtype, device="meta") for each in linears]
+
+    def bytes_kept(self, tokens: int) -> int:
+        """Return the most bytes that a block keeps of so many tokens."""
+        return max(bytes_of(self.products_like(layer, tokens)) for layer in range(self.spec.n_layers))
+
+    def give_products(self, layer: int, products: Sequence[Tensor]) -> None:
+        """Give a block the products that it is not to compute again."""
+        for linear, product in zip(self.keeping.get(layer, ()), products, strict=True):
+            linear.kept = product
+
+    def take_products(self, layer: int) -> list[Tensor]:
+        """Take the kept products from a block that has been computed."""
+        linears = self.keeping.get(layer, ())
+        products = [linear.kept for linear in linears]
+        for linear in linears:
+            linear.kept = None
+        return products
 
 
 @dataclass

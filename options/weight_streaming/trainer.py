@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ class WeightStreamingTrainer(Trainer):
         own = division.topology.layers(stage, spec.n_layers)
         device = torch.device(get_accelerator().current_device_name())
         assert isinstance(division, StreamedDivision)
-        make = partial(StreamedModel, spec, own, pool, device, division.slots.heads)
+        make = partial(StreamedModel, spec, own, pool, device, division.slots)
         model = build_model(config, spec, folder, own, make, Division(division.topology))
         peers = make_group(topo.along("data"), backend="gloo")  # sums lie on the host
         turns = Turns(model, division.slots, pool)
@@ -233,12 +234,14 @@ class WeightStreamingTrainer(Trainer):
         shapes = loader.shapes(batch, self.replica)
         like = self.engine.module.activations_like
         of_replicas = (loader.shapes(batch, replica) for replica in range(loader.replicas))
-        sizes = [bytes_of(like(*shape)) for shape in chain.from_iterable(of_replicas)]
+        all_shapes = list(chain.from_iterable(of_replicas))
+        sizes = [bytes_of(like(*shape)) for shape in all_shapes]
+        kept = self.engine.module.bytes_kept(max(map(prod, all_shapes)))
         sent: Iterator[Any] = self.send(loader, batch)
         if seed:
             sent = self.timings.each("data", sent)
         scale = self.engine.optimizer.loss_scaler.cur_scale
-        loss = self.engine.turns.run(Batch(sent, documents, shapes, self._cuts, max(sizes), seed, scale))
+        loss = self.engine.turns.run(Batch(sent, documents, shapes, self._cuts, max(sizes), seed, scale, kept))
         if self._peers.size == 1:
             return loss
         mean = torch.tensor(loss, dtype=torch.float64)

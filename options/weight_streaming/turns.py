@@ -8,9 +8,9 @@ of the next round reuses the place of one that the last slot has finished.
 A head that takes longer than the other slots is spread over h slots: slot k takes every h-th micro-batch from the k-th
 on, and has sums of its own, which `HostEngine.sum_up` adds up.
 
-A forward slot stores the input of each of its layers. A backward slot takes its layers one at a time, the last one
-first: forward again from the stored input, then backward. So a process holds the activations of one layer, the weights
-of two slots, and nothing that grows with the number of layers.
+A forward slot stores the input of each of its layers, and of each block the products that are kept. A backward slot
+takes its layers one at a time, the last one first: forward again from what is stored, then backward. So a process holds
+the activations of one layer, the weights of two slots, and nothing that grows with the number of layers.
 
 The random generator is seeded by (seed, step, micro-batch, layer), and where in its rows a chunk begins. So
 recomputation draws the same numbers as the forward pass, and no number depends on which process computes what.
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -92,7 +93,9 @@ class Turns:
         slots = self._slots
         if not training:  # one process has the head for all micro-batches, in their order
             slots = [*slots[: self._first_head], TurnSlot("head", slots[self._first_head].layers)]
-        self.handover.make_room(self._a_round * self._head, batch.place)
+        self.handover.inputs.make_room(self._a_round * self._head, batch.place)
+        if batch.kept:
+            self.handover.products.make_room(self._a_round * (self._head - 1), batch.kept)
         self._model.train(training)
 
         # The slots of all rounds go around among the processes; in an evaluation each round begins with the first.
@@ -185,6 +188,8 @@ class Turns:
             if layer > layers.start and turn.batch.seed is not None:
                 self.handover.put(self._place(lane, layer), given)
             given = passes.forward(layer, given)
+            if (products := self._model.take_products(layer)) and turn.batch.seed is not None:
+                self.handover.put_products(self._place_of_products(lane, layer), products)
         self.handover.put(self._place(lane, layers.stop), given)
 
     def _backward(self, turn: StreamedTurn, lane: int, micro_batch: Sent, loaded: LoadedLayers) -> None:
@@ -192,7 +197,9 @@ class Turns:
         gradients: Sequence[Tensor] = self._get(turn, lane, layers.stop)
         for layer in reversed(layers):
             given = self._get(turn, lane, layer) if layer else [micro_batch[0][0]]
+            self._model.give_products(layer, self._get_products(turn, lane, layer))
             gradients = passes.backward(layer, given, gradients, loaded, first)
+            self._model.take_products(layer)
         if layers.start:
             self.handover.put(self._place(lane, layers.start), gradients)
 
@@ -211,6 +218,13 @@ class Turns:
     def _get(self, turn: StreamedTurn, lane: int, layer: int) -> list[Tensor]:
         like = self._model.activations_like(*turn.batch.shapes[turn.begin + lane])
         return self.handover.get(self._place(lane, layer), like)
+
+    def _get_products(self, turn: StreamedTurn, lane: int, layer: int) -> list[Tensor]:
+        like = self._model.products_like(layer, prod(turn.batch.shapes[turn.begin + lane]))
+        return self.handover.get_products(self._place_of_products(lane, layer), like) if like else []
+
+    def _place_of_products(self, lane: int, layer: int) -> int:
+        return lane * (self._head - 1) + layer - 1  # the head has none
 
     def _place(self, lane: int, layer: int) -> int:
         """Return the place of a layer's input and later its gradient."""

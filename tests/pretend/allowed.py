@@ -39,6 +39,7 @@ TURNS, HANDOVER = "options/weight_streaming/turns.py", "options/weight_streaming
 STREAMING = [  # by micro-batch and turn
     Allowed("synchronize an event", f"{TURNS} _wait_for", 60, "no more than two micro-batches are queued"),
     Allowed("synchronize an event", f"{HANDOVER} _set_after", 60, "a thread that counts what the device has done"),
+    Allowed("synchronize an event", f"{HANDOVER} _wait_for_all_but_last", 60, "two blocks' products at most are there"),
     Allowed("tolist", f"{TURNS} _take", 4, "the losses of a turn of the head"),
 ]
 STEP = [

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -39,6 +39,8 @@ from options import RunConfig
 from options.demo.generation import Sampling, generate
 from options.planner.feedback import StageClock
 from options.planner.planning import divide
+from options.planner.row_chunks import chunk_of
+from options.weight_streaming.schedule import StreamedDivision
 from tests.pretend import kernels, planted
 from tests.pretend.cuda import Event, Stream
 from tests.pretend.watch import Watch
@@ -98,7 +100,10 @@ def train(config: TrainConfig, case: Case, found: Callable[[], list[Any]]) -> Ph
     kind = runs.trainer_kind(config) if streaming else KINDS[case["work"]]
     if case["kernel"]:
         spec.set_attention(case["kernel"])
-    trainer = kind.build(config, spec, folder, divide(config, spec, kind.in_stages))
+    division = divide(config, spec, kind.in_stages)
+    if isinstance(division, StreamedDivision) and not chunk_of(config):
+        division = replace(division, slots=replace(division.slots, kept=2))
+    trainer = kind.build(config, spec, folder, division)
     batch = loader.batch(0)
     losses = [trainer.eval_loss(loader, batch), trainer.train_step(loader, batch)]
     phases: Phases = {"warm-up": found(), "micro_batches": batch.n_micro_batches}

@@ -1,8 +1,8 @@
 """Trains steps under any schedule, with an evaluation after them (see `cases.py`); fp8 is emulated.
 
-Its cases are {"name", "config": {...}, "slots": [forward, backward, a_round, heads] | null, "steps": number}. Writes
-<folder>/<name>.<rank>.safetensors with "losses", "norms", "evaluated", and the pieces
-of the weights that the rank updates, <name>@<offset>.
+Its cases are {"name", "config": {...}, "slots": [forward, backward, a_round, heads, kept] | null, "steps": number}.
+Writes <folder>/<name>.<rank>.safetensors with "losses", "norms", "evaluated", and the pieces of the weights that the
+rank updates, <name>@<offset>.
 """
 
 from __future__ import annotations

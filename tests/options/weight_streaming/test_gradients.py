@@ -43,6 +43,8 @@ PACKED["optimizer"] = {"type": "AdamW", "params": {"lr": 1.0e-3, "eps": 1.0e-6}}
 EACH = ([1, 1, 1, 1], [1, 1, 1, 1], 1)  # a layer a slot, a micro-batch a round
 UNEVEN = ([3, 1], [1, 2, 1], 3)  # of 4 micro-batches, so the last round has one
 ONE = ([4], [4], 4)
+EACH_KEPT, UNEVEN_KEPT = (*EACH, 1, 2), (*UNEVEN, 1, 1)  # with two products of each block kept, or one
+UNEVEN_OF_3_KEPT = (*UNEVEN, 3, 2)
 EACH_OF_3, UNEVEN_OF_3, ONE_OF_3 = (*EACH, 3), (*UNEVEN, 3), (*ONE, 3)  # of 4 micro-batches, with 3 turns of the head
 
 
@@ -62,24 +64,26 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "tied-fp32": Case("tied", {}, {"one": ((1, 1), UNEVEN), "two": ((2, 1), EACH)}),
+    "tied-fp32": Case("tied", {}, {"one": ((1, 1), UNEVEN), "two": ((2, 1), EACH_KEPT)}),
     "planned": Case("head", BF16, {"one": ((1, 1), None), "two": ((2, 1), None)}),
     "shared-head": Case(
         "tied", {}, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3), "each": ((2, 1), EACH_OF_3)}
     ),
     "mixtral-bf16": Case(
-        "mixtral", BF16 | {"aux_router_loss": {"weight": 0.5}}, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)}
+        "mixtral", BF16 | {"aux_router_loss": {"weight": 0.5}}, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN_KEPT)}
     ),
-    "lora": Case("tied", {"lora": {"r": 2, "dropout": 0.0}}, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}),
+    "lora": Case(
+        "tied", {"lora": {"r": 2, "dropout": 0.0}}, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3_KEPT)}
+    ),
     "frozen": Case("untied", {"freeze": ["embed_tokens", "layers\\.[01]\\."]}, {"two": ((2, 1), UNEVEN)}),
-    "dropout": Case("dropout", {}, {"one": ((1, 1), ONE), "two": ((2, 1), EACH)}, compared=False),
+    "dropout": Case("dropout", {}, {"one": ((1, 1), ONE), "two": ((2, 1), EACH_KEPT)}, compared=False),
     "replicas": Case("tied", {}, {"two": ((1, 2), UNEVEN)}),
     "four": Case("tied", BF16, {"one": ((1, 1), EACH_OF_3), "four": ((4, 1), UNEVEN_OF_3), "replicas": ((2, 2), ONE)}),
     # The first scale is too large, so the first steps change nothing; the others' scale is what DeepSpeed's would be.
     "fp16": Case("tied", FP16, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}),
     "states": Case("tied", STATES, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN)}),
-    "fp8": Case("untied", FP8, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}),
-    "two-kinds": Case("two-kinds", BF16, {"two": ((2, 1), UNEVEN)}),
+    "fp8": Case("untied", FP8, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3_KEPT)}),
+    "two-kinds": Case("two-kinds", BF16, {"one": ((1, 1), ONE), "two": ((2, 1), UNEVEN_KEPT)}),
     "latent": Case("latent", {}, {"two": ((2, 1), UNEVEN)}),
     "chunks": Case("tied", PACKED, {"one": ((1, 1), ONE_OF_3), "two": ((2, 1), UNEVEN_OF_3)}, chunk=16),
     "chunks-of-experts": Case(

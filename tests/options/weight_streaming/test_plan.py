@@ -22,9 +22,10 @@ from options.planner.plan import Plan
 from options.planner.shapes import shape_of
 from options.row_chunks.cuts import RowCuts
 from options.weight_streaming.drawing import lanes
-from options.weight_streaming.plan import ALIKE, OF_COPIES, OF_ROWS, StreamedPlan, Streaming, passes
+from options.weight_streaming.plan import OF_COPIES, OF_ROWS, Streaming, passes
 from options.weight_streaming.products import last_product
 from options.weight_streaming.schedule import Slot
+from options.weight_streaming.streamed_plan import ALIKE, StreamedPlan
 from tests.options.planner.helpers import basis_of, config_of, llama
 from tests.options.planner.test_command import arguments
 from training.errors import ConfigError

@@ -1,4 +1,4 @@
-"""A block computed again without its last product has the gradients of one that is computed whole, to the bit."""
+"""A block computed again without some of its products has the gradients of one that is computed whole, to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models.layers import Block
 from models.loading import SeededStates, build_layer
 from models.router import n_experts
 from models.spec import ModelSpec
-from options.weight_streaming.products import last_product, leave_out
+from options.weight_streaming.products import keep, last_product, leave_out, worth_keeping
 from tests.models.attention.test_kernels import position_ids
 from tests.models.cases import CASES
 from tests.models.helpers import spec_of
@@ -29,22 +29,46 @@ NAMES = {
 }
 
 
+KEPT = {
+    "llama-tied": ["block.mlp.gate_proj", "block.mlp.up_proj"],
+    "bloom": ["block.mlp.dense_h_to_4h", "block.self_attention.query_key_value"],
+    "gpt2": [],
+    "gemma2": ["block.mlp.down_proj", "block.mlp.gate_proj"],  # the first for fewer numbers
+    "mixtral": ["block.self_attn.q_proj", "block.self_attn.o_proj"],  # experts multiply the tokens that they get
+}
+
+
 def block_of(spec: ModelSpec, dtype: torch.dtype) -> Block:
     block = build_layer(spec, 1, SeededStates(spec, 0), spec.positions(), dtype, torch.device("cpu"))
     assert isinstance(block, Block)
     return block.train()
 
 
-def results(block: Block, spec: ModelSpec) -> list[Tensor]:
-    """The output, and the gradients of what a block was given and of its weights."""
+def given(block: Block, spec: ModelSpec) -> tuple[Tensor, ...]:
     positions = position_ids([[5, 1, 22, 12], [24, 9, 3]], LENGTH)
     dtype, random = next(block.parameters()).dtype, torch.Generator().manual_seed(1)
     hidden = torch.randn(2, LENGTH, spec.config.hidden_size, generator=random).to(dtype).requires_grad_()
     sums = [torch.zeros(2, n_experts(spec.config))] if spec.family.router else []
     torch.manual_seed(0)
-    output = block((hidden, positions, *sums))[0]
-    weights = torch.randn(output.shape, generator=random).to(dtype)
+    return hidden, positions, *sums
+
+
+def results(block: Block, spec: ModelSpec) -> list[Tensor]:
+    """The output, and the gradients of what a block was given and of its weights."""
+    hidden, *others = given(block, spec)
+    output = block((hidden, *others))[0]
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output.dtype)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), [hidden, *block.parameters()])]
+
+
+def results_with_kept(block: Block, spec: ModelSpec, names: list[str]) -> list[Tensor]:
+    """The same, once a forward turn has left products, which come back as rows of tokens."""
+    with torch.no_grad():
+        block(given(block, spec))
+    for linear in map(block.get_submodule, names):
+        assert isinstance(linear.kept, Tensor)
+        linear.kept = linear.kept.flatten(0, -2).clone()
+    return results(block, spec)
 
 
 @pytest.mark.parametrize(("case", "name"), NAMES.items())
@@ -65,16 +89,41 @@ def test_no_gradient_changes_in_any_family(case: str, dtype: torch.dtype) -> Non
     torch.testing.assert_close(others, gradients, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize(("case", "names"), KEPT.items())
+def test_the_products_worth_keeping_are_those_with_most_work(case: str, names: list[str]) -> None:
+    found = worth_keeping(spec_of(CASES[case].model_type, **CASES[case].changes), 1)
+    assert [each.name for each in found[:2]] == names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_kept_products_change_no_gradient_in_any_family(case: str, dtype: torch.dtype) -> None:
+    spec = spec_of(CASES[case].model_type, **CASES[case].changes)
+    whole, keeping = block_of(spec, dtype), block_of(spec, dtype)
+    names = [each.name for each in worth_keeping(spec, 1)[:2]]
+    for name in names:
+        keep(keeping.get_submodule(name))
+    expected = results(whole, spec)
+    torch.testing.assert_close(results_with_kept(keeping, spec, names), expected, atol=0, rtol=0)
+    for linear in map(keeping.get_submodule, names):
+        linear.kept = torch.zeros_like(linear.kept)  # type: ignore[arg-type]
+        assert not torch.equal(results(keeping, spec)[0], expected[0]), "it is not computed again"
+
+
 @pytest.mark.longest
 def test_compiled_gradients_are_the_same_by_one_program_for_all_blocks() -> None:
     spec = spec_of("llama")
     eager, *compiled = (block_of(spec, torch.float32) for _ in range(3))
-    leave_out(eager.get_submodule(DOWN))
-    expected, programs = results(eager, spec), set[int]()
-    for block in compiled:
+    programs = set[int]()
+    for block in (eager, *compiled):
         leave_out(block.get_submodule(DOWN))
+        for name in KEPT["llama-tied"]:
+            keep(block.get_submodule(name))
+    expected = results_with_kept(eager, spec, KEPT["llama-tied"])
+    for block in compiled:
         block.block.compile(dynamic=True)
-        torch.testing.assert_close(results(block, spec), expected)
+        for _ in range(2):
+            torch.testing.assert_close(results_with_kept(block, spec, KEPT["llama-tied"]), expected)
         programs.add(counters["stats"]["unique_graphs"])
     assert len(programs) == 1, "else the ninth block would no longer be compiled"
 

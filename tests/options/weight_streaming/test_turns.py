@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from options.weight_streaming import handover, streamed_model
-from options.weight_streaming.handover import Handover
+from options.weight_streaming.handover import Handover, Places
 from options.weight_streaming.streamed_model import LoadedLayers
 from tests.training.engine import test_host_sums as clocks
 from tests.training.engine.test_host_sums import Races, used
@@ -71,11 +71,22 @@ def races(monkeypatch: pytest.MonkeyPatch) -> Races:
         monkeypatch.setattr(module, "torch", there)
     monkeypatch.setattr(Tensor, "to", copied)
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(handover, "_wait_for_all_but_last", lambda *_: None)  # it spares memory, and orders nothing
     return Races(clocks.Stream.current)
 
 
+def room() -> Places:
+    places = object.__new__(Places)
+    vars(places).update(_size=64, _memory=bytearray(64 * MICRO_BATCHES))
+    torch.frombuffer(places._memory, dtype=torch.float32).fill_(1)
+    return places
+
+
 class Turns:
-    """Turns of one process at layers that each multiply with their weight, two steps' worth, in two rounds each."""
+    """Turns of one process at layers that each multiply with their weight, two steps' worth, in two rounds each.
+
+    What the last layer makes in a step's first round it keeps for the second one.
+    """
 
     def __init__(self) -> None:
         self.layers = [nn.Linear(SIZE, 1, bias=False) for _ in range(LAYERS)]
@@ -85,9 +96,7 @@ class Turns:
         self.model.eight_bits = None
         self.between: Any = object.__new__(Handover)
         vars(self.between).update(arriving=Stream(), leaving=Stream(), _thread=AtOnce(), _counting=None)
-        vars(self.between).update(_device=device, _size=64, _memory=bytearray(64 * MICRO_BATCHES), _reached={})
-
-        torch.frombuffer(self.between._memory, dtype=torch.float32).fill_(1)
+        vars(self.between).update(_device=device, _reached={}, inputs=room(), products=room(), _sent=None, _used=None)
 
     @torch.no_grad()
     def run(self, hand_on: bool) -> None:
@@ -105,6 +114,10 @@ class Turns:
                     loaded[turn + 1].fetch_weights()
                 weight = self.layers[number].weight
                 torch.mul(given, weight[0], out=(made := torch.empty(SIZE)))
+                if number + 1 == LAYERS and turn % (2 * LAYERS) < LAYERS:
+                    self.between.put_products(place, [made])
+                elif number + 1 == LAYERS:
+                    torch.mul(made, self.between.get_products(place, [like])[0], out=(made := torch.empty(SIZE)))
                 weight.grad = torch.empty(1, SIZE).copy_(made)
                 loaded[turn].take_gradients(number, turn % (2 * LAYERS) < LAYERS and place == 0, scale=1.0)
                 if hand_on or number + 1 < LAYERS:
@@ -112,7 +125,7 @@ class Turns:
                 self.between.count(0, turn)
                 if number + 1 == LAYERS and not hand_on:
                     with used(self.between.leaving):  # another process leaves something new there
-                        torch.frombuffer(self.between._memory, dtype=torch.float32)[16 * place :][:SIZE].fill_(1)
+                        torch.frombuffer(self.between.inputs._memory, dtype=torch.float32)[16 * place :][:SIZE].fill_(1)
             loaded[turn].give_back(self.between.leaving)
             self.between.count(1, turn)
 
