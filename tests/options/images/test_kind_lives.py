@@ -23,7 +23,7 @@ from data.chat.messages import Said
 from data.images.pictures import Pictures
 from data.images.processor import load_processor
 from data.settings import Pixels
-from data.tokenized.dataset import load_dataset
+from data.tokenized.loading import load_dataset
 from models.conversion.to_huggingface import ExportOptions, pp_to_hg
 from models.images.small import token_types
 from options.demo.chat_model import ChatModel
