@@ -107,8 +107,8 @@ def work_of(spec: ModelSpec, case: TowerCase) -> TowerWork:
 def memory_of(spec: ModelSpec, case: TowerCase) -> tuple[TowerMemory, int]:
     """Measure the memory of a forward and a backward pass; return also the tokens that the images take.
 
-    DeepSpeed hands a forward pass a copy of what a stage takes (`PipelineEngine._exec_forward_pass`), which a tower that
-    is trained keeps.
+    DeepSpeed hands a forward pass a copy of what a stage takes (`PipelineEngine._exec_forward_pass`). A tower that is
+    trained keeps it.
     """
     with _fake_tower(spec, case) as (run, images, _), LiveBytes() as live:
         features = run([each.clone() for each in images])

@@ -274,7 +274,7 @@ class TrainConfig(RunKeys):
         """Refuse, by a ConfigError, a model that cannot be trained as an option's keys say."""
 
     def train_beside(self, spec: ModelSpec) -> ModelSpec:
-        """Say in a model's spec what is trained of its parts beside the decoder, if an option's keys know such parts."""
+        """Say in a model's spec what is trained beside its decoder, where an option's keys know of such parts."""
         return spec
 
     def check_packages(self) -> None:
