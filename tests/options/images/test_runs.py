@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
         "pipeline",
         {"dims": (2, 1), "lora": {"r": 4, "alpha": 8}, "resume": "lora-of-tower", **ALL},
     ),
-    "compiled": ("gemma3", 2, "pipeline", {"dims": (2, 1), "compile": True, **ALL}),
+    "compiled": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "compile": True, **ALL}),
     "states-on-host": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "zero_optimization": ON_HOST, **ALL}),
     "rows-of-all": ("gemma3", 2, "pipeline", {"dims": (2, 1), "packing": "dataset", "train_batch_size": 2, **ALL}),
     "scratch": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "from_scratch": True, **ALL}),
