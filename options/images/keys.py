@@ -68,6 +68,14 @@ class VisionKeys(TrainConfig):
             keys = " and ".join(self.objective_keys)
             raise ConfigError(f"{keys}: not with images in the records; expected records of text alone")
 
+    def train_beside(self, spec: ModelSpec) -> ModelSpec:
+        spec = super().train_beside(spec)
+        if spec.family.sees is None:
+            return spec
+        from options.images.model import training_tower  # which needs torch
+
+        return training_tower(spec, self.vision.train)
+
     def _check_first_stage(self, spec: ModelSpec) -> None:
         """Refuse parts that have the blocks elsewhere behind which a tower adds features, too."""
         least, parts = spec.first_layers, self.model_topo.parts

@@ -29,7 +29,7 @@ def seeing_model(config: VisionKeys, spec: ModelSpec) -> ModelSpec:
     """
     found = seeing(spec)
     config.check_model(found)
-    found = training_tower(found, config.vision.train)
+    found = config.train_beside(found)
     if found.trained.lora:
         check_names(found)
         if config.adapts_beside and not any(name.startswith(f"{EYES}.") for name in found.trained_names(0)):

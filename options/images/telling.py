@@ -36,3 +36,6 @@ class TellImages(Callback):
         share = f"in {counted(seeing, 'sample')} of {len(tokens):,}"
         trained = (ADAPTED if config.lora else TRAINED)[config.vision.train]
         log.print(f"images: {share}, {int(tokens.sum()):,} tokens, seen by the model's own tower, {trained}")
+        if config.from_scratch and config.vision.train != "all":
+            what = f"{KEY}.train: {config.vision.train} leaves a tower of random weights"
+            log.print(f"warning: from_scratch: {what}; expected {KEY}.train: all, or a model that has learnt to see")

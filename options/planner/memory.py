@@ -44,9 +44,10 @@ from training.optimizer.optimizers import PIECE
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size`
 # On a CPU: kernels that oneDNN compiles at the first step, pages of libraries, holes between small tensors. Fitted to
-# what `benchmarks.memory` finds above the tensors of a process: some 15 MB in fp32 and 35 MB in bf16; 8 to 19 MB less
-# on a CPU for whose 16-bit numbers oneDNN has no kernels.
-CPU_KERNELS, CPU_WITHOUT_KERNELS = 25_000_000, 12_000_000
+# what `benchmarks.memory` finds above the tensors of a process: in fp32 some 15 MB (of a stage with a tower at rest 14:
+# 7 of libraries, 7 of the heap and of arenas), in bf16 up to 35 MB; 8 to 19 MB less on a CPU for whose 16-bit numbers
+# oneDNN has no kernels.
+CPU_FP32, CPU_KERNELS, CPU_WITHOUT_KERNELS = 15_000_000, 25_000_000, 12_000_000
 NARROWED = 7  # passes of the optimizer and of clipping over master weights and their gradients
 SUMMED = 4  # bytes of the sum of a key's gradient, or a value's
 # Bytes for an element of the largest fp8 factor while it is rounded: two copies in fp32 and the 8 bits; compiled, the
@@ -129,6 +130,13 @@ def beside_weights(config: TrainConfig) -> tuple[float, float]:
     return (0 if training_dtype(config) == torch.float32 else MASTER), averages
 
 
+def _beside_tensors(dtype: torch.dtype) -> int:
+    """Return bytes of a process on a CPU that no tensor holds."""
+    if dtype == torch.float32:
+        return CPU_FP32
+    return CPU_KERNELS if cpu_has_bf16() else CPU_WITHOUT_KERNELS
+
+
 def sent_bytes(config: TrainConfig) -> int:
     """Return bytes of a gradient's element between replicas."""
     dtype = config.communication_data_type
@@ -193,10 +201,7 @@ class MemoryModel:
         self._packed_bytes = BYTES.get(basis.config.lora.base, 0.0) if basis.config.lora else 0.0  # of each
         kept, self._offloaded = kept_bytes(basis)
         self._inside = [0, *accumulate(kept)]  # cumulative bytes
-        self._kernels = 0
-        if not basis.device.reserves:
-            has_kernels = training_dtype(basis.config) == torch.float32 or cpu_has_bf16()
-            self._kernels = CPU_KERNELS if has_kernels else CPU_WITHOUT_KERNELS
+        self._kernels = 0 if basis.device.reserves else _beside_tensors(training_dtype(basis.config))
         ranks, beyond = basis.config.model_topo.stages, basis.measured.beyond if basis.measured else [0]
         self._beyond = beyond if len(beyond) == ranks else [max(beyond)] * ranks
         # For each rank and moment: per chunk the micro-batches kept whole, and those whose weights wait.

@@ -20,8 +20,6 @@ from typing import Any
 
 from data.sample_set import SampleSet
 from models.spec import ModelSpec
-from options.images.keys import VisionKeys
-from options.images.model import training_tower
 from options.planner.costs import layer_times
 from options.planner.grids import LONG, grids
 from options.planner.inputs import Basis, Workload
@@ -217,18 +215,11 @@ def other_ways(basis: Basis) -> list[Advice]:
         for lora in (LoraSection(), LoraSection(base="nf4")):
             adapted = config.model_copy(update={"lora": lora})
             # Other weights are trained, so nothing that is known of these layers holds.
-            changed = replace(basis.changed(lora=lora), spec=_adapted(basis.spec, adapted), known={})
+            spec = adapted.train_beside(with_trained(basis.spec, adapted))
+            changed = replace(basis.changed(lora=lora), spec=spec, known={})
             written = "{base: nf4}" if lora.base else "true"
             found.append(Advice(f"lora: {written}, which trains adapters", Plan.make(changed), None))
     return [each for each in found if each.alone.peak < Plan.make(basis).peak]
-
-
-def _adapted(spec: ModelSpec, config: TrainConfig) -> ModelSpec:
-    """Train adapters in place of the weights, in as much of a tower of images as the config trains."""
-    adapted = with_trained(spec, config)
-    if isinstance(config, VisionKeys) and spec.family.sees:
-        return training_tower(adapted, config.vision.train)
-    return adapted
 
 
 def next_change(plan: Plan, stage: int) -> tuple[str, int] | None:

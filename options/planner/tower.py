@@ -63,7 +63,8 @@ class TowerMemory:
     Attributes:
         pixels: as they come, which stay until the backward pass.
         kept: what autograd keeps.
-        peak: most of a forward or a backward pass, what is kept included and pixels not.
+        peak: most of a forward or a backward pass, with what is kept, and the copy of the pixels that a forward pass
+            takes; not the pixels themselves.
     """
 
     pixels: float = 0.0
@@ -94,9 +95,9 @@ def _case(basis: Basis, images: float) -> TowerCase:
 
 def work_of(spec: ModelSpec, case: TowerCase) -> TowerWork:
     """Record the kernels of a forward and a backward pass."""
-    with _fake_tower(spec, case) as (run, _, calls):
+    with _fake_tower(spec, case) as (run, images, calls):
         with OperationRecorder() as forward:
-            features = run()
+            features = run(images)
         with OperationRecorder() as backward:
             go_back(features)
     passes = (tuple(_apart(each.noted, calls)) for each in (forward, backward))
@@ -104,12 +105,16 @@ def work_of(spec: ModelSpec, case: TowerCase) -> TowerWork:
 
 
 def memory_of(spec: ModelSpec, case: TowerCase) -> tuple[TowerMemory, int]:
-    """Measure the memory of a forward and a backward pass; return also the tokens that the images take."""
-    with _fake_tower(spec, case) as (run, pixels, _), LiveBytes() as live:
-        features = run()
+    """Measure the memory of a forward and a backward pass; return also the tokens that the images take.
+
+    DeepSpeed hands a forward pass a copy of what a stage takes (`PipelineEngine._exec_forward_pass`). A tower that is
+    trained keeps it.
+    """
+    with _fake_tower(spec, case) as (run, images, _), LiveBytes() as live:
+        features = run([each.clone() for each in images])
         kept = live.now if features[0].requires_grad else 0
         go_back(features)
-    return TowerMemory(pixels, kept, live.most), len(features[0])
+    return TowerMemory(sum(each.nbytes for each in images), kept, live.most), len(features[0])
 
 
 def go_back(features: Sequence[Tensor]) -> None:
@@ -119,8 +124,10 @@ def go_back(features: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def _fake_tower(spec: ModelSpec, case: TowerCase) -> Iterator[tuple[Callable[[], list[Tensor]], int, Calls]]:
-    """Make a tower that runs inside the `with` block; give its forward pass, the bytes of its pixels, and its calls.
+def _fake_tower(
+    spec: ModelSpec, case: TowerCase
+) -> Iterator[tuple[Callable[[Sequence[Tensor]], list[Tensor]], list[Tensor], Calls]]:
+    """Make a tower that runs inside the `with` block; give its forward pass, the tensors of its images, and its calls.
 
     How many calls of attention each one stands for is known once it has run.
     """
@@ -153,7 +160,7 @@ def _fake_tower(spec: ModelSpec, case: TowerCase) -> Iterator[tuple[Callable[[],
             if hasattr(part, "config"):
                 part.config._attn_implementation = TOGETHER
     with _LargeIsFake(fake):
-        yield partial(module.features, images), sum(each.nbytes for each in images), calls
+        yield module.features, images, calls
 
 
 def _forget(weight: Tensor) -> None:

@@ -272,6 +272,10 @@ class TrainConfig(RunKeys):
     def check_model(self, spec: ModelSpec) -> None:
         """Refuse, by a ConfigError, a model that cannot be trained as an option's keys say."""
 
+    def train_beside(self, spec: ModelSpec) -> ModelSpec:
+        """Say in a model's spec what is trained beside its decoder, where an option's keys know of such parts."""
+        return spec
+
     def check_packages(self) -> None:
         """Refuse, by a ConfigError, a tracker whose package is not installed."""
         for name in self.trackers:

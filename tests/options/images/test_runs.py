@@ -51,6 +51,7 @@ ALL: dict[str, Any] = {"vision": {"train": "all"}}
 # Records of text alone, and a decay that an unused tower would feel.
 TEXT: dict[str, Any] = {"data_path": "words.json"}
 TEXT["optimizer"] = {"type": "AdamW", "params": {"lr": LR, "eps": EPS, "weight_decay": 0.1}}
+ON_HOST: dict[str, Any] = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 # Name: the model, processes, kind and keys.
 CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
     **{name: (name, 2, "pipeline", {"dims": (2, 1), **ALL}) for name in MODELS},
@@ -98,11 +99,17 @@ CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {
         "pipeline",
         {"dims": (2, 1), "lora": {"r": 4, "alpha": 8}, "resume": "lora-of-tower", **ALL},
     ),
+    "compiled": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "compile": True, **ALL}),
+    "states-on-host": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "zero_optimization": ON_HOST, **ALL}),
+    "rows-of-all": ("gemma3", 2, "pipeline", {"dims": (2, 1), "packing": "dataset", "train_batch_size": 2, **ALL}),
+    "scratch": ("qwen2_5_vl", 2, "pipeline", {"dims": (2, 1), "from_scratch": True, **ALL}),
     "resumed": ("qwen3_vl", 2, "pipeline", {"dims": (2, 1), "resume": "qwen3_vl", **ALL}),
 }
+ALONE = ("compiled", "states-on-host", "rows-of-all", "scratch")
+CASES |= {f"{name}-resumed": (*CASES[name][:3], CASES[name][3] | {"resume": name}) for name in ALONE}
 OFTEN = "llava qwen3_vl gemma3 frozen with-lora resumed tower-beside zero".split()
 LATER = {name: pytest.mark.longest for name in CASES if name not in OFTEN}
-SEEING = [name for name in CASES if not name.startswith(("text", "from-peft", "base-in-4-bits"))]
+SEEING = [name for name in CASES if not name.startswith(("text", "from-peft", "base-in-4-bits", "scratch"))]
 EXACT = [name for name in SEEING if name not in ("frozen", "projector") and "lora" not in name]
 
 
@@ -227,7 +234,26 @@ def test_what_is_not_trained_stays_to_the_bit(name: str, runs: Path, tmp_path: P
     assert steps(runs / name)[STEPS]["loss"] < steps(runs / name)[1]["loss"]
 
 
-@pytest.mark.parametrize("name", cases("resumed", "lora-of-tower-resumed", "tower-beside", "recomputed"))
+@pytest.mark.parametrize("name", cases("scratch"))
+def test_a_tower_from_scratch_learns_and_is_what_transformers_reads(name: str, runs: Path, tmp_path: Path) -> None:
+    assert told(runs, name)["error"] is None
+    folder = VISION / f"{CASES[name][0]}-tiny"
+    pp_to_hg(step_folder(runs / name, TAKEN_UP_AT), tmp_path / "exported")
+    read: Any = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "exported")
+    with torch.no_grad():
+        after = float(mean_loss(read, all_inputs(read, folder)))
+    done, given = steps(runs / name), load_file(folder / "model.safetensors")
+    assert done[TAKEN_UP_AT + 1]["loss"] == pytest.approx(after, rel=1e-5)
+    assert done[STEPS]["loss"] < done[1]["loss"]
+    found = load_file(tmp_path / "exported" / "model.safetensors")
+    towers = [{each for each in state if "visual" in each} for state in (found, given)]
+    assert towers[0] == towers[1] and not any(torch.equal(found[each], given[each]) for each in towers[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    cases("resumed", "lora-of-tower-resumed", "tower-beside", "recomputed", *(f"{name}-resumed" for name in ALONE)),
+)
 def test_runs_that_differ_in_nothing_that_counts_are_the_same_to_the_bit(name: str, runs: Path) -> None:
     model, *_, keys = CASES[name]
     before = layers(runs / keys.get("resume", model))

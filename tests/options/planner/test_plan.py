@@ -20,7 +20,7 @@ from options.planner.costs import layer_times
 from options.planner.inputs import Basis, Workload
 from options.planner.layer_costs import LayerCase, saved_by
 from options.planner.measurements import FILE, Calibration
-from options.planner.memory import CPU_KERNELS, CPU_WITHOUT_KERNELS, MemoryModel, StateBytes
+from options.planner.memory import CPU_FP32, CPU_KERNELS, CPU_WITHOUT_KERNELS, MemoryModel, StateBytes
 from options.planner.plan import Plan, best_parts
 from options.planner.planning import Planning, choose, divide
 from options.planner.search import advise, cheaper, search
@@ -391,5 +391,5 @@ def test_on_a_cpu_kernels_count_where_it_has_any(bf16: bool, tmp_path: Path, mon
     for supported in (True, False):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", partial(bool, supported))
         basis = Basis(config, spec, Workload.assumed(config), this_device())
-        found.append(MemoryModel(basis).rank(0, ((0, spec.n_layers),)).peak)
-    assert found[0] - found[1] == (CPU_KERNELS - CPU_WITHOUT_KERNELS if bf16 else 0)
+        found.append(MemoryModel(basis).rank(0, ((0, spec.n_layers),)).beyond)
+    assert found == ([CPU_KERNELS, CPU_WITHOUT_KERNELS] if bf16 else [CPU_FP32, CPU_FP32])
